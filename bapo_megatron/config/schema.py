@@ -1,0 +1,375 @@
+"""The typed configuration of a run: frozen, every key documented, unknown keys refused.
+
+``_s`` is seconds. ``load.load_config`` reads YAML into ``RunConfig`` and turns validation errors
+into one line; ``check.check_config`` holds rules that cross sections.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path
+    """Directory of a Hugging Face model (config.json, safetensors, tokenizer)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
+
+
+class ParallelConfig(Section):
+    """How Megatron divides the model; data parallel size is what remains of the world size."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel size."""
+    sequence: bool = False
+    """Sequence parallel (needs tensor > 1)."""
+    timeout_s: float = Field(7200.0, gt=0)
+    """How long ranks wait for a batch or for each other."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with Megatron's distributed optimizer."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate; 0 freezes the weights (a control)."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of a decaying schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after the warm-up."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates of linear warm-up."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam's first moment decay."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Adam's second moment decay."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, gt=0)
+    """Largest global gradient norm."""
+
+
+class DatasetConfig(Section):
+    """One file of prompts."""
+
+    path: Path
+    """jsonl, json or parquet."""
+    prompt_column: str = "prompt"
+    """Column with the question: a string, or chat messages (a list of role/content)."""
+    answer_column: str = "answer"
+    """Column with the reference answer; ``reward_model.ground_truth`` reaches into a struct."""
+    name: str = ""
+    """Name in metrics (``eval/<name>/…``); the file's stem if empty."""
+
+
+class DataConfig(Section):
+    """Training prompts."""
+
+    train: DatasetConfig | None = None
+    """The training file; needed unless ``replay`` is set."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are left out and counted."""
+    system_prompt: str = ""
+    """Put before the question as a system message, unless empty."""
+    prompt_suffix: str = ""
+    """Appended to the question ("Put your answer in \\boxed{}."), unless empty."""
+    shuffle: bool = True
+    """Shuffle each epoch with the run's seed."""
+
+
+class ServerConfig(Section):
+    """The SGLang server that the trainer starts itself when ``rollout.servers`` is empty."""
+
+    port: int = Field(0, ge=0, le=65535)
+    """Port on the loopback interface; 0 takes a free one."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """How long the server may take until it answers."""
+    tensor: int = Field(1, ge=1)
+    """The server's own tensor-parallel size."""
+    mem_fraction: float = Field(0.8, gt=0, lt=1)
+    """``--mem-fraction-static``."""
+    max_total_tokens: int | None = Field(None, ge=1)
+    """KV cache size in tokens; the server's choice if empty."""
+    max_running_requests: int | None = Field(None, ge=1)
+    """Largest batch; the server's choice if empty."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments, passed to ``sglang.launch_server`` as they are."""
+
+
+class RolloutConfig(Section):
+    """Generation of one step's samples."""
+
+    groups_per_step: int = Field(64, ge=1)
+    """Prompts per step."""
+    samples_per_group: int = Field(8, ge=2)
+    """Responses per prompt, G."""
+    max_response_tokens: int = Field(4096, ge=1)
+    """Longest response, over all resumptions."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by it too."""
+    top_p: float = 1.0
+    """Must be 1: the engine's log-probs ignore the filter and ratios would be biased."""
+    top_k: int = -1
+    """Must be -1, for the same reason."""
+    min_p: float = 0.0
+    """Must be 0, for the same reason."""
+    oversample_groups: int = Field(0, ge=0)
+    """Groups in flight beyond ``groups_per_step``. What is unfinished when the step has its groups
+    is aborted; with ``partial`` it is resumed by the next step, else it is discarded."""
+    partial: bool = True
+    """Keep unfinished responses of one step and resume them in the next (partial rollout)."""
+    servers: tuple[str, ...] = ()
+    """Addresses (http://host:port) of running servers; empty: the trainer starts one."""
+    server: ServerConfig = ServerConfig()
+    """How the trainer starts its own server."""
+    request_timeout_s: float = Field(1800.0, gt=0)
+    """Longest time without an answer to one request."""
+    max_connections: int = Field(512, ge=1)
+    """Requests in flight over all servers."""
+    dump: bool = True
+    """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay."""
+
+    @model_validator(mode="after")
+    def _no_filters(self) -> Self:
+        for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            value = getattr(self, name)
+            if value != neutral:
+                raise ValueError(
+                    f"{name} must be {neutral} for training, got {value}: the engine's log-probs "
+                    f"ignore this filter, so ratios would be biased; set {name}: {neutral}"
+                )
+        return self
+
+
+class RewardConfig(Section):
+    """Grading of finished responses."""
+
+    workers: int = Field(2, ge=1)
+    """Grader processes."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Time limit of one answer; past it the answer scores 0 and is counted."""
+
+
+class RangeConfig(Section):
+    """The movable range of one clip bound, in importance ratios."""
+
+    start: float
+    """First candidate."""
+    max: float
+    """Last candidate at most."""
+    step: float = Field(gt=0)
+    """Distance of candidates."""
+
+
+BAPO_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "target": 0.4,
+        "lower": {"start": 0.6, "max": 0.9, "step": 0.02},
+        "upper": {"start": 1.2, "max": 3.0, "step": 0.05},
+        "order": "upper_first",
+        "contribution": "surrogate",
+        "measure": "share",
+        "weight": "uniform",
+        "scope": "update",
+    },
+    "recipe": {
+        "target": 1.0,
+        "lower": {"start": 0.6, "max": 0.8, "step": 0.05},
+        "upper": {"start": 1.2, "max": 2.0, "step": 0.05},
+        "order": "lower_first",
+        "contribution": "surrogate",
+        "measure": "ratio",
+        "weight": "uniform",
+        "scope": "micro_batch",
+    },
+}
+
+
+class BapoConfig(Section):
+    """The bound search of BAPO (docs/algorithm.md). ``preset`` fills what is not given."""
+
+    preset: Literal["paper", "recipe"] = "paper"
+    """``paper``: Algorithm 1 as published. ``recipe``: the authors' released code."""
+    target: float = Field(gt=0)
+    """ρ0: the positive share (or ratio) that the search tries to reach."""
+    lower: RangeConfig
+    """Range of c_low."""
+    upper: RangeConfig
+    """Range of c_high."""
+    order: Literal["upper_first", "lower_first"]
+    """Which bound moves first."""
+    contribution: Literal["surrogate", "gradient"]
+    """``surrogate``: Eq. 8, clipped values. ``gradient``: Eq. 5, only unclipped tokens."""
+    measure: Literal["share", "ratio"]
+    """``share``: P / (P + N) ≥ target. ``ratio``: P / N ≥ target."""
+    weight: Literal["uniform", "behaviour_prob"]
+    """Token weight: 1, or π_rollout(y) (the literal reading of Eq. 8)."""
+    scope: Literal["update", "micro_batch"]
+    """Bounds for each update (a forward-only pass comes first) or for each micro-batch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        preset = BAPO_PRESETS.get(given.get("preset", "paper"), BAPO_PRESETS["paper"])
+        filled = {**preset, **given}
+        for name in ("lower", "upper"):
+            if isinstance(given.get(name), dict):
+                filled[name] = {**preset[name], **given[name]}
+        return filled
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        low, high = self.lower, self.upper
+        if not 0.5 <= low.start <= low.max <= 1:
+            raise ValueError(
+                f"needs 0.5 <= lower.start <= lower.max <= 1, got {low.start} and {low.max}"
+            )
+        if not 1 <= high.start <= high.max < 256:
+            raise ValueError(
+                f"needs 1 <= upper.start <= upper.max < 256, got {high.start} and {high.max}"
+            )
+        if self.measure == "share" and self.target >= 1:
+            raise ValueError(f"target must be below 1 with measure: share, got {self.target}")
+        return self
+
+
+class FixedClipConfig(Section):
+    """A fixed clip: [0.8, 1.2] is GRPO and PPO, [0.8, 1.28] is clip-higher."""
+
+    low: float = Field(0.8, ge=0, le=1)
+    """Lower bound of the importance ratio."""
+    high: float = Field(1.2, ge=1)
+    """Upper bound of the importance ratio."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages, clipping and the loss (docs/algorithm.md)."""
+
+    clip: Literal["bapo", "fixed", "none"] = "bapo"
+    """The clip rule; ``fixed`` turns the run into GRPO."""
+    bapo: BapoConfig = BapoConfig.model_validate({})
+    """Settings of ``clip: bapo``."""
+    fixed: FixedClipConfig = FixedClipConfig()
+    """Settings of ``clip: fixed``."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper limit of the ratio for negative advantages (3 in the recipe), or none."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
+    """Group-relative advantage."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum_norm"] = "token_mean"
+    """How token losses become one number; denominators are global."""
+    token_sum_norm_constant: float = Field(1.0, gt=0)
+    """The constant of ``token_sum_norm``: the sum is divided by responses × constant."""
+    behaviour: Literal["rollout", "recomputed"] = "rollout"
+    """μ: the engine's own log-probs, or the trainer's at the start of the step."""
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimizer updates that one batch is divided into (whole groups each)."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the batch."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    on_nonfinite: Literal["raise", "skip_update"] = "raise"
+    """What a non-finite log-prob, advantage or gradient norm does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_preset(cls, given: Any) -> Any:
+        """The recipe preset also sets what lies outside the search."""
+        if not isinstance(given, dict) or not isinstance(given.get("bapo"), dict):
+            return given
+        if given["bapo"].get("preset") != "recipe":
+            return given
+        return {"behaviour": "recomputed", "dual_clip": 3.0, **given}
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: int = Field(100, ge=1)
+    """Training steps (batches)."""
+    max_tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Token budget of one packed forward pass on one rank."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints under ``<run_dir>/checkpoints``."""
+
+    every_steps: int = Field(0, ge=0)
+    """Save each N steps; 0: only at the end."""
+    keep_last: int = Field(2, ge=1)
+    """How many checkpoints stay."""
+    at_end: bool = True
+    """Save a checkpoint and a Hugging Face export when the run ends."""
+
+
+class EvalConfig(Section):
+    """Evaluation inside training and by the ``eval`` command."""
+
+    sets: tuple[DatasetConfig, ...] = ()
+    """Evaluation files."""
+    every_steps: int = Field(0, ge=0)
+    """Evaluate each N steps; 0: never between start and end."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """k of avg@k and pass@k."""
+    max_prompts: int | None = Field(None, ge=1)
+    """Use only the first N prompts of each set."""
+    temperature: float = Field(0.6, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling (evaluation only)."""
+    max_response_tokens: int = Field(4096, ge=1)
+    """Longest response."""
+
+
+class LogConfig(Section):
+    """Where metrics go; ``metrics.jsonl`` is always written."""
+
+    console: bool = True
+    """A line per step on the terminal."""
+    tensorboard: bool = True
+    """Event files under ``<run_dir>/tensorboard``."""
+    wandb_project: str = ""
+    """Project name at Weights & Biases; empty: off."""
+
+
+class RunConfig(Section):
+    """One run: one YAML file of at most a screen."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run."""
+    run_dir: Path
+    """Directory of everything that the run writes."""
+    seed: int = Field(0, ge=0)
+    """Seed of data order, initialisation and dropout."""
+    replay: Path | None = None
+    """Directory of rollout dumps to train from, without any server."""
+    resume: bool = False
+    """Continue from the newest checkpoint in ``run_dir``."""
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig.model_validate({})
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,212 @@
+"""Every record that crosses a package border.
+
+The life of a token: ``Prompt`` → ``Sample`` (one response) → ``Group`` (G responses to one prompt)
+→ ``RolloutBatch`` (all groups of a step) → ``MicroBatch`` (packed tensors of one forward pass) →
+``UpdateResult`` (one optimizer update) → ``StepMetrics`` (what the run reports).
+
+Shape legend: R = response tokens of one sample, N = packed tokens of a micro-batch (prompts,
+responses and padding), T = response tokens of a micro-batch, S = sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """The end-of-sequence token was sampled (it is the last response token)."""
+    LENGTH = "length"
+    """The response reached ``max_response_tokens``: it is truncated."""
+    ABORT = "abort"
+    """The engine was told to stop; the sample is unfinished and can be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One rendered prompt, ready for the engine."""
+
+    prompt_id: str
+    """``<file name>:<row>``, unique within a data set and stable between runs."""
+    token_ids: tuple[int, ...]
+    """The rendered chat template, tokenised once; never re-tokenised later."""
+    answer: str
+    """The reference answer that the reward compares with."""
+    text: str
+    """The rendered prompt as text, for dumps and for people."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response to a prompt, finished or not."""
+
+    group_id: int
+    """Number of the group, counted from 0 over the whole run."""
+    index: int
+    """Position in the group, 0 … G − 1."""
+    prompt: Prompt
+    response_token_ids: np.ndarray
+    """[R] int64, exactly as the engine sampled them."""
+    behaviour_logprobs: np.ndarray
+    """[R] float32, log π_rollout of each token by the weights that sampled it."""
+    versions: np.ndarray
+    """[R] int64, the weights version that sampled each token; non-decreasing."""
+    finish_reason: FinishReason
+    response_text: str = ""
+    """Decoded response (special tokens left out); filled when the sample is finished."""
+    reward: float = 0.0
+    """Reward of the finished response."""
+    answer_found: bool = False
+    """Whether an answer could be extracted from the response, right or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G finished responses to one prompt."""
+
+    group_id: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """What the generation of one batch cost."""
+
+    generated_tokens: int = 0
+    """Response tokens received from the engines while this batch was collected, kept or not."""
+    generation_s: float = 0.0
+    """Wall time from the first request to the last complete group, in seconds."""
+    resumed_samples: int = 0
+    """Samples that continued from an earlier step's unfinished prefix."""
+    unfinished_samples: int = 0
+    """Samples left unfinished in the buffer when the batch was complete."""
+    reward_timeouts: int = 0
+    """Answers scored 0 because grading them took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """All groups of one training step, in order of ``group_id``."""
+
+    step: int
+    version: int
+    """Weights version the engines held while the batch was collected."""
+    groups: tuple[Group, ...]
+    stats: RolloutStats = field(default_factory=RolloutStats)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, group after group."""
+        return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed sequences of one forward pass on one data-parallel rank.
+
+    Row ``rows_T[t]`` of the logits [N, V] is the distribution from which response token ``t`` was
+    drawn: the position *before* the token.
+    """
+
+    token_ids_N: torch.Tensor
+    """[N] int64: prompt + response of each sequence, one after the other, then padding."""
+    position_ids_N: torch.Tensor
+    """[N] int64: 0, 1, … within each sequence."""
+    cu_seqlens: torch.Tensor
+    """[S + 1] int32: offsets of the sequences; the padding, if any, is a sequence of its own."""
+    rows_T: torch.Tensor
+    """[T] int64: row of the logits that predicts each response token."""
+    target_T: torch.Tensor
+    """[T] int64: the response token's id."""
+    behaviour_logprob_T: torch.Tensor
+    """[T] float32: μ, the engine's or, with ``behaviour: recomputed``, the trainer's."""
+    advantage_T: torch.Tensor
+    """[T] float32: A."""
+    mask_T: torch.Tensor
+    """[T] float32: m, 1 for tokens that train, else 0."""
+    loss_weight_T: torch.Tensor
+    """[T] float32: m over the global denominator of the update; Σ over all ranks and micro-batches of
+    ``loss_weight · loss`` is the loss of the update."""
+    sample_T: torch.Tensor
+    """[T] int64: index of the token's sample in the step's batch (for error messages)."""
+    position_T: torch.Tensor
+    """[T] int64: position of the token in its response (for error messages)."""
+    version_T: torch.Tensor
+    """[T] int64: weights version that sampled the token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N, padding included."""
+        return int(self.token_ids_N.numel())
+
+    @property
+    def num_response_tokens(self) -> int:
+        """T."""
+        return int(self.target_T.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class ClipBounds:
+    """The outcome of one bound search (or the constants of a fixed clip)."""
+
+    low: float
+    """c_low, an importance ratio."""
+    high: float
+    """c_high, an importance ratio."""
+    positive_share_start: float
+    """P / (P + N) at the first pair of the path; nan where no search was made."""
+    positive_share: float
+    """P / (P + N) at the chosen pair; nan where no search was made."""
+    exit: str
+    """``start``, ``met`` or ``exhausted``; ``fixed`` where no search was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """One optimizer update, reduced over all ranks (equal on every rank)."""
+
+    sums: dict[str, float]
+    """Global sums and counts by metric name; means are formed once, at the end of the step."""
+    bounds: tuple[ClipBounds, ...]
+    """One per search: one for ``scope: update``, one per micro-batch for ``scope: micro_batch``."""
+    grad_norm: float
+    """Global gradient norm before clipping; 0 where the update was skipped."""
+    skipped: bool
+    """No token had a gradient, or ``on_nonfinite: skip_update`` acted: nothing was stepped."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Scores of one evaluation set."""
+
+    name: str
+    num_prompts: int
+    samples_per_prompt: int
+    avg_at_k: float
+    """Mean over prompts of the mean reward of the k samples."""
+    pass_at_k: float
+    """Share of prompts with at least one right sample among the k."""
+    answer_found_share: float
+    """Share of samples from which an answer could be extracted, right or wrong."""
+    response_tokens_mean: float
+    truncated_share: float
+    generated_tokens: int
+    wall_s: float
+    version: int
+    """Weights version that answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What one step reports; the names are an interface (docs/algorithm.md)."""
+
+    step: int
+    values: dict[str, float]
