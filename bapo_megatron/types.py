@@ -10,7 +10,7 @@ responses and padding), T = response tokens of a micro-batch, S = sequences of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,9 @@ class MicroBatch:
     target_T: torch.Tensor
     """[T] int64: the response token's id."""
     behaviour_logprob_T: torch.Tensor
-    """[T] float32: μ, the engine's or, with ``behaviour: recomputed``, the trainer's."""
+    """[T] float32: μ, the engine's, or the trainer's with ``behaviour: recomputed``."""
+    rollout_logprob_T: torch.Tensor
+    """[T] float32: log π_rollout, always the engine's."""
     advantage_T: torch.Tensor
     """[T] float32: A."""
     mask_T: torch.Tensor
@@ -141,6 +143,11 @@ class MicroBatch:
     """[T] int64: position of the token in its response (for error messages)."""
     version_T: torch.Tensor
     """[T] int64: weights version that sampled the token."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return the micro-batch with every tensor on ``device``."""
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        return MicroBatch(**moved)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,44 @@
+# make demo: the main job, from a bare machine to a trained tiny model.  make test: the tests.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+SEED ?= 0
+PY := $(VENV)/bin/python
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
+	@echo "make test           set up and run the tests"
+	@echo "make setup          create $(VENV), install, compile csrc/"
+	@echo "make lint           formatting, linting, types, import rules"
+	@echo "make clean          remove $(VENV), runs/ and build products"
+
+setup: $(VENV)/.complete
+
+# The stamp is written last: an interrupted installation is made again.
+$(VENV)/.complete: requirements/cpu.txt requirements/install.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	@requirements/install.sh $(VENV) $(PYTHON)
+	@touch $@
+
+demo: setup
+	@examples/demo.sh $(PY) $(SEED)
+
+test: setup
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+	@$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+
+format: setup
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+
+clean:
+	rm -rf $(VENV) runs build bapo_megatron/*.so *.egg-info

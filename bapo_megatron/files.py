@@ -1,0 +1,105 @@
+"""Files and directories that are either complete or absent, even after a crash.
+
+Everything is written beside its destination under a name that starts with a dot and ends in
+``.tmp``, flushed to the disk, then renamed. An error of the operating system names the file that
+was wanted, not the temporary one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` so that readers see the old file or the new one, never a part.
+
+    Args:
+        path: Destination; missing parent directories are created.
+        content: The whole new content.
+
+    Raises:
+        OSError: The file cannot be written (disk full, no permission); ``path`` is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync(path.parent)
+
+
+def atomic_write_text(path: Path, content: str) -> None:
+    """Write ``content`` as UTF-8; see ``atomic_write_bytes``."""
+    atomic_write_bytes(path, content.encode())
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Fill a directory that appears under ``path`` only when the block ends without an error.
+
+    The block writes into the directory it is given. An existing ``path`` is replaced: for an
+    instant there is none, but never a mixture. What an earlier, killed writer left is removed.
+
+    Args:
+        path: Destination; missing parent directories are created.
+
+    Yields:
+        The temporary directory to fill, empty, beside ``path``.
+
+    Raises:
+        OSError: The directory cannot be written; ``path`` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        publish_directory(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def publish_directory(temporary: Path, path: Path) -> None:
+    """Flush everything under ``temporary`` to the disk and rename it to ``path``.
+
+    For directories that several processes fill; where one does, use ``atomic_directory``.
+
+    Args:
+        temporary: A complete directory in the same parent directory as ``path``.
+        path: Destination; an existing directory there is replaced.
+    """
+    for folder, _, names in os.walk(temporary):
+        for name in names:
+            _fsync(Path(folder) / name)
+        _fsync(Path(folder))
+    replaced = path.with_name(f".{path.name}.replaced.tmp")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    temporary.rename(path)
+    _fsync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    """Flush one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

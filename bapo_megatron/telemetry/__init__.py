@@ -1,0 +1,1 @@
+"""Metrics, timers, sinks and figures."""

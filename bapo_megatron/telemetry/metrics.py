@@ -1,0 +1,156 @@
+"""From global sums and counts to the metrics of a step (names: docs/algorithm.md).
+
+An ``UpdateResult`` carries sums that are already reduced over all ranks; the quotients are formed
+here, once per step, so that no mean of means appears.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from bapo_megatron.types import FinishReason, StepMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bapo_megatron.types import ClipBounds, EvalResult, RolloutBatch, UpdateResult
+
+MAX_PREFIX = "max:"
+"""Sums whose name starts with this are maxima: they are reduced with max instead of added."""
+
+_PER_TOKEN = {
+    "clip/fraction_high": "clip/high",
+    "clip/fraction_low": "clip/low",
+    "clip/fraction_dual": "clip/dual",
+    "policy/entropy": "policy/entropy",
+    "policy/kl_behaviour": "policy/kl_behaviour",
+    "rollout/staleness_mean": "staleness",
+}
+"""Metric name → name of the sum that is divided by the number of training tokens."""
+
+
+def merge_sums(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Add sums by name; names that start with ``max:`` keep the largest value."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            elif name.startswith(MAX_PREFIX):
+                merged[name] = max(merged[name], value)
+            else:
+                merged[name] += value
+    return merged
+
+
+def step_metrics(
+    batch: RolloutBatch, results: Sequence[UpdateResult], lr: float, phase_s: dict[str, float]
+) -> StepMetrics:
+    """All metrics of one step.
+
+    Args:
+        batch: The samples that were trained on.
+        results: One entry per optimizer update, reduced over all ranks.
+        lr: Learning rate of the last update.
+        phase_s: Seconds by phase.
+    """
+    values = {
+        **_rollout_metrics(batch),
+        **_update_metrics(results),
+        **_bound_metrics([bounds for result in results for bounds in result.bounds]),
+        "train/lr": lr,
+    }
+    values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
+    total_s = sum(phase_s.values())
+    if total_s > 0:
+        tokens = sum(len(sample.response_token_ids) for sample in batch.samples)
+        values["throughput/tokens_per_s"] = tokens / total_s
+    if batch.stats.generation_s > 0:
+        values["throughput/generated_tokens_per_s"] = (
+            batch.stats.generated_tokens / batch.stats.generation_s
+        )
+    return StepMetrics(batch.step, values)
+
+
+def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
+    """``eval/<name>/…`` of every evaluation set."""
+    values: dict[str, float] = {}
+    for result in results:
+        prefix = f"eval/{result.name}"
+        values[f"{prefix}/avg_at_k"] = result.avg_at_k
+        values[f"{prefix}/pass_at_k"] = result.pass_at_k
+        values[f"{prefix}/answer_found_share"] = result.answer_found_share
+        values[f"{prefix}/response_tokens_mean"] = result.response_tokens_mean
+        values[f"{prefix}/truncated_share"] = result.truncated_share
+    return values
+
+
+def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    samples = batch.samples
+    lengths = [len(sample.response_token_ids) for sample in samples]
+    truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
+    rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
+    num_groups, num_samples = len(batch.groups), len(samples)
+    return {
+        "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
+        "reward/solved_groups": sum(min(group) >= 1.0 for group in rewards) / num_groups,
+        "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
+        "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
+        "reward/timeouts": float(batch.stats.reward_timeouts),
+        "rollout/response_tokens_mean": sum(lengths) / num_samples,
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/truncated_share": truncated / num_samples,
+        "rollout/generated_tokens": float(batch.stats.generated_tokens),
+        "rollout/resumed_samples": float(batch.stats.resumed_samples),
+        "rollout/unfinished_samples": float(batch.stats.unfinished_samples),
+    }
+
+
+def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    stepped = [result for result in results if not result.skipped]
+    sums = merge_sums([result.sums for result in results])
+    values = {
+        "train/updates": float(len(stepped)),
+        "train/skipped_updates": float(len(results) - len(stepped)),
+        "train/nonfinite_tokens": sums.get("nonfinite_tokens", 0.0),
+    }
+    if stepped:
+        values["loss/policy"] = sums["loss/policy"] / len(stepped)
+        values["policy/grad_norm"] = math.fsum(r.grad_norm for r in stepped) / len(stepped)
+    tokens = sums.get("tokens", 0.0)
+    if tokens > 0:
+        values |= {name: sums[source] / tokens for name, source in _PER_TOKEN.items()}
+        values["rollout/staleness_max"] = sums[f"{MAX_PREFIX}staleness"]
+    signed = sums.get("tokens/signed", 0.0)
+    if signed > 0:
+        values["tokens/positive_share"] = sums["tokens/positive"] / signed
+    compared = sums.get("mismatch/tokens", 0.0)
+    if compared > 0:
+        values["mismatch/logprob_abs_mean"] = sums["mismatch/abs"] / compared
+        values["mismatch/logprob_abs_max"] = sums[f"{MAX_PREFIX}mismatch/abs"]
+    slots = sums.get("packing/slots", 0.0)
+    if slots > 0:
+        values["train/packing_share"] = sums["packing/real"] / slots
+    return values
+
+
+def _bound_metrics(bounds: Sequence[ClipBounds]) -> dict[str, float]:
+    """Means over the searches of a step; nothing where no clip acted."""
+    if not bounds:
+        return {}
+    count = len(bounds)
+    values = {
+        "bapo/clip_low": math.fsum(b.low for b in bounds) / count,
+        "bapo/clip_high": math.fsum(b.high for b in bounds) / count,
+    }
+    searched = [b for b in bounds if b.exit != "fixed"]
+    if searched:
+        count = len(searched)
+        values["bapo/positive_share_start"] = (
+            math.fsum(b.positive_share_start for b in searched) / count
+        )
+        values["bapo/positive_share"] = math.fsum(b.positive_share for b in searched) / count
+        for name in ("start", "met", "exhausted"):
+            values[f"bapo/exit_{name}_share"] = sum(b.exit == name for b in searched) / count
+    return values

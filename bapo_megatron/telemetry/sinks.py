@@ -1,0 +1,121 @@
+"""Where metrics go: ``metrics.jsonl`` always; terminal, TensorBoard, Weights & Biases if asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from bapo_megatron.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import LogConfig
+    from bapo_megatron.types import StepMetrics
+
+_COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("share", "bapo/positive_share", "{:.3f}"),
+    ("low", "bapo/clip_low", "{:.2f}"),
+    ("high", "bapo/clip_high", "{:.2f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("grad", "policy/grad_norm", "{:.3f}"),
+    ("clipped", "clip/fraction_high", "{:.3f}"),
+    ("stale", "rollout/staleness_mean", "{:.1f}"),
+    ("tokens", "rollout/response_tokens_mean", "{:.1f}"),
+    ("tok/s", "throughput/generated_tokens_per_s", "{:.0f}"),
+)
+"""Heading, metric and format of the terminal's columns."""
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Rows of a ``metrics.jsonl``, one per step.
+
+    Raises:
+        ValueError: a line is not a JSON object; the message names file and line.
+    """
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
+        rows.append(row)
+    return rows
+
+
+class MetricsSinks:
+    """Writes every step's metrics to the configured places; rank 0 only."""
+
+    def __init__(
+        self, run_dir: Path, run_name: str, config: LogConfig, *, first_step: int, total_steps: int
+    ) -> None:
+        """Open the sinks; rows of steps from ``first_step`` on (an earlier try) are dropped."""
+        self._total_steps = total_steps
+        self._console = Console() if config.console else None
+        self._lines = 0
+        path = run_dir / "metrics.jsonl"
+        earlier = read_metrics(path) if path.exists() else []
+        kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
+        atomic_write_text(path, "".join(kept))
+        self._file = path.open("a")
+        self._tensorboard: Any = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(
+                str(run_dir / "tensorboard"), purge_step=first_step or None
+            )
+        self._wandb: Any = None
+        if config.wandb_project:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.wandb_project, name=run_name, dir=str(run_dir), resume="allow"
+            )
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Report one step everywhere; the JSON line is on disk when this returns."""
+        finite = {k: v for k, v in metrics.values.items() if math.isfinite(v)}
+        self._file.write(json.dumps({"step": metrics.step, **finite}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._console is not None:
+            self._console.print(self._line(metrics), highlight=False)
+        if self._tensorboard is not None:
+            for name, value in finite.items():
+                self._tensorboard.add_scalar(name, value, metrics.step)
+        if self._wandb is not None:
+            self._wandb.log(finite, step=metrics.step)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _line(self, metrics: StepMetrics) -> str:
+        """One row of the terminal's table; the headings come again every 20 rows."""
+        cells = [f"{metrics.step + 1:>4}/{self._total_steps}"]
+        for heading, name, form in _COLUMNS:
+            value = metrics.values.get(name)
+            cells.append(f"{form.format(value) if value is not None else '-':>{_width(heading)}}")
+        step_s = sum(v for k, v in metrics.values.items() if k.startswith("time/"))
+        cells.append(f"{step_s:6.1f} s")
+        row = "  ".join(cells)
+        if self._lines % 20 == 0:
+            blank = " " * (len(cells[0]) - 4)
+            heads = "  ".join(f"{heading:>{_width(heading)}}" for heading, _, _ in _COLUMNS)
+            row = f"[bold]step{blank}  {heads}      time[/bold]\n{row}"
+        self._lines += 1
+        return row
+
+
+def _width(heading: str) -> int:
+    return max(6, len(heading))

@@ -1,0 +1,170 @@
+"""Metrics are quotients of global sums, by the documented names."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config.schema import LogConfig
+from bapo_megatron.telemetry.figures import draw_dynamics
+from bapo_megatron.telemetry.metrics import merge_sums, step_metrics
+from bapo_megatron.telemetry.sinks import MetricsSinks, read_metrics
+from bapo_megatron.types import (
+    ClipBounds,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutBatch,
+    RolloutStats,
+    Sample,
+    StepMetrics,
+    UpdateResult,
+)
+
+
+def _sample(group_id: int, index: int, length: int, reward: float) -> Sample:
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=Prompt(f"p:{group_id}", (1, 2), "3", "1+2="),
+        response_token_ids=np.zeros(length, np.int64),
+        behaviour_logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int64),
+        finish_reason=FinishReason.STOP if length < 4 else FinishReason.LENGTH,
+        reward=reward,
+        answer_found=length > 1,
+    )
+
+
+def _batch() -> RolloutBatch:
+    groups = (
+        Group(0, (_sample(0, 0, 1, 0.0), _sample(0, 1, 4, 1.0))),
+        Group(1, (_sample(1, 0, 2, 1.0), _sample(1, 1, 3, 1.0))),
+    )
+    return RolloutBatch(step=5, version=7, groups=groups, stats=RolloutStats(20, 2.0))
+
+
+def _sums(tokens: float, loss: float, staleness_max: float) -> dict[str, float]:
+    return {
+        "tokens": tokens,
+        "tokens/positive": tokens / 4,
+        "tokens/signed": tokens / 2,
+        "loss/policy": loss,
+        "policy/entropy": 2 * tokens,
+        "policy/kl_behaviour": 0.5 * tokens,
+        "clip/high": 3.0,
+        "clip/low": 0.0,
+        "clip/dual": 0.0,
+        "staleness": tokens,
+        "max:staleness": staleness_max,
+        "mismatch/tokens": 0.0,
+        "mismatch/abs": 0.0,
+        "max:mismatch/abs": 0.0,
+        "nonfinite_tokens": 0.0,
+        "packing/real": 6.0,
+        "packing/slots": 8.0,
+    }
+
+
+def test_token_metrics_are_quotients_of_sums_over_all_updates() -> None:
+    results = [
+        UpdateResult(_sums(10, -0.2, 1), (), grad_norm=1.0, skipped=False),
+        UpdateResult(_sums(30, 0.4, 3), (), grad_norm=3.0, skipped=False),
+        UpdateResult({}, (), grad_norm=0.0, skipped=True),
+    ]
+    values = step_metrics(_batch(), results, 1e-4, {"rollout": 1.5, "training": 0.5}).values
+    assert values["clip/fraction_high"] == 6 / 40
+    assert values["policy/entropy"] == 2.0
+    assert values["rollout/staleness_max"] == 3.0
+    assert values["loss/policy"] == pytest.approx(0.1)
+    assert values["policy/grad_norm"] == 2.0
+    assert values["train/skipped_updates"] == 1.0
+    assert values["tokens/positive_share"] == 0.5
+    assert values["train/packing_share"] == 0.75
+    assert "mismatch/logprob_abs_mean" not in values
+    assert values["throughput/tokens_per_s"] == 5.0
+    assert values["throughput/generated_tokens_per_s"] == 10.0
+
+
+def test_rollout_metrics_count_samples_and_groups() -> None:
+    values = step_metrics(_batch(), [], 0.0, {}).values
+    assert values["reward/mean"] == 0.75
+    assert values["reward/solved_groups"] == 0.5
+    assert values["reward/mixed_groups"] == 0.5
+    assert values["reward/answer_found_share"] == 0.75
+    assert values["rollout/response_tokens_mean"] == 2.5
+    assert values["rollout/response_tokens_max"] == 4.0
+    assert values["rollout/truncated_share"] == 0.25
+
+
+def test_bound_metrics_average_over_searches() -> None:
+    bounds = (
+        ClipBounds(0.6, 1.2, 0.5, 0.5, "start"),
+        ClipBounds(0.9, 3.0, 0.2, 0.3, "exhausted"),
+    )
+    result = UpdateResult(_sums(1, 0, 0), bounds, grad_norm=1.0, skipped=False)
+    values = step_metrics(_batch(), [result], 0.0, {}).values
+    assert values["bapo/clip_low"] == 0.75
+    assert values["bapo/clip_high"] == 2.1
+    assert values["bapo/positive_share_start"] == 0.35
+    assert values["bapo/exit_start_share"] == 0.5
+    assert values["bapo/exit_met_share"] == 0.0
+    assert values["bapo/exit_exhausted_share"] == 0.5
+
+
+def test_fixed_clips_report_bounds_but_no_exits() -> None:
+    bounds = (ClipBounds(0.8, 1.2, math.nan, math.nan, "fixed"),)
+    result = UpdateResult(_sums(1, 0, 0), bounds, grad_norm=1.0, skipped=False)
+    values = step_metrics(_batch(), [result], 0.0, {}).values
+    assert values["bapo/clip_high"] == 1.2
+    assert not any(name.startswith("bapo/exit") for name in values)
+
+
+def test_maxima_are_not_added_up() -> None:
+    merged = merge_sums([{"a": 1.0, "max:a": 2.0}, {"a": 3.0, "max:a": 1.0}])
+    assert merged == {"a": 4.0, "max:a": 2.0}
+
+
+def test_sinks_drop_rows_that_a_resumed_run_makes_again(tmp_path) -> None:
+    config = LogConfig(console=False, tensorboard=False)
+    for first_step, reward in ((0, 0.1), (2, 0.9)):
+        sinks = MetricsSinks(tmp_path, "run", config, first_step=first_step, total_steps=4)
+        for step in range(first_step, 4):
+            sinks.write(StepMetrics(step, {"reward/mean": reward, "x": math.nan}))
+        sinks.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [
+        (0, 0.1),
+        (1, 0.1),
+        (2, 0.9),
+        (3, 0.9),
+    ]
+    assert "x" not in rows[0]
+
+
+def test_tensorboard_events_are_written(tmp_path) -> None:
+    sinks = MetricsSinks(tmp_path, "run", LogConfig(console=False), first_step=0, total_steps=1)
+    sinks.write(StepMetrics(0, {"reward/mean": 0.5}))
+    sinks.close()
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_dynamics_figure_is_a_png_and_needs_metrics(tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ValueError, match="no such file; give the directory of a run"):
+        draw_dynamics([run], tmp_path / "out.png")
+    rows = [{"step": s, "reward/mean": 0.1 * s, "bapo/clip_high": 1.2} for s in range(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_dynamics([run], tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_broken_metrics_line_is_named(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": \n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON object"):
+        read_metrics(path)
