@@ -135,8 +135,8 @@ class MicroBatch:
     mask_T: torch.Tensor
     """[T] float32: m, 1 for tokens that train, else 0."""
     loss_weight_T: torch.Tensor
-    """[T] float32: m over the global denominator of the update; Σ over all ranks and micro-batches of
-    ``loss_weight · loss`` is the loss of the update."""
+    """[T] float32: m over the global denominator of the update. Σ ``loss_weight · loss`` over all
+    ranks and micro-batches is the loss of the update."""
     sample_T: torch.Tensor
     """[T] int64: index of the token's sample in the step's batch (for error messages)."""
     position_T: torch.Tensor
