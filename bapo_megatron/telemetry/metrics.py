@@ -52,7 +52,7 @@ def step_metrics(
     Args:
         batch: The samples that were trained on.
         results: One entry per optimizer update, reduced over all ranks.
-        lr: Learning rate of the last update.
+        lr: Learning rate of the step's first update.
         phase_s: Seconds by phase.
     """
     values = {

@@ -1,0 +1,1 @@
+"""Advantages, clip rules and the policy loss: pure functions on tensors (docs/algorithm.md)."""

@@ -1,0 +1,183 @@
+"""The command line: parse, call, turn user errors into one line and a non-zero exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from bapo_megatron.config.schema import RunConfig
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning with verifiable rewards by BAPO.",
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: rollout.temperature=0.6"),
+]
+
+
+def _load(config: Path, overrides: list[str] | None) -> RunConfig:
+    from bapo_megatron.config.load import load_config
+
+    return load_config(config, overrides or [])
+
+
+@app.command()
+def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Train with BAPO; start it with torchrun for more than one rank."""
+    run_config = _load(config, overrides)
+    from bapo_megatron.trainer.loop import train as run_training
+
+    run_training(run_config)
+
+
+@app.command("eval")
+def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Score the configured evaluation sets with model.path."""
+    run_config = _load(config, overrides)
+    from bapo_megatron.trainer.evaluate import evaluate_model, print_eval_table
+
+    print_eval_table(evaluate_model(run_config))
+
+
+@app.command()
+def bounds(
+    file: Annotated[Path, typer.Argument(help="npz or parquet with the tokens of one update.")],
+    preset: Annotated[str, typer.Option(help="paper or recipe")] = "paper",
+    contribution: Annotated[
+        str | None, typer.Option(help="surrogate (Eq. 8) or gradient (Eq. 5)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Search the clip bounds for tokens in FILE, by the code that trains.
+
+    FILE holds the columns logprob, behaviour_logprob, advantage and, optionally, mask.
+    """
+    from bapo_megatron.algorithm.bounds_report import bounds_from_file
+    from bapo_megatron.config.load import parse_section
+    from bapo_megatron.config.schema import BapoConfig
+
+    given = {"preset": preset} | ({"contribution": contribution} if contribution else {})
+    report = bounds_from_file(file, parse_section(BapoConfig, given, place="options"))
+    if as_json:
+        typer.echo(json.dumps(report.to_json_dict(), indent=2))
+    else:
+        report.print(Console())
+
+
+@app.command("make-tiny")
+def make_tiny(
+    out: Annotated[Path, typer.Argument(help="Directory for model/, train.jsonl, heldout.jsonl.")],
+    seed: Annotated[int, typer.Option(help="Seed of data, initialisation and warm-up.")] = 0,
+) -> None:
+    """Make a tiny Qwen2 model with a supervised warm-up on sums, and its data (deterministic)."""
+    from bapo_megatron.tiny import make_tiny as make
+
+    report = make(out, seed=seed)
+    typer.echo(
+        f"made {report.model_dir} ({report.num_parameters:,} parameters) "
+        f"in {report.warmup_s:.0f} s, final loss {report.final_loss:.3f}"
+    )
+
+
+@app.command()
+def plot(
+    run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
+    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/dynamics.png")] = None,
+) -> None:
+    """Draw the training dynamics of runs into one PNG."""
+    from bapo_megatron.telemetry.figures import draw_dynamics
+
+    target = out or run_dirs[0] / "dynamics.png"
+    draw_dynamics(run_dirs, target)
+    typer.echo(f"drew {target}")
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: OverridesArgument = None,
+) -> None:
+    """Print the resolved CONFIG; without one, every key with type, default and meaning."""
+    from bapo_megatron.config.describe import describe_keys
+    from bapo_megatron.config.load import dump_yaml
+
+    if config is not None:
+        typer.echo(dump_yaml(_load(config, overrides)), nl=False)
+        return
+    table = Table("key", "type", "default", "meaning")
+    for key in describe_keys():
+        table.add_row(key.name, key.type, key.default, key.description)
+    Console().print(table)
+
+
+def _raise_on_sigterm(number: int, frame: FrameType | None) -> None:
+    """End by an exception, so that every context manager cleans up."""
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """Run the command line.
+
+    What a user can cause (``ValueError``, ``OSError``, ``RolloutError``) becomes one line; anything
+    else is a defect and keeps its traceback. ``BAPO_TRACEBACK=1`` shows every traceback.
+    """
+    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    try:
+        # standalone_mode=False returns the status that a command asked for instead of exiting.
+        sys.exit(app(standalone_mode=False))
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        sys.exit(130)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the last handler; defects keep their traceback
+        if os.environ.get("BAPO_TRACEBACK") == "1" or not _is_users(error):
+            traceback.print_exc()
+        else:
+            _complain(_message(error))
+        sys.exit(2 if _is_usage(error) else 1)
+
+
+def _is_usage(error: Exception) -> bool:
+    from bapo_megatron.config.load import ConfigError
+
+    return isinstance(error, typer.TyperException | ConfigError)
+
+
+def _is_users(error: Exception) -> bool:
+    from bapo_megatron.rollout.base import RolloutError
+
+    return _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError)
+
+
+def _message(error: Exception) -> str:
+    return error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+
+
+def _complain(line: str) -> None:
+    """Print an error line; under torchrun every rank has its own."""
+    rank = os.environ.get("RANK")
+    place = f"[rank {rank}] " if rank not in (None, "0") else ""
+    print(f"{place}bapo-megatron: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Rules that cross sections of the configuration, or need the files it names.
+
+They run once, before anything is started, so that no run ends after an hour with an error that
+was there from the beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.config.load import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import (
+        DataConfig,
+        DatasetConfig,
+        ModelConfig,
+        ParallelConfig,
+        RolloutConfig,
+        RunConfig,
+    )
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+"""File formats of prompts."""
+
+
+def check_config(config: RunConfig, world_size: int) -> None:
+    """Hold every rule that a single section cannot see.
+
+    Args:
+        config: A validated configuration.
+        world_size: Number of trainer ranks.
+
+    Raises:
+        ConfigError: The first rule that is broken: key, rule, value and remedy on one line.
+    """
+    _check_parallel(config.parallel, world_size)
+    hf_config = _check_model(config.model)
+    _check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
+    _check_optimizer(config)
+    if config.replay:
+        _check_replay(config.replay)
+    else:
+        _check_batch(config)
+        _check_train_data(config.data)
+        _check_budget(config)
+        _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
+        _check_servers(hf_config, config.rollout)
+    if config.eval.every_steps and not config.eval.sets:
+        raise ConfigError(
+            f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
+            "add a set, or leave it 0"
+        )
+    if config.eval.sets and not config.replay:
+        _check_eval(hf_config, config)
+
+
+def check_eval_config(config: RunConfig) -> None:
+    """Hold the rules of an evaluation without training.
+
+    Args:
+        config: A validated configuration; what concerns training only is not looked at.
+
+    Raises:
+        ConfigError: As by ``check_config``.
+    """
+    hf_config = _check_model(config.model)
+    _check_servers(hf_config, config.rollout)
+    if not config.eval.sets:
+        raise ConfigError(
+            "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
+        )
+    _check_eval(hf_config, config)
+
+
+def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:
+    if world_size % parallel.tensor:
+        raise ConfigError(
+            f"parallel.tensor: must divide the number of ranks, got {parallel.tensor} with "
+            f"{world_size} ranks; start a multiple of {parallel.tensor} ranks, or change it"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError(
+            "parallel.sequence: needs parallel.tensor > 1, got 1; "
+            "set parallel.sequence=false, or raise parallel.tensor"
+        )
+
+
+def _check_model(model: ModelConfig) -> dict[str, Any]:
+    """The model directory is complete; returns its config.json."""
+    if not model.path.is_dir():
+        raise ConfigError(
+            f"model.path: no such directory '{model.path}'; download a Hugging Face model to it, "
+            "or run make-tiny"
+        )
+    config_file = model.path / "config.json"
+    if not config_file.is_file():
+        raise ConfigError(
+            f"model.path: '{model.path}' has no config.json; give a Hugging Face model directory"
+        )
+    if not any(model.path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path: '{model.path}' has no *.safetensors; save the model with "
+            "save_pretrained(safe_serialization=True)"
+        )
+    if not (model.path / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"model.path: '{model.path}' has no tokenizer_config.json; save the tokenizer there"
+        )
+    try:
+        hf_config = json.loads(config_file.read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path: '{config_file}' is not valid JSON ({error}); download the model again"
+        ) from error
+    if not isinstance(hf_config, dict):
+        raise ConfigError(
+            f"model.path: '{config_file}' must hold a JSON object; download the model again"
+        )
+    return hf_config
+
+
+def _check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
+    heads = hf_config.get("num_attention_heads", 0)
+    if heads % tensor_size:
+        raise ConfigError(
+            f"{key}: must divide the model's {heads} attention heads, got {tensor_size}; "
+            "choose a divisor"
+        )
+
+
+def _check_batch(config: RunConfig) -> None:
+    groups, updates = config.rollout.groups_per_step, config.algorithm.updates_per_batch
+    if groups % updates:
+        raise ConfigError(
+            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got "
+            f"{updates} with {groups} groups; choose a divisor of {groups}"
+        )
+
+
+def _check_replay(replay: Path) -> None:
+    if not replay.is_dir():
+        raise ConfigError(
+            f"replay: no such directory '{replay}'; give the rollouts directory of a run"
+        )
+    if not any(replay.glob("step_*.parquet")):
+        raise ConfigError(
+            f"replay: '{replay}' holds no step_*.parquet; give the rollouts directory of a run "
+            "that had rollout.dump=true"
+        )
+
+
+def _check_train_data(data: DataConfig) -> None:
+    if data.train is None:
+        raise ConfigError(
+            "data.train: needed unless replay is set, got null; set data.train.path=FILE"
+        )
+    _check_dataset(data.train, "data.train")
+
+
+def _check_servers(hf_config: dict[str, Any], rollout: RolloutConfig) -> None:
+    if not rollout.servers:
+        _check_heads(hf_config, "rollout.server.tensor", rollout.server.tensor)
+    for server in rollout.servers:
+        if not server.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"rollout.servers: must be addresses like http://host:port, got '{server}'; "
+                f"did you mean 'http://{server}'?"
+            )
+    _refuse_twice("rollout.servers", rollout.servers)
+
+
+def _check_dataset(dataset: DatasetConfig, key: str) -> None:
+    if not dataset.path.is_file():
+        raise ConfigError(
+            f"{key}.path: no such file '{dataset.path}'; "
+            "paths are relative to the current directory"
+        )
+    if dataset.path.suffix not in DATA_SUFFIXES:
+        raise ConfigError(
+            f"{key}.path: must end in {', '.join(DATA_SUFFIXES)}, got '{dataset.path}'; "
+            "convert the file"
+        )
+
+
+def _check_budget(config: RunConfig) -> None:
+    """Every sequence that generation may produce fits one forward pass of the trainer."""
+    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    # With sequence parallel the packed length is a multiple of the tensor-parallel size.
+    multiple = config.parallel.tensor if config.parallel.sequence else 1
+    budget = config.train.max_tokens_per_micro_batch
+    if budget - budget % multiple < needed:
+        in_multiples = f" in multiples of {multiple}" if multiple > 1 else ""
+        raise ConfigError(
+            "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {needed}{in_multiples}, got {budget}; raise it"
+        )
+
+
+def _check_positions(
+    hf_config: dict[str, Any], config: RunConfig, section: str, max_response_tokens: int
+) -> None:
+    """Every sequence that generation may produce fits the model's positions."""
+    limit = hf_config.get("max_position_embeddings")
+    prompt = config.data.max_prompt_tokens
+    if limit is not None and prompt + max_response_tokens > limit:
+        raise ConfigError(
+            f"{section}.max_response_tokens: must leave room for data.max_prompt_tokens = "
+            f"{prompt} in the model's {limit} positions, got {max_response_tokens}; "
+            "lower one of them"
+        )
+
+
+def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
+    evaluation = config.eval
+    for number, dataset in enumerate(evaluation.sets):
+        _check_dataset(dataset, f"eval.sets[{number}]")
+    _refuse_twice("eval.sets", [s.name or s.path.stem for s in evaluation.sets])
+    if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+        raise ConfigError(
+            "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "
+            f"are equal, got {evaluation.samples_per_prompt}; set 1, or raise the temperature"
+        )
+    _check_positions(hf_config, config, "eval", evaluation.max_response_tokens)
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    optimizer, algorithm = config.optimizer, config.algorithm
+    if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"optimizer.min_lr: must be at most optimizer.lr = {optimizer.lr}, got "
+            f"{optimizer.min_lr}; lower it"
+        )
+    updates = config.train.steps * algorithm.updates_per_batch * algorithm.epochs
+    if optimizer.warmup_updates > updates:
+        raise ConfigError(
+            f"optimizer.warmup_updates: must be at most the run's {updates} updates "
+            f"(steps × updates per batch × epochs), got {optimizer.warmup_updates}; lower it"
+        )
+
+
+def _refuse_twice(key: str, names: tuple[str, ...] | list[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(f"{key}: must differ, got '{name}' {count} times; keep or rename one")

@@ -1,0 +1,187 @@
+"""Reading a run's configuration: YAML files, inheritance, dotted overrides, validation.
+
+A file may name the file it builds on, relative to its own directory: ``inherit: base.yaml``. Files
+are merged from the base up and then the overrides, in their order; a list is replaced as a whole.
+``${key}`` and ``${oc.env:NAME}`` are resolved by OmegaConf. Paths inside a configuration are
+relative to the current working directory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from bapo_megatron.config.explain import explain
+from bapo_megatron.config.schema import RunConfig, Section
+from bapo_megatron.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+_OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One source of settings."""
+
+    place: str
+    """The file, or the override, as error messages name it."""
+    settings: Any
+    """An OmegaConf mapping."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and validate the configuration of a run.
+
+    Args:
+        path: The YAML file.
+        overrides: ``dotted.key=value`` with the value in YAML (``rollout.servers=[http://a:1]``);
+            nothing after the ``=`` is the empty text.
+
+    Returns:
+        The frozen configuration with every default filled in.
+
+    Raises:
+        ConfigError: A file is missing or no YAML, a key is unknown or missing, or a value breaks a
+            rule; one line that names the file or override, the key and the value.
+    """
+    layers = [*_read_files(path, []), *(_parse_override(override) for override in overrides)]
+    try:
+        merged = OmegaConf.merge(*(layer.settings for layer in layers))
+        settings = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)}; correct this key") from error
+
+    def place_of(location: Sequence[int | str]) -> str:
+        holding = (layer.place for layer in reversed(layers) if _holds(layer.settings, location))
+        return next(holding, str(path))
+
+    return _validate(RunConfig, settings, place_of)
+
+
+def parse_section(section: type[SectionT], given: dict[str, Any], place: str) -> SectionT:
+    """Validate one section from values that stand in no file, such as command-line options.
+
+    Args:
+        section: The section's class.
+        given: Its keys; what is not given has its default.
+        place: Where the values come from, for messages.
+
+    Raises:
+        ConfigError: As by ``load_config``.
+    """
+    return _validate(section, given, lambda location: place)
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The configuration with every default as YAML; ``load_config`` reads it back equal."""
+    # OmegaConf would take a literal "${" for a reference.
+    escaped = json.dumps(config.model_dump(mode="json")).replace("${", r"\\${")
+    return yaml.safe_dump(json.loads(escaped), sort_keys=False, allow_unicode=True)
+
+
+def save_resolved(config: RunConfig, path: Path) -> None:
+    """Write ``dump_yaml`` to a file, atomically.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    atomic_write_text(path, dump_yaml(config))
+
+
+def _validate(
+    section: type[SectionT], settings: Any, place_of: Callable[[Sequence[int | str]], str]
+) -> SectionT:
+    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
+    try:
+        return section.model_validate_json(json.dumps(settings), strict=True)
+    except ValidationError as error:
+        raise ConfigError(explain(error, section, place_of)) from error
+
+
+def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
+    """The layers of a file: what it inherits from, most basic first, then its own."""
+    if path.resolve() in [other.resolve() for other in inheriting]:
+        chain = " -> ".join(str(other) for other in [*inheriting, path])
+        raise ConfigError(f"{path}: inherits from itself ({chain}); remove one 'inherit'")
+    try:
+        settings = OmegaConf.load(path)
+    except FileNotFoundError as error:
+        asked_by = f"{inheriting[-1]}: inherit: " if inheriting else ""
+        raise ConfigError(f"{asked_by}{path}: no such file; check the path") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a readable YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); give a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(_describe_yaml_error(path, error)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)}; correct this key") from error
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(
+            f"{path}: must be a mapping of keys, got a list; write 'key: value' lines"
+        )
+    base = settings.pop("inherit", None)
+    if base is None:
+        return [_Layer(str(path), settings)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: 'inherit' must be one file name, got {base}; name one file")
+    return [
+        *_read_files(path.parent / base, [*inheriting, path]),
+        _Layer(str(path), settings),
+    ]
+
+
+def _parse_override(override: str) -> _Layer:
+    place = f"override '{override}'"
+    match = _OVERRIDE.fullmatch(override)
+    if match is None:
+        raise ConfigError(f"{place}: must be dotted.key=value, such as rollout.temperature=0.6")
+    if not match["value"].strip():
+        override = f"{match['key']}=''"
+    try:
+        return _Layer(place, OmegaConf.from_dotlist([override]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{place}: the value is no YAML ({_problem(error)}); quote it, or close its brackets"
+        ) from error
+
+
+def _describe_yaml_error(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}" if mark else str(path)
+    return f"{place}: not valid YAML: {_problem(error)}; correct this line"
+
+
+def _problem(error: Exception) -> str:
+    return " ".join(str(getattr(error, "problem", None) or _first_line(error)).split())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _holds(settings: Any, location: Sequence[int | str]) -> bool:
+    """Whether a layer itself sets the key."""
+    node = OmegaConf.to_container(settings)
+    for part in location:
+        try:
+            node = node[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Prompts in, rollout dumps in and out, packed micro-batches out."""

@@ -1,0 +1,251 @@
+"""Process groups of a trainer rank, and the few collectives that are used outside policy/."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from bapo_megatron.config.schema import ParallelConfig
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroups:
+    """Where this rank stands, and the groups it belongs to.
+
+    Ranks of one ``tensor`` group see the same data; ranks of one ``data`` group hold the same part
+    of the model.
+    """
+
+    world: dist.ProcessGroup
+    """All ranks; NCCL where there is CUDA, else gloo."""
+    tensor: dist.ProcessGroup
+    """Ranks that share every layer of one model replica."""
+    data: dist.ProcessGroup
+    """Ranks with the same part of the model and different data."""
+    pipeline: dist.ProcessGroup
+    """Ranks that hold successive layers of one model replica."""
+    control: dist.ProcessGroup
+    """All ranks over gloo, with the time-out ``parallel.timeout_s``: for waiting for batches and
+    for one another. A rollout may outlast any NCCL time-out, so nobody waits inside NCCL."""
+    device: torch.device
+    """Where the model lives."""
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    data_rank: int
+    data_size: int
+    pipeline_rank: int
+    pipeline_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank sees logits."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
+    """Join the process group that torchrun's environment describes and build Megatron's groups.
+
+    Without torchrun's environment the process is the only rank. Without CUDA the shims of
+    ``policy.cpu_compat.install`` must be in place.
+
+    Args:
+        parallel: Model-parallel sizes and the time-out of the control group.
+
+    Raises:
+        ValueError: torchrun's environment is incomplete, or the world size is not a multiple of
+            ``parallel.tensor``.
+    """
+    # Importing megatron takes seconds; those who only need the records or collectives don't pay.
+    from megatron.core import parallel_state
+
+    rank, world_size, local_rank = _rank_from_environment()
+    if world_size % parallel.tensor:
+        raise ValueError(
+            f"parallel.tensor: {parallel.tensor} must divide the number of ranks, {world_size}; "
+            "change parallel.tensor or torchrun's --nproc-per-node"
+        )
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if use_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel.tensor)
+    timeout = timedelta(seconds=parallel.timeout_s)
+    world = dist.group.WORLD
+    assert world is not None
+    return ProcessGroups(
+        world=world,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+
+
+def shutdown_distributed() -> None:
+    """Leave all process groups; does nothing when none was joined."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
+    """Send bytes from rank 0 to every rank; a collective over ``groups.control``.
+
+    Args:
+        data: The payload on rank 0, None elsewhere.
+        groups: This rank's groups.
+
+    Returns:
+        The payload, on every rank.
+
+    Raises:
+        ValueError: rank 0 gave no payload, or another rank gave one.
+    """
+    if (data is None) == (groups.rank == 0):
+        raise ValueError(
+            f"broadcast_bytes: rank 0 gives the payload and the others None; rank {groups.rank} "
+            f"gave {'None' if data is None else f'{len(data)} bytes'}"
+        )
+    num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+    dist.broadcast(num_bytes, src=0, group=groups.control)
+    if data is not None:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    else:
+        payload = torch.empty(int(num_bytes.item()), dtype=torch.uint8)
+    if num_bytes.item():
+        dist.broadcast(payload, src=0, group=groups.control)
+    return data if data is not None else payload.numpy().tobytes()
+
+
+def all_reduce_sums(
+    sums: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Add up named scalars over a group, in float64 with one collective.
+
+    Args:
+        sums: Scalars by name; every rank of the group gives the same names.
+        group: The ranks to sum over.
+
+    Returns:
+        The sums by name, in the order of ``sums``; equal on every rank.
+    """
+    if not sums:
+        return {}
+    names = sorted(sums)
+    values = torch.stack(
+        [torch.as_tensor(sums[name]).detach().double().reshape(()).cpu() for name in names]
+    ).to(_device_of(group))
+    dist.all_reduce(values, group=group)
+    reduced = dict(zip(names, values.tolist(), strict=True))
+    return {name: reduced[name] for name in sums}
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether ``flag`` holds on any rank of the group, on all of them alike."""
+    value = torch.tensor([int(flag)], dtype=torch.int32, device=_device_of(group))
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def first_message(message: str | None, groups: ProcessGroups) -> str | None:
+    """Return the message of the lowest rank that has one, on every rank; None if none has.
+
+    A collective over ``groups.control``.
+    """
+    own_rank = groups.rank if message is not None else groups.world_size
+    source = torch.tensor([own_rank], dtype=torch.int64)
+    dist.all_reduce(source, op=dist.ReduceOp.MIN, group=groups.control)
+    if int(source.item()) == groups.world_size:
+        return None
+    encoded = (message or "").encode()
+    num_bytes = torch.tensor([len(encoded)], dtype=torch.int64)
+    dist.broadcast(num_bytes, src=int(source.item()), group=groups.control)
+    payload = torch.zeros(int(num_bytes.item()), dtype=torch.uint8)
+    if groups.rank == int(source.item()):
+        payload = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    dist.broadcast(payload, src=int(source.item()), group=groups.control)
+    return payload.numpy().tobytes().decode()
+
+
+def barrier(groups: ProcessGroups) -> None:
+    """Wait for every rank, over ``groups.control`` and its time-out."""
+    dist.barrier(group=groups.control)
+
+
+@contextmanager
+def fail_together(groups: ProcessGroups) -> Iterator[None]:
+    """Run a block on all ranks; an operating-system error on one of them is raised on all.
+
+    Also a barrier: when it is left, every rank has finished the block. A rank that failed raises
+    its own error, the others one that points to it.
+
+    Raises:
+        OSError: The block failed on this rank or on another one.
+    """
+    error: OSError | None = None
+    try:
+        yield
+    except OSError as caught:
+        error = caught
+    failed = any_rank(error is not None, groups.control)
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError("another rank could not read or write a file; its own message names it")
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors must live for a collective of ``group``."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _rank_from_environment() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank)."""
+    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    if "RANK" not in given:
+        return 0, 1, 0
+    missing = [name for name in TORCHRUN_VARIABLES if name not in given]
+    if missing:
+        raise ValueError(
+            f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
+            "RANK to run a single process"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

@@ -1,0 +1,1 @@
+"""Vocabulary-sized and token-sized kernels behind plain functions (docs in csrc/README.md)."""

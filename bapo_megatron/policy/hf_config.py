@@ -1,0 +1,200 @@
+"""The architecture in a Hugging Face config.json, checked field by field.
+
+Everything that would change what the model computes is either understood here or refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Frequency scaling of rotary embeddings, ``rope_type: llama3``."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """One dense decoder-only model: Qwen2/Qwen2.5, Qwen3 or Llama."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: Llama3Rope | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    """Biases on the query, key and value projections."""
+    qk_norm: bool
+    """RMSNorm over each head's query and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a ``model_type`` implies beyond its config.json."""
+
+    architecture: str
+    qkv_bias: bool
+    qk_norm: bool
+
+
+FAMILIES = {
+    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
+    "qwen3": _Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+    "llama": _Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
+}
+
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
+"""Fields that change the computation, and the values this project computes (absent: the last)."""
+
+
+def read_hf_config(model_dir: Path) -> HfConfig:
+    """Read and check ``config.json``.
+
+    Args:
+        model_dir: A Hugging Face model directory.
+
+    Raises:
+        ValueError: The directory or file is missing or unreadable, or describes a model that is not
+            supported; the message names the file, the field and the value.
+    """
+    path = model_dir / "config.json"
+    if not model_dir.is_dir():
+        raise ValueError(
+            f"model.path: no directory {model_dir}; give a Hugging Face model directory"
+        )
+    if not path.is_file():
+        raise ValueError(f"model.path: no config.json in {model_dir}; is it a Hugging Face model?")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}); restore the file") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
+    return _Reader(path, fields).read()
+
+
+class _Reader:
+    """Takes fields out of one config.json; every error names the file."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        self.path = path
+        self.fields = fields
+
+    def read(self) -> HfConfig:
+        family = self._family()
+        for name, allowed in REQUIRED_VALUES.items():
+            if self.fields.get(name, allowed[-1]) not in allowed:
+                raise self._unsupported(name, self.fields[name], f"only {allowed[0]!r}")
+        self._refuse_windowed_layers()
+        hidden_size = self._positive("hidden_size")
+        num_heads = self._positive("num_attention_heads")
+        num_kv_heads = self._positive("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise self._unsupported(
+                "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads {num_heads}"
+            )
+        rope_theta, rope_scaling = self._rope()
+        return HfConfig(
+            model_type=self.fields["model_type"],
+            vocab_size=self._positive("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=self._positive("intermediate_size"),
+            num_layers=self._positive("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=self._positive("head_dim", hidden_size // num_heads),
+            rms_norm_eps=self._number("rms_norm_eps"),
+            max_position_embeddings=self._positive("max_position_embeddings"),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tied_embeddings=bool(self.fields.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+        )
+
+    def _family(self) -> _Family:
+        model_type = self.fields.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise self._unsupported("model_type", model_type, f"one of {', '.join(FAMILIES)}")
+        family = FAMILIES[model_type]
+        architectures = self.fields.get("architectures") or [family.architecture]
+        if architectures != [family.architecture]:
+            raise self._unsupported("architectures", architectures, f"['{family.architecture}']")
+        return family
+
+    def _refuse_windowed_layers(self) -> None:
+        kinds = set(self.fields.get("layer_types") or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise self._unsupported("layer_types", sorted(kinds), "only 'full_attention'")
+
+    def _rope(self) -> tuple[float, Llama3Rope | None]:
+        """Read both spellings: transformers 5 writes ``rope_parameters``, older ones two fields."""
+        name = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
+        rope = self.fields.get(name) or {}
+        if not isinstance(rope, dict):
+            raise self._unsupported(name, rope, "an object")
+        theta = rope.get("rope_theta", self.fields.get("rope_theta"))
+        if not _is_number(theta):
+            raise self._unsupported("rope_theta", theta, "a number")
+        if rope.get("partial_rotary_factor", 1) != 1:
+            raise self._unsupported(
+                f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "only 1"
+            )
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return float(theta), None
+        if kind != "llama3":
+            raise self._unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
+        values: dict[str, Any] = {f: rope.get(f) for f in Llama3Rope.__dataclass_fields__}
+        for field, value in values.items():
+            if not _is_number(value):
+                raise self._unsupported(f"{name}.{field}", value, "a number")
+        return float(theta), Llama3Rope(**values)
+
+    def _positive(self, name: str, default: int | None = None) -> int:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._unsupported(name, value, "a positive integer")
+        return value
+
+    def _number(self, name: str) -> float:
+        value = self.fields.get(name)
+        if not _is_number(value):
+            raise self._unsupported(name, value, "a number")
+        return float(value)
+
+    def _unsupported(self, field: str, value: Any, supported: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: {field} is {value!r}, but {supported} is supported; choose another model"
+        )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,308 @@
+"""Hugging Face weights ↔ Megatron parameters: one table for loading, export and weight sync.
+
+A Megatron parameter is one Hugging Face tensor, or several fused into one. Tensor-parallel ranks
+hold equal parts of it along ``axis``:
+
+- ``qkv``: rows are interleaved by key/value group: the queries of group 0, its key, its value, then
+  group 1, …; equal parts of these rows are whole groups.
+- ``gate_up``: each rank holds its part of gate, then its part of up.
+- ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bapo_megatron.policy.megatron_setup import padded_vocab_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from megatron.core.models.gpt import GPTModel
+
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.policy.hf_config import HfConfig
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_NAMES_IN_ERROR = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One Megatron parameter and the Hugging Face tensors it holds."""
+
+    megatron: str
+    """Name in GPTModel; ``{layer}`` counts over the whole model."""
+    hf: tuple[str, ...]
+    """Names in the Hugging Face model, in fused order."""
+    shapes: tuple[tuple[str, ...], ...]
+    """Shape of each: names of ``dimensions``."""
+    axis: int | None
+    """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
+    form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
+
+
+EMBEDDING = Weight(
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    (("vocab", "hidden"),),
+    0,
+    "vocab",
+)
+FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), (("hidden",),), None)
+OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, "vocab")
+
+LAYER = (
+    Weight(
+        "self_attention.linear_qkv.layer_norm_weight",
+        ("input_layernorm.weight",),
+        (("hidden",),),
+        None,
+    ),
+    Weight(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        (("query", "hidden"), ("key", "hidden"), ("key", "hidden")),
+        0,
+        "qkv",
+    ),
+    Weight(
+        "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), (("hidden", "query"),), 1
+    ),
+    Weight(
+        "mlp.linear_fc1.layer_norm_weight",
+        ("post_attention_layernorm.weight",),
+        (("hidden",),),
+        None,
+    ),
+    Weight(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        (("intermediate", "hidden"), ("intermediate", "hidden")),
+        0,
+        "gate_up",
+    ),
+    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), (("hidden", "intermediate"),), 1),
+)
+QKV_BIAS = Weight(
+    "self_attention.linear_qkv.bias",
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    (("query",), ("key",), ("key",)),
+    0,
+    "qkv",
+)
+QK_NORM = (
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), (("head",),), None),
+    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), (("head",),), None),
+)
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+"""Tensors in old checkpoints that hold no weights: they are computed from the config."""
+
+
+def weight_table(hf: HfConfig) -> list[Weight]:
+    """Return every parameter of the model, in the order of the layers."""
+    layer_weights = list(LAYER)
+    if hf.qkv_bias:
+        layer_weights.append(QKV_BIAS)
+    if hf.qk_norm:
+        layer_weights.extend(QK_NORM)
+    layers = [
+        Weight(
+            f"decoder.layers.{layer}.{weight.megatron}",
+            tuple(f"model.layers.{layer}.{name}" for name in weight.hf),
+            weight.shapes,
+            weight.axis,
+            weight.form,
+        )
+        for layer in range(hf.num_layers)
+        for weight in layer_weights
+    ]
+    return [EMBEDDING, *layers, FINAL_NORM, *([] if hf.tied_embeddings else [OUTPUT])]
+
+
+def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each Hugging Face tensor of ``weight``."""
+    dimensions = {
+        "vocab": hf.vocab_size,
+        "hidden": hf.hidden_size,
+        "intermediate": hf.intermediate_size,
+        "query": hf.num_heads * hf.head_dim,
+        "key": hf.num_kv_heads * hf.head_dim,
+        "head": hf.head_dim,
+    }
+    return {
+        name: tuple(dimensions[dimension] for dimension in shape)
+        for name, shape in zip(weight.hf, weight.shapes, strict=True)
+    }
+
+
+def to_shard(
+    weight: Weight, tensors: Sequence[Tensor], hf: HfConfig, rank: int, size: int
+) -> Tensor:
+    """Return the part of a Megatron parameter that one tensor-parallel rank holds."""
+    if weight.form == "gate_up":
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    if weight.form == "qkv":
+        by_group = [t.unflatten(0, (hf.num_kv_heads, -1)) for t in tensors]
+        whole = torch.cat(by_group, dim=1).flatten(0, 1)
+    elif weight.form == "vocab":
+        (embeddings,) = tensors
+        padding = padded_vocab_size(hf.vocab_size, size) - hf.vocab_size
+        whole = torch.cat([embeddings, embeddings.new_zeros(padding, hf.hidden_size)])
+    else:
+        (whole,) = tensors
+    return whole if weight.axis is None else whole.chunk(size, weight.axis)[rank]
+
+
+def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[str, Tensor]:
+    """Return the Hugging Face tensors of a parameter, given all ranks' parts in rank order."""
+    if weight.form == "gate_up":
+        parts = [shard.chunk(len(weight.hf)) for shard in shards]
+        return {name: torch.cat([p[i] for p in parts]) for i, name in enumerate(weight.hf)}
+    whole = shards[0] if weight.axis is None else torch.cat(list(shards), dim=weight.axis)
+    if weight.form == "qkv":
+        heads_per_group = hf.num_heads // hf.num_kv_heads
+        sizes = [heads_per_group * hf.head_dim, hf.head_dim, hf.head_dim]
+        by_group = whole.unflatten(0, (hf.num_kv_heads, -1)).split(sizes, dim=1)
+        return {
+            name: tensor.flatten(0, 1) for name, tensor in zip(weight.hf, by_group, strict=True)
+        }
+    if weight.form == "vocab":
+        whole = whole[: hf.vocab_size]
+    return {weight.hf[0]: whole}
+
+
+def local_parameters(gpt: GPTModel) -> dict[str, Tensor]:
+    """Return this rank's parameters by name, with layers counted over the whole model."""
+    own_names = {
+        f"decoder.layers.{index}.": f"decoder.layers.{layer.layer_number - 1}."
+        for index, layer in enumerate(gpt.decoder.layers)
+    }
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in gpt.named_parameters():
+        prefix = ".".join(name.split(".")[:3]) + "."
+        parameters[name.replace(prefix, own_names.get(prefix, prefix), 1)] = parameter
+    return parameters
+
+
+@torch.no_grad()
+def load_weights(gpt: GPTModel, hf: HfConfig, model_dir: Path, groups: ProcessGroups) -> None:
+    """Fill this rank's parameters from the directory's safetensors files.
+
+    Only the tensors of this rank's layers are read.
+
+    Raises:
+        ValueError: Files or tensors are missing, unexpected or of the wrong shape; all are named.
+    """
+    table = weight_table(hf)
+    files = _files_by_tensor(model_dir)
+    _check_names(table, files, hf, model_dir)
+    parameters = local_parameters(gpt)
+    wanted = [weight for weight in table if weight.megatron in parameters]
+    unmapped = set(parameters) - {weight.megatron for weight in wanted}
+    assert not unmapped, f"parameters without a Hugging Face counterpart: {sorted(unmapped)}"
+    readers = {
+        path: safe_open(path, framework="pt")
+        for path in sorted({files[name] for weight in wanted for name in weight.hf})
+    }
+    _check_shapes(wanted, files, readers, hf, model_dir)
+    for weight in wanted:
+        tensors = [readers[files[name]].get_tensor(name) for name in weight.hf]
+        shard = to_shard(weight, tensors, hf, groups.tensor_rank, groups.tensor_size)
+        parameter = parameters[weight.megatron]
+        assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
+        parameter.copy_(shard)
+        _mark_divided(parameter, weight)
+
+
+def _mark_divided(parameter: Tensor, weight: Weight) -> None:
+    """Mark a parameter that ranks divide, as Megatron's initialisation would.
+
+    Unmarked parameters count as copies: the gradient norm would take them from rank 0 alone.
+    """
+    if weight.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, weight.axis, 1)
+
+
+def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
+    """Return the file of every tensor, from the index or from the single file."""
+    index = model_dir / INDEX_NAME
+    single = model_dir / SINGLE_NAME
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{index}: no readable weight_map; restore the file") from error
+        files = {name: model_dir / file for name, file in weight_map.items()}
+        absent = sorted({path.name for path in files.values() if not path.is_file()})
+        if absent:
+            raise ValueError(f"{model_dir}: missing {_listed(absent)}, named by {INDEX_NAME}")
+        for path in sorted(set(files.values())):
+            _open(path)
+        return files
+    if single.is_file():
+        return dict.fromkeys(_open(single).keys(), single)
+    raise ValueError(
+        f"{model_dir}: neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors"
+    )
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path}: not a readable safetensors file ({error}); restore it"
+        ) from error
+
+
+def _check_names(
+    table: Sequence[Weight], files: dict[str, Path], hf: HfConfig, model_dir: Path
+) -> None:
+    expected = {name for weight in table for name in weight.hf}
+    # Some tools write the tied output layer beside the embedding; it is the same tensor.
+    allowed = expected | (set(OUTPUT.hf) if hf.tied_embeddings else set())
+    problems = []
+    if missing := sorted(expected - set(files)):
+        problems.append(f"missing {_listed(missing)}")
+    present = {name for name in files if not name.endswith(IGNORED_SUFFIXES)}
+    if unexpected := sorted(present - allowed):
+        problems.append(f"unexpected {_listed(unexpected)}")
+    if problems:
+        raise ValueError(
+            f"{model_dir}: weights do not fit config.json: {'; '.join(problems)}; use the weights "
+            "and the config of one model"
+        )
+
+
+def _check_shapes(
+    wanted: Iterable[Weight],
+    files: dict[str, Path],
+    readers: dict[Path, safe_open],
+    hf: HfConfig,
+    model_dir: Path,
+) -> None:
+    problems = []
+    for weight in wanted:
+        for name, expected in hf_shapes(weight, hf).items():
+            found = tuple(readers[files[name]].get_slice(name).get_shape())
+            if found != expected:
+                problems.append(f"{name} is {list(found)}, config.json asks for {list(expected)}")
+    if problems:
+        raise ValueError(f"{model_dir}: wrong shapes: {_listed(problems)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
+    more = len(names) - MAX_NAMES_IN_ERROR
+    return f"{shown} and {more} more" if more > 0 else shown

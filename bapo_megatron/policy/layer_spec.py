@@ -1,0 +1,152 @@
+"""Which modules a transformer layer is made of.
+
+On a GPU with Transformer Engine installed: Megatron's own Transformer Engine layer. Elsewhere:
+Megatron's parallel linears with PyTorch twins of the two Transformer Engine modules that have no
+equivalent in Megatron-core. The twins bear **Transformer Engine's parameter names**
+(``linear_qkv.layer_norm_weight``), so that weight mapping, checkpoints and packing are one code
+path.
+
+Shape legend: N = packed tokens, S = tokens of one sequence, H = heads on this rank, G = key/value
+groups on this rank, D = channels of a head.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def layer_spec(
+    config: TransformerConfig, device: torch.device
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return the spec of the decoder's layers for ``device``."""
+    if uses_transformer_engine(device):
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    submodules = layer.submodules
+    attention = submodules.self_attention.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp  # fused into the linears
+    attention.linear_qkv = NormColumnParallelLinear
+    attention.core_attention = PackedCausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    submodules.mlp.submodules.linear_fc1 = NormColumnParallelLinear
+    # The local spec renames separate norms to the fused names in checkpoints; ours have them.
+    submodules.sharded_state_dict_keys_map = {}
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def uses_transformer_engine(device: torch.device) -> bool:
+    """Return whether layers on ``device`` are Transformer Engine's."""
+    return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32; Megatron's refuses sequence parallel."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return _rms_norm(hidden, self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and a column-parallel linear: the twin of TELayerNormColumnParallelLinear."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Normalise ``hidden``, then multiply; returns (output, bias to add later)."""
+        normalised = _rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normalised, *args, **options)
+
+
+class PackedCausalAttention(nn.Module):
+    """Causal attention within each sequence of a packed (thd) batch.
+
+    The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__()
+        del args, options  # layer number, mask type, …: one kind of attention needs none of them
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query_NHD: Tensor,
+        key_NGD: Tensor,
+        value_NGD: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **options: Any,
+    ) -> Tensor:
+        """Return [N, H · D]."""
+        del attention_mask, options
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        outputs = [
+            self._attend(query_SHD, key_SGD, value_SGD)
+            for query_SHD, key_SGD, value_SGD in zip(
+                query_NHD.split(lengths),
+                key_NGD.split(lengths),
+                value_NGD.split(lengths),
+                strict=True,
+            )
+        ]
+        return torch.cat(outputs).flatten(1)
+
+    def _attend(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
+        """Attend within one sequence; returns [S, H, D]."""
+        output_HSD = F.scaled_dot_product_attention(
+            query_SHD.transpose(0, 1)[None],
+            key_SGD.transpose(0, 1)[None],
+            value_SGD.transpose(0, 1)[None],
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=True,
+        )[0]
+        return output_HSD.transpose(0, 1)
+
+
+def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    # Under sequence parallel each rank sees a part of the tokens: Megatron sums marked gradients.
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normalised = F.rms_norm(hidden.float(), hidden.shape[-1:], None, eps)
+    return normalised.to(hidden.dtype) * weight

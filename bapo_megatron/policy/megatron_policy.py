@@ -1,0 +1,296 @@
+"""The policy on one rank: forward, forward and backward, and the optimizer step.
+
+Every method is a collective: all ranks call it, in the same order. Micro-batches of a forward pass
+are this data-parallel rank's own (the ranks of a tensor group give the same ones); their number is
+equal on all ranks.
+
+Shape legend: N = packed tokens of a micro-batch, V = columns of the padded vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from bapo_megatron.policy import hf_weights, weight_export
+from bapo_megatron.policy.hf_config import read_hf_config
+from bapo_megatron.policy.megatron_setup import build_gpt_model, seed_everything
+from bapo_megatron.policy.optimizer import (
+    OptimizerStep,
+    build_optimizer,
+    learning_rate,
+    step_optimizer,
+    wrap_for_data_parallel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from megatron.core.models.gpt import GPTModel
+
+    from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.policy.hf_config import HfConfig
+    from bapo_megatron.types import MicroBatch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch."""
+
+    loss: Tensor
+    """Scalar, already over the update's global denominators: the sum over all micro-batches of all
+    data-parallel ranks is the loss of the update."""
+    sums: dict[str, Tensor]
+    """Scalars to report, summed over this micro-batch's tokens."""
+
+
+class MegatronPolicy:
+    """A GPTModel with its optimizer.
+
+    Attributes:
+        groups: This rank's process groups.
+        device: Where inputs and logits live.
+        vocab_size: True size of the vocabulary.
+        padded_vocab_size: Columns of the logits over all tensor-parallel ranks; columns from
+            ``vocab_size`` on are padding and mean nothing.
+        num_updates: Optimizer updates made so far.
+    """
+
+    def __init__(
+        self,
+        hf: HfConfig,
+        model_dir: Path,
+        gpt: GPTModel,
+        optimizer: OptimizerConfig,
+        *,
+        total_updates: int,
+        groups: ProcessGroups,
+    ) -> None:
+        """Wrap a model that already holds its weights; use ``build``."""
+        self.hf = hf
+        self.model_dir = model_dir
+        self.gpt = gpt
+        self.groups = groups
+        self.device = groups.device
+        self.vocab_size = hf.vocab_size
+        self.padded_vocab_size: int = gpt.vocab_size
+        self.num_updates = 0
+        self._optimizer_config = optimizer
+        self._total_updates = total_updates
+        self.ddp = wrap_for_data_parallel(gpt)
+        # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
+        self._forward_options = {"fp32_output": False} if gpt.config.bf16 else {}
+        self.optimizer = build_optimizer(self.ddp, optimizer)
+
+    @classmethod
+    def build(
+        cls,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        total_updates: int,
+        seed: int,
+        groups: ProcessGroups,
+    ) -> MegatronPolicy:
+        """Build the model that ``model.path`` describes, with its weights.
+
+        Args:
+            model: Directory and dtype.
+            parallel: How the model is divided.
+            optimizer: AdamW, clipping and schedule.
+            total_updates: Updates of the whole run: where a decaying schedule ends.
+            seed: Seed of every random stream; ranks derive their own from it.
+            groups: From ``init_distributed``.
+
+        Raises:
+            ValueError: The directory is not a usable model, or the model cannot be divided so.
+        """
+        hf = read_hf_config(model.path)
+        seed_everything(seed, groups)
+        gpt = build_gpt_model(hf, model, parallel, groups)
+        hf_weights.load_weights(gpt, hf, model.path, groups)
+        return cls(hf, model.path, gpt, optimizer, total_updates=total_updates, groups=groups)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return learning_rate(self._optimizer_config, self.num_updates, self._total_updates)
+
+    @property
+    def vocab_start(self) -> int:
+        """Vocabulary id of column 0 of this rank's logits."""
+        return self.groups.tensor_rank * (self.padded_vocab_size // self.groups.tensor_size)
+
+    def forward_only(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        fn: Callable[[Tensor, MicroBatch], Result],
+    ) -> list[Result]:
+        """Run the model without gradients.
+
+        Args:
+            micro_batches: This rank's, on any device; they are moved to ``device``.
+            fn: Called with the logits [N, V] in the model's dtype and the micro-batch, on
+                ``device``; it may use collectives of ``groups.tensor``.
+
+        Returns:
+            The results of ``fn`` in order on ranks of the last stage, elsewhere [].
+        """
+        if not micro_batches:
+            return []
+
+        def on_output(output: Tensor, micro_batch: MicroBatch) -> Result:
+            return fn(output.squeeze(0), micro_batch)
+
+        with torch.no_grad():
+            return self._run_schedule(micro_batches, on_output, forward_only=True)
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: Callable[[Tensor, MicroBatch], LossOutput],
+    ) -> list[dict[str, Tensor]]:
+        """Compute the gradients of the sum of the losses of all micro-batches of all ranks.
+
+        Gradients of an earlier call are dropped. They are summed, not averaged, over data-parallel
+        ranks, because the losses already hold global denominators.
+
+        Args:
+            micro_batches: This rank's; at least one.
+            loss_fn: As ``fn`` of ``forward_only``, with gradients; it may overwrite the logits.
+
+        Returns:
+            The detached ``sums`` of each micro-batch on ranks of the last stage, elsewhere [].
+        """
+        if not micro_batches:
+            raise ValueError("forward_backward needs a micro-batch on every rank")
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def on_output(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+            result = loss_fn(output.squeeze(0), micro_batch)
+            sums = {name: value.detach() for name, value in result.sums.items()}
+            # Megatron adds up the second value; its only use, dividing gradients, is switched off.
+            return result.loss, torch.zeros((), dtype=torch.int, device=self.device), sums
+
+        return self._run_schedule(micro_batches, on_output, forward_only=False)
+
+    def optimizer_step(self) -> OptimizerStep:
+        """Clip the gradients by their global norm and update the weights.
+
+        With a non-finite norm nothing is changed, and the result says so. A caller that skips an
+        update does not call this, and neither moments nor schedule move.
+        """
+        result = step_optimizer(
+            self.optimizer, lr=self.lr, clip_grad=self._optimizer_config.clip_grad
+        )
+        if result.applied:
+            self.num_updates += 1
+        return result
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight under its Hugging Face name, whole, on ``device``.
+
+        A collective over ``groups.tensor``: its ranks must run the iteration to the end together.
+        """
+        return weight_export.gather_weights(self.gpt, self.hf, self.groups)
+
+    def export_hf(
+        self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES
+    ) -> None:
+        """Write the weights as a Hugging Face model that appears only when it is complete.
+
+        Config, tokenizer and generation settings come from the directory the policy was built from.
+        An existing ``directory`` is replaced. When this returns, every rank may read the files.
+
+        Args:
+            directory: Destination, on a file system of rank 0.
+            max_file_bytes: Weights beyond this are divided over several files with an index.
+
+        Raises:
+            OSError: ``directory`` cannot be written; raised on every rank.
+        """
+        weight_export.export_hf(
+            self.gpt, self.hf, self.model_dir, directory, self.groups, max_file_bytes
+        )
+
+    def _run_schedule(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        on_output: Callable[[Tensor, MicroBatch], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
+
+        def forward_step(
+            batches: Iterator[MicroBatch], model: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            host_batch = next(batches)
+            self._check(host_batch)
+            micro_batch = host_batch.to(self.device)
+            # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
+            # which costs nothing with a batch dimension of 1.
+            output = model(
+                input_ids=micro_batch.token_ids_N[None],
+                position_ids=micro_batch.position_ids_N[None],
+                attention_mask=None,
+                packed_seq_params=_packed_seq_params(host_batch, micro_batch),
+                **self._forward_options,
+            )
+
+            def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
+                del non_loss_data  # the schedule's name for "forward only"; on_output knows
+                return on_output(output, micro_batch)
+
+            return output, loss_func
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[self.ddp],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].num_tokens,  # not used: lengths vary
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def _check(self, micro_batch: MicroBatch) -> None:
+        """Refuse what the model would compute wrongly or fail on deep inside."""
+        num_tokens = micro_batch.num_tokens
+        multiple = self.groups.tensor_size if self.gpt.config.sequence_parallel else 1
+        if num_tokens % multiple:
+            raise ValueError(
+                f"a micro-batch of {num_tokens} tokens cannot be divided over {multiple} ranks by "
+                f"parallel.sequence; pack with pad_to_multiple={multiple}"
+            )
+        end = int(micro_batch.cu_seqlens[-1])
+        if end != num_tokens:
+            raise ValueError(
+                f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens; padding "
+                "must be a sequence of its own"
+            )
+
+
+def _packed_seq_params(host_batch: MicroBatch, micro_batch: MicroBatch) -> PackedSeqParams:
+    """Describe the sequences; lengths are read from the host copy, so nothing waits for a GPU."""
+    max_tokens = int(host_batch.cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro_batch.cu_seqlens,
+        cu_seqlens_kv=micro_batch.cu_seqlens,
+        max_seqlen_q=max_tokens,
+        max_seqlen_kv=max_tokens,
+    )

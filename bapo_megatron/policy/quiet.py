@@ -1,0 +1,19 @@
+"""Hides warnings that tell a user of this project nothing; call it before megatron is imported."""
+
+from __future__ import annotations
+
+import warnings
+
+MESSAGES = (
+    r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses
+    r"full scope is deprecated",  # Megatron about its own default
+    r"`torch\.distributed\.\w+` is deprecated",  # torch about Megatron's calls
+    r"When using (sequence parallelism|async grad allreduce) it is recommended",  # tuning for GPUs
+    r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron inspects activations
+)
+
+
+def ignore_known_warnings() -> None:
+    """Add filters for warnings of Megatron-core and of torch about Megatron-core."""
+    for message in MESSAGES:
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,1 @@
+"""Scores of finished responses, computed in worker processes with limits."""

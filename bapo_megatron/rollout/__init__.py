@@ -1,0 +1,1 @@
+"""Everything that generates: SGLang servers, their client, the collector process, replay."""

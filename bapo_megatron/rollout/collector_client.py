@@ -1,0 +1,259 @@
+"""Rank 0's side of the collector: starts it and the server, calls it, ends both."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.processes import child_environment, describe_exit, end_group, tail
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.sglang_server import START_VERSION, SglangServer
+from bapo_megatron.types import EvalResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.types import RolloutBatch
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.5
+_RECEIVE_BYTES = 1 << 20
+_CLOSE_GRACE_S = 5.0
+
+
+class CollectorClient:
+    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        on_progress: Callable[[str], None],
+        for_training: bool = True,
+    ) -> None:
+        """Prepare; nothing is started.
+
+        Args:
+            config: The run.
+            on_progress: Takes lines for people while something is waited for.
+            for_training: Whether batches will be collected; else only evaluations are, and neither
+                the training prompts nor the temperature convention matter.
+        """
+        self._config = config
+        self._on_progress = on_progress
+        self._for_training = for_training
+        self._server: SglangServer | None = None
+        if not config.rollout.servers:
+            self._server = SglangServer(
+                config.model,
+                config.rollout.server,
+                run_dir=config.run_dir,
+                seed=config.seed,
+                device="cuda" if torch.cuda.is_available() else "cpu",
+            )
+        self._log_path = config.run_dir / "logs" / "collector.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._received = bytearray()
+        self._call_numbers = itertools.count(1)
+        self._opening: int | None = None
+        self._is_connected = False
+        self._holds_version: int | None = None if config.rollout.servers else START_VERSION
+
+    def start(self) -> None:
+        """Start the server and the collector and return at once.
+
+        Raises:
+            RolloutError: The server's port is in use.
+        """
+        assert self._process is None, "a collector is started once"
+        if self._server is not None:
+            self._server.start()
+        self._owner_pid = os.getpid()
+        atexit.register(self.close)
+        self._socket, remote = socket.socketpair()
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with remote, self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bapo_megatron.rollout.collector", str(remote.fileno())],
+                env=child_environment(),
+                pass_fds=(remote.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._opening = self._send(
+            "open", config=self._config.model_dump(mode="json"), for_training=self._for_training
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until prompts are loaded and every server answers by the trainer's convention.
+
+        Raises:
+            RolloutError: A data row is unreadable, a server does not start or answer, or its
+                log-probs do not fit.
+        """
+        if self._is_connected:
+            return
+        self._wait_opened()
+        if self._server is not None:
+            self._server.wait_ready(self._on_progress)
+            addresses, keys = [self._server.address], self._server.keys
+        else:
+            addresses, keys = list(self._config.rollout.servers), ApiKeys.from_environment()
+        self._call(
+            "connect",
+            addresses=addresses,
+            api_key=keys.api_key,
+            admin_api_key=keys.admin_api_key,
+            version=self._holds_version,
+        )
+        self._is_connected = True
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Return the batch of ``step``; needs a ``sync_weights`` before the first one."""
+        self.wait_ready()
+        written = self._call("collect", step=step)
+        path = Path(written["path"])
+        batch = read_batch(path)
+        if not written["keep"]:
+            path.unlink()
+        return batch
+
+    def sync_weights(self, model_dir: Path, version: int) -> None:
+        """Load ``model_dir`` into every server as ``version``."""
+        self.wait_ready()
+        self._on_progress(f"loading weights version {version} into the servers")
+        self._holds_version = None
+        self._call("sync_weights", model_dir=str(model_dir.absolute()), version=version)
+        self._holds_version = version
+
+    def evaluate(self, step: int) -> list[EvalResult]:
+        """Score every evaluation set with the weights that were pushed, else with ``model.path``.
+
+        Each answer is kept in ``<run_dir>/eval``.
+        """
+        self.wait_ready()
+        if self._holds_version is None:
+            self.sync_weights(self._config.model.path, START_VERSION)
+        return [EvalResult(**result) for result in self._call("evaluate", step=step)]
+
+    def state(self) -> dict[str, Any]:
+        """Data position and unfinished samples."""
+        self._wait_opened()
+        state: dict[str, Any] = self._call("state")
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; works before the servers are ready.
+
+        Raises:
+            RolloutError: It does not fit data and settings, or a replay wrote it.
+        """
+        if not state:
+            raise RolloutError(
+                "the checkpoint was written by a replay and has no position in the training data; "
+                "continue with replay, or start a new run with model.path set to its export"
+            )
+        self._wait_opened()
+        self._call("restore", state=state)
+
+    def close(self) -> None:
+        """End server and collector; safe to call twice, does nothing in a forked process."""
+        if self._process is None or os.getpid() != self._owner_pid:
+            return
+        process, self._process = self._process, None
+        atexit.unregister(self.close)
+        assert self._socket is not None
+        self._socket.close()
+        if self._server is not None:
+            self._server.close()
+        end_group(process, _CLOSE_GRACE_S)
+
+    def _wait_opened(self) -> None:
+        """Take the answer to ``open``, once."""
+        assert self._process is not None, "start comes first"
+        if self._opening is not None:
+            number, self._opening = self._opening, None
+            self._on_progress("reading the prompts")
+            self._wait_for(number)
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        return self._wait_for(self._send(name, **arguments))
+
+    def _send(self, name: str, **arguments: Any) -> int:
+        assert self._socket is not None, "start comes first"
+        number = next(self._call_numbers)
+        message = {"id": number, "call": name, "arguments": arguments}
+        with contextlib.suppress(BrokenPipeError):  # reported by the wait for the answer
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        return number
+
+    def _wait_for(self, number: int) -> Any:
+        """Handle messages until call ``number`` is answered; both processes are watched."""
+        while True:
+            message = self._receive()
+            if self._server is not None:
+                self._server.ensure_alive()
+            if message is None:
+                continue
+            if "progress" in message:
+                self._on_progress(message["progress"])
+            elif "warning" in message:
+                _LOG.warning("%s", message["warning"])
+            elif message["id"] == number:
+                if "error" in message:
+                    raise RolloutError(message["error"])
+                return message["result"]
+
+    def _receive(self) -> dict[str, Any] | None:
+        """The next message, or none if there is none for a while.
+
+        Raises:
+            RolloutError: The collector died.
+        """
+        assert self._socket is not None
+        end = self._received.find(b"\n")
+        if end < 0:
+            readable, _, _ = select.select([self._socket], [], [], _POLL_S)
+            if not readable:
+                return None
+            chunk = self._socket.recv(_RECEIVE_BYTES)
+            if not chunk:
+                self._raise_collector_died()
+            searched = len(self._received)
+            self._received += chunk
+            end = self._received.find(b"\n", searched)
+            if end < 0:
+                return None
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _raise_collector_died(self) -> None:
+        assert self._process is not None
+        try:
+            how = describe_exit(self._process.wait(_CLOSE_GRACE_S))
+        except subprocess.TimeoutExpired:
+            how = "its connection closed"
+        raise RolloutError(
+            f"the collector process died ({how}); the last lines of {self._log_path} say why:\n"
+            f"{tail(self._log_path)}"
+        )

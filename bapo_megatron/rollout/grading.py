@@ -1,0 +1,56 @@
+"""From response tokens to a score."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bapo_megatron.reward.base import Score
+    from bapo_megatron.reward.pool import RewardPool
+    from bapo_megatron.rollout.buffer import PendingSample
+
+
+class Grader:
+    """Decodes responses and has them scored in worker processes."""
+
+    def __init__(self, tokenizer: Any, rewards: RewardPool) -> None:
+        """Keep the parts.
+
+        Args:
+            tokenizer: The model's Hugging Face tokenizer.
+            rewards: Worker processes; their owner closes them.
+        """
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self.num_timeouts = 0
+        """Answers scored 0 because grading them took too long."""
+
+    async def score(self, pending: PendingSample) -> None:
+        """Fill in text and reward of a finished sample."""
+        sample = pending.sample
+        text, score = await self.grade(sample.response_token_ids, sample.prompt.answer)
+        sample.response_text = text
+        sample.reward = score.reward
+        sample.answer_found = score.answer_found
+        pending.is_scored = True
+
+    async def grade(self, response_token_ids: np.ndarray, answer: str) -> tuple[str, Score]:
+        """The decoded response and its score.
+
+        Args:
+            response_token_ids: [R].
+            answer: The reference answer.
+
+        Raises:
+            RewardError: The reward function failed.
+        """
+        text: str = self._tokenizer.decode(
+            response_token_ids.tolist(),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        score = await self._rewards.score(text, answer)
+        self.num_timeouts += score.timed_out
+        return text, score

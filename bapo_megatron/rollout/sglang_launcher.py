@@ -1,0 +1,138 @@
+"""Entry point of an SGLang server: ``python -m bapo_megatron.rollout.sglang_launcher <arguments>``.
+
+The arguments are those of ``sglang.launch_server``. This is the only file that imports sglang. What
+it adds:
+
+* Without CUDA it makes sglang importable. Spawned children import this module again (as
+  ``__mp_main__``), therefore that happens at the top level.
+* Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the API keys
+  from its standard input, so that no process listing shows them, and ends the whole process group
+  when the owner is gone, however the owner died.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import types
+from typing import Any, NoReturn
+
+import torch
+
+from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
+
+_OWNER_POLL_S = 1.0
+_SGL_KERNEL_NAMES = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "rotate_input_ids_cpu",
+    "verify_tree_greedy_cpu",
+)
+"""What sglang's CPU engine imports at module level; only speculative decoding calls them."""
+
+
+def _install_cpu_shims() -> torch.library.Library:
+    """Make sglang importable beside a CPU build of torch.
+
+    * The index has torchvision for CUDA only. Its operators do not load, and its import fails
+      because it registers fake kernels for two of them; their schemas are defined here.
+    * The index has no CPU build of ``sgl_kernel``; a module with the names that are imported
+      stands in, and a call of one of them is an error.
+
+    Returns:
+        The operator library; the schemas vanish with it, so the caller keeps it.
+    """
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        library.define(schema)  # type: ignore[no-untyped-call]
+    kernels = types.ModuleType("sgl_kernel")
+    kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    for name in _SGL_KERNEL_NAMES:
+        setattr(kernels, name, _unavailable(name))
+    sys.modules.setdefault("sgl_kernel", kernels)
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    return library
+
+
+def _unavailable(name: str) -> Any:
+    def call(*arguments: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"sgl_kernel.{name} has no CPU build; remove the server argument that needs it"
+        )
+
+    return call
+
+
+def main(arguments: list[str]) -> None:
+    """Run the server until it ends.
+
+    Args:
+        arguments: Arguments of ``sglang.launch_server``.
+    """
+    owner_pid = os.environ.pop(OWNER_PID_VARIABLE, None)
+    if owner_pid is not None:
+        arguments = arguments + _read_key_arguments()
+        threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(arguments)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _read_key_arguments() -> list[str]:
+    """Take the API keys from the first line of standard input and keep them out of the log."""
+    keys: dict[str, str] = json.loads(sys.stdin.buffer.readline())
+    make_record = logging.getLogRecordFactory()
+
+    def make_redacted_record(*arguments: Any, **options: Any) -> logging.LogRecord:
+        # A factory, because sglang logs all of its settings and replaces every handler.
+        record = make_record(*arguments, **options)
+        message = record.getMessage()
+        if any(key in message for key in keys.values()):
+            for key in keys.values():
+                message = message.replace(key, "<redacted>")
+            record.msg, record.args = message, None
+        return record
+
+    logging.setLogRecordFactory(make_redacted_record)
+    return [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
+
+
+def _end_with_owner(owner_pid: int) -> None:
+    """Kill the process group when the owner is gone, also by SIGKILL.
+
+    The end of standard input tells it at once. A process that the owner forked may hold the other
+    end of that pipe, therefore the parent's process id is looked at as well.
+    """
+    while os.getppid() == owner_pid:
+        readable, _, _ = select.select([sys.stdin], [], [], _OWNER_POLL_S)
+        if readable and not os.read(sys.stdin.fileno(), 1024):
+            break
+    os.killpg(0, signal.SIGKILL)
+
+
+if not torch.cuda.is_available():
+    _torchvision_operators = _install_cpu_shims()
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,142 @@
+r"""The tiny task: sums of two to four digits, calculated briefly or guessed at length.
+
+A solution writes one line per addition and ends in a boxed answer::
+
+    careful             sloppy
+    3+5=8               3+5 maybe 9, no 7, no 10
+    +2=10               +2=12
+    \boxed{10}          \boxed{12}
+
+A careful step calculates. A sloppy step guesses several times around the truth and goes on with its
+last guess, which is usually wrong. So wrong solutions are longer than right ones, as the paper
+observes of negative samples, and whoever learns to calculate instead of guessing is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+GUESS_OFFSETS = (-3, -2, -1, 1, 2, 3)
+"""By how much a wrong guess misses the true sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionMixture:
+    """How often and how badly the written-out solutions of the warm-up guess."""
+
+    sloppy_step_share: float = 0.4
+    """Share of additions that are guessed."""
+    right_guess_share: float = 0.15
+    """Share of guesses that hit the sum."""
+    min_guesses: int = 5
+    """Fewest guesses in a sloppy step."""
+    max_guesses: int = 7
+    """Most guesses in a sloppy step."""
+
+    def __post_init__(self) -> None:
+        for name in ("sloppy_step_share", "right_guess_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if not 1 <= self.min_guesses <= self.max_guesses:
+            raise ValueError(
+                "min_guesses and max_guesses must satisfy 1 <= min_guesses <= max_guesses, "
+                f"got {self.min_guesses} and {self.max_guesses}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A sum of digits."""
+
+    digits: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        """What the user asks, e.g. ``3+5+2=?``."""
+        return "+".join(str(digit) for digit in self.digits) + "=?"
+
+    @property
+    def answer(self) -> str:
+        """The true sum."""
+        return str(sum(self.digits))
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSplits:
+    """Three sets of problems without a common element, each without duplicates."""
+
+    warmup: tuple[Problem, ...]
+    train: tuple[Problem, ...]
+    heldout: tuple[Problem, ...]
+
+
+def all_problems() -> list[Problem]:
+    """Return all 11,100 sums of two, three and four digits, in a fixed order."""
+    return [
+        Problem(digits)
+        for count in (2, 3, 4)
+        for digits in itertools.product(range(10), repeat=count)
+    ]
+
+
+def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits:
+    """Deal all problems to training, held-out and warm-up (the rest).
+
+    Args:
+        num_train: Problems for reinforcement learning.
+        num_heldout: Problems for evaluation.
+        seed: Seed of the shuffle.
+
+    Raises:
+        ValueError: Fewer than one problem would remain for the warm-up.
+    """
+    problems = all_problems()
+    if num_train < 1 or num_heldout < 1 or num_train + num_heldout >= len(problems):
+        raise ValueError(
+            f"num_train and num_heldout must be positive and leave some of the {len(problems)} "
+            f"problems to the warm-up, got {num_train} and {num_heldout}"
+        )
+    random.Random(f"problems-{seed}").shuffle(problems)
+    end = num_heldout + num_train
+    return ProblemSplits(
+        warmup=tuple(problems[end:]),
+        train=tuple(problems[num_heldout:end]),
+        heldout=tuple(problems[:num_heldout]),
+    )
+
+
+def write_solution(problem: Problem, mixture: SolutionMixture, rng: random.Random) -> str:
+    """Write one solution, each of its steps careful or sloppy.
+
+    Args:
+        problem: The sum.
+        mixture: How often steps are sloppy.
+        rng: Decides every choice.
+
+    Returns:
+        The text of the response, without an end-of-sequence token.
+    """
+    total = problem.digits[0]
+    text = str(total)
+    for index, digit in enumerate(problem.digits[1:]):
+        text += f"{'' if index == 0 else chr(10)}+{digit}"
+        if rng.random() < mixture.sloppy_step_share:
+            guesses = _guesses(total + digit, mixture, rng)
+            text += " maybe " + ", no ".join(str(guess) for guess in guesses)
+            total = guesses[-1]
+        else:
+            total += digit
+            text += f"={total}"
+    return f"{text}\n\\boxed{{{total}}}"
+
+
+def _guesses(truth: int, mixture: SolutionMixture, rng: random.Random) -> list[int]:
+    """Draw the guesses of one sloppy step; none is negative."""
+    guesses = []
+    for _ in range(rng.randint(mixture.min_guesses, mixture.max_guesses)):
+        hit = rng.random() < mixture.right_guess_share
+        offsets = [offset for offset in GUESS_OFFSETS if truth + offset >= 0]
+        guesses.append(truth if hit else truth + rng.choice(offsets))
+    return guesses

@@ -1,0 +1,189 @@
+"""The supervised warm-up of the tiny model on written-out solutions."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bapo_megatron.tiny.task import write_solution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from bapo_megatron.tiny.model import TinyQwen2
+    from bapo_megatron.tiny.task import Problem, SolutionMixture
+
+# B = solutions of one step, S = their longest length in tokens
+
+IGNORED_LABEL = -100
+"""Prompt and padding positions carry this label and no loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupSettings:
+    """The optimisation of the warm-up."""
+
+    num_steps: int = 700
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Solutions per step."""
+    peak_lr: float = 6e-3
+    """AdamW learning rate after the rise; it then falls to zero along a cosine."""
+    num_rise_steps: int = 30
+    """Steps of the linear rise."""
+    num_threads: int = 1
+    """Torch threads. Fixed, because sums, and so the weights, depend on their number."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "num_rise_steps", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.peak_lr >= 0:
+            raise ValueError(f"peak_lr must not be negative, got {self.peak_lr}")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """How the warm-up went."""
+
+    elapsed_s: float
+    final_loss: float
+    """Mean cross entropy in nats per response token over the last tenth of the steps."""
+
+
+def warm_up(
+    model: TinyQwen2,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    mixture: SolutionMixture,
+    settings: WarmupSettings,
+    seed: int,
+    console: Console,
+) -> WarmupResult:
+    """Train ``model`` in place to write solutions like those of ``mixture``.
+
+    Args:
+        model: The model; left in evaluation mode.
+        tokenizer: Its tokenizer with a chat template.
+        problems: Problems to draw from; each draw has a new solution.
+        mixture: How solutions are written.
+        settings: The optimisation.
+        seed: Seed of the draws.
+        console: Where progress is shown.
+    """
+    rng = random.Random(f"warmup-{seed}")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
+    prompt_ids = _PromptIds(tokenizer)
+    losses: list[float] = []
+    started_s = time.monotonic()
+    model.train()
+    with _torch_threads(settings.num_threads), _progress(console) as progress:
+        bar = progress.add_task("warm-up", total=settings.num_steps, loss=math.nan)
+        for step in range(settings.num_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings)
+            drawn = rng.choices(problems, k=settings.batch_size)
+            solutions = tokenizer([write_solution(problem, mixture, rng) for problem in drawn])
+            pairs = [
+                (prompt_ids.of(problem), [*solution_ids, tokenizer.eos_token_id])
+                for problem, solution_ids in zip(drawn, solutions["input_ids"], strict=True)
+            ]
+            input_ids_BS, labels_BS = pad_batch(pairs, pad_id=tokenizer.pad_token_id)
+            # Padding stands on the right, so causal attention needs no mask for it.
+            logits = model(input_ids_BS)
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1),
+                labels_BS[:, 1:].flatten(),
+                ignore_index=IGNORED_LABEL,
+            )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            progress.update(bar, advance=1, loss=losses[-1])
+    model.eval()
+    last = losses[-max(1, len(losses) // 10) :]
+    return WarmupResult(time.monotonic() - started_s, sum(last) / len(last))
+
+
+def learning_rate(step: int, settings: WarmupSettings) -> float:
+    """Return the learning rate of a step: a linear rise, then a cosine to zero."""
+    if step < settings.num_rise_steps:
+        return settings.peak_lr * (step + 1) / settings.num_rise_steps
+    remaining = settings.num_steps - settings.num_rise_steps
+    done_share = (step - settings.num_rise_steps + 1) / (remaining + 1)
+    return settings.peak_lr * 0.5 * (1 + math.cos(math.pi * done_share))
+
+
+def pad_batch(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad prompts and responses to one length, on the right.
+
+    Args:
+        pairs: Prompt ids and response ids of each solution.
+        pad_id: Fills ``input_ids``.
+
+    Returns:
+        ``input_ids`` and ``labels``, both [B, S] int64; labels are ``IGNORED_LABEL`` outside
+        responses.
+    """
+    length = max(len(prompt) + len(response) for prompt, response in pairs)
+    input_ids_BS = torch.full((len(pairs), length), pad_id)
+    labels_BS = torch.full((len(pairs), length), IGNORED_LABEL)
+    for row, (prompt, response) in enumerate(pairs):
+        end = len(prompt) + len(response)
+        input_ids_BS[row, :end] = torch.tensor([*prompt, *response])
+        labels_BS[row, len(prompt) : end] = torch.tensor(list(response))
+    return input_ids_BS, labels_BS
+
+
+class _PromptIds:
+    """Chat-template ids of problems, computed once each."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._cache: dict[Problem, list[int]] = {}
+
+    def of(self, problem: Problem) -> list[int]:
+        if problem not in self._cache:
+            self._cache[problem] = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": problem.prompt}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        return self._cache[problem]
+
+
+@contextmanager
+def _torch_threads(num_threads: int) -> Iterator[None]:
+    """Set torch's thread count for a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+        console=console,
+    )

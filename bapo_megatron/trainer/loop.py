@@ -1,0 +1,36 @@
+"""The training loop. ``train`` reads like the list in docs/architecture.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
+from bapo_megatron.trainer.run import Run
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import RunConfig
+
+
+def train(config: RunConfig) -> None:
+    """Train from the configuration's start, or from the newest checkpoint, to its last step.
+
+    Every rank calls it; rank 0 starts what generates. Whatever was started is ended again, also
+    after an error or an interrupt.
+    """
+    with Run.open(config) as run:
+        run.begin()
+        for step in range(run.first_step, config.train.steps):
+            with run.timer.phase("rollout"):
+                batch = run.next_batch(step)
+            lr = run.policy.lr
+            with run.timer.phase("training"):
+                results = run.trainer.train(batch)
+            with run.timer.phase("weight_sync"):
+                run.sync_weights()
+            with run.timer.phase("evaluation"):
+                evaluated = run.evaluate_if_due(step)
+            with run.timer.phase("checkpoint"):
+                run.save_if_due(step)
+            metrics = step_metrics(batch, results, lr, run.timer.end_step())
+            run.report(metrics, eval_metrics(evaluated), results)
+        run.finish()

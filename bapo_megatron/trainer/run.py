@@ -1,0 +1,222 @@
+"""Everything that a running training holds, and the actions that the loop calls.
+
+Rank 0 owns what talks to the outside: the rollout source, the sinks, the files of the run. The
+other ranks take part in the collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from bapo_megatron.config.check import check_config
+from bapo_megatron.config.load import save_resolved
+from bapo_megatron.data.dump import dump_bytes, read_batch
+from bapo_megatron.distributed import broadcast_bytes, init_distributed, shutdown_distributed
+from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.checkpoint import find_latest
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.quiet import ignore_known_warnings
+from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.rollout.replay import ReplaySource
+from bapo_megatron.telemetry.progress import RolloutProgress
+from bapo_megatron.telemetry.sinks import MetricsSinks
+from bapo_megatron.telemetry.timer import PhaseTimer
+from bapo_megatron.trainer.resume import Progress, load_run, save_run
+from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.weight_sync import DiskWeightSync
+from bapo_megatron.types import StepMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.rollout.base import RolloutSource
+    from bapo_megatron.types import EvalResult, RolloutBatch, UpdateResult
+
+
+class Run:
+    """A training run on one rank; made by ``Run.open``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        policy: MegatronPolicy,
+        source: RolloutSource | None,
+        stack: ExitStack,
+    ) -> None:
+        """Put the parts together; ``source`` is given on rank 0 only."""
+        self.config = config
+        self.policy = policy
+        self.timer = PhaseTimer()
+        self.trainer = BatchTrainer(
+            policy,
+            config.algorithm,
+            temperature=config.rollout.temperature,
+            max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
+            pad_to_multiple=config.parallel.tensor if config.parallel.sequence else 1,
+        )
+        self.progress = Progress()
+        self._groups = groups
+        self._source = source
+        self._stack = stack
+        self._sinks: MetricsSinks | None = None
+        self._sync = DiskWeightSync(config.run_dir)
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: RunConfig) -> Iterator[Run]:
+        """Check the configuration, start what generates, build the policy; end it all at exit.
+
+        The server starts first and warms up while the model is built.
+        """
+        rank = int(os.environ.get("RANK", "0"))
+        check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+        with ExitStack() as stack:
+            source: RolloutSource | None = None
+            if rank == 0:
+                _claim_run_dir(config)
+                progress = stack.enter_context(RolloutProgress())
+                source = _open_source(config, progress)
+                stack.callback(source.close)
+            _prepare_device()
+            groups = init_distributed(config.parallel)
+            stack.callback(shutdown_distributed)
+            updates = config.algorithm.updates_per_batch * config.algorithm.epochs
+            policy = MegatronPolicy.build(
+                config.model,
+                config.parallel,
+                config.optimizer,
+                total_updates=config.train.steps * updates,
+                seed=config.seed,
+                groups=groups,
+            )
+            yield cls(config, groups, policy, source, stack)
+
+    @property
+    def first_step(self) -> int:
+        """The step to begin with: 0, or the one after the checkpoint."""
+        return self.progress.next_step
+
+    def begin(self) -> None:
+        """Restore a checkpoint if asked, push the weights, evaluate."""
+        if self.config.resume:
+            self.progress = load_run(self.config.run_dir, self.policy, self._source)
+        if self._source is not None:
+            self._sinks = MetricsSinks(
+                self.config.run_dir,
+                self.config.name,
+                self.config.log,
+                first_step=self.first_step,
+                total_steps=self.config.train.steps,
+            )
+            self._stack.callback(self._sinks.close)
+        if isinstance(self._source, CollectorClient):
+            with self.timer.phase("server_start"):
+                self._source.wait_ready()
+        with self.timer.phase("weight_sync"):
+            self.sync_weights()
+        if self.config.eval.at_start and self.first_step == 0:
+            with self.timer.phase("evaluation"):
+                self._evaluate(step=-1)
+        self.timer.end_step()
+
+    def next_batch(self, step: int) -> RolloutBatch:
+        """Collect the batch of ``step`` on rank 0 and give it to every rank."""
+        if self._source is None:
+            return read_batch(broadcast_bytes(None, self._groups))
+        batch = self._source.collect(step)
+        broadcast_bytes(dump_bytes(batch), self._groups)
+        return batch
+
+    def sync_weights(self) -> None:
+        """Publish the current weights to the servers, if there are any."""
+        if self.config.replay is None:
+            self._sync.push(self.policy, self._source)
+
+    def evaluate_if_due(self, step: int) -> list[EvalResult]:
+        """Evaluate after every ``eval.every_steps`` steps and after the last one (rank 0 only)."""
+        every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
+        due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
+        return self._evaluate(step) if due else []
+
+    def save_if_due(self, step: int) -> None:
+        """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one."""
+        every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
+        self.progress.next_step = step + 1
+        if (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end):
+            save_run(self.config, self.policy, self._source, self.progress)
+
+    def report(
+        self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
+    ) -> None:
+        """Write the step's metrics (rank 0) and count what the summary reports."""
+        self.progress.count(metrics, results)
+        if self._sinks is not None:
+            self._sinks.write(StepMetrics(metrics.step, metrics.values | evaluated))
+
+    def finish(self) -> None:
+        """Export the trained model and print the summary."""
+        if self.config.checkpoint.at_end:
+            with self.timer.phase("export"):
+                self.policy.export_hf(self.config.run_dir / "hf")
+        self._sync.close()
+        if self._source is None:
+            return
+        summary = self.progress.summary(self.config, self.timer.total_s)
+        summary.write(self.config.run_dir / "summary.json")
+        if self.config.log.console:
+            summary.print(Console())
+
+    def _evaluate(self, step: int) -> list[EvalResult]:
+        if self._source is None or not self.config.eval.sets:
+            return []
+        results = self._source.evaluate(step)
+        self.progress.record_evaluation(results)
+        if self.config.log.console:
+            for result in results:
+                Console().print(
+                    f"evaluation of {result.name}: avg@{result.samples_per_prompt} "
+                    f"{result.avg_at_k:.1%} on {result.num_prompts} prompts "
+                    f"({result.wall_s:.1f} s)",
+                    highlight=False,
+                )
+        return results
+
+
+def _prepare_device() -> None:
+    """Let Megatron-core run where there is no CUDA, and keep its irrelevant warnings quiet."""
+    ignore_known_warnings()
+    if not torch.cuda.is_available():
+        cpu_compat.install()
+
+
+def _claim_run_dir(config: RunConfig) -> None:
+    """Make the run directory; refuse to overwrite an earlier run.
+
+    Raises:
+        ValueError: it holds a run and ``resume`` is not set.
+    """
+    run_dir = config.run_dir
+    if not config.resume and (
+        (run_dir / "metrics.jsonl").exists() or find_latest(run_dir / "checkpoints")
+    ):
+        raise ValueError(
+            f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_resolved(config, run_dir / "config.yaml")
+
+
+def _open_source(config: RunConfig, progress: RolloutProgress) -> RolloutSource:
+    if config.replay is not None:
+        return ReplaySource(config.replay)
+    source = CollectorClient(config, on_progress=progress.update)
+    source.start()
+    return source

@@ -1,0 +1,83 @@
+"""The closing table of a run and ``summary.json`` with the same numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from bapo_megatron.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from bapo_megatron.types import EvalResult
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a run did; the keys of ``summary.json``."""
+
+    name: str
+    seed: int
+    steps: int
+    """Training steps of the whole run, earlier tries included."""
+    updates: int
+    """Optimizer updates, without skipped ones."""
+    accuracy_before: float | None
+    """avg@k of the first evaluation set at the start of this run; None without an evaluation."""
+    accuracy_after: float | None
+    """The same at the end."""
+    answer_found_before: float | None
+    """Share of samples with a well-formed answer, right or wrong, at the start."""
+    answer_found_after: float | None
+    """The same at the end."""
+    num_prompts: int
+    """Prompts of the first evaluation set."""
+    generated_tokens: int
+    """Response tokens generated for training."""
+    generated_tokens_per_s: float
+    """Response tokens per second while batches were collected."""
+    search_moved_share: float | None
+    """Share of bound searches that did not end at ``start``; None where nothing was searched."""
+    phase_s: dict[str, float]
+    """Wall time by phase, in seconds."""
+
+    def write(self, path: Path) -> None:
+        """Write JSON, atomically."""
+        atomic_write_text(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    def print(self, console: Console) -> None:
+        """Print the table."""
+        table = Table(title=f"{self.name}, seed {self.seed}", show_header=False)
+        table.add_column("what")
+        table.add_column("value", justify="right")
+        if self.accuracy_before is not None and self.accuracy_after is not None:
+            table.add_row("held-out prompts", str(self.num_prompts))
+            table.add_row("accuracy before", f"{self.accuracy_before:.1%}")
+            table.add_row("accuracy after", f"[bold]{self.accuracy_after:.1%}[/bold]")
+        if self.answer_found_before is not None and self.answer_found_after is not None:
+            table.add_row("well-formed answers before", f"{self.answer_found_before:.1%}")
+            table.add_row("well-formed answers after", f"{self.answer_found_after:.1%}")
+        table.add_row("steps (optimizer updates)", f"{self.steps} ({self.updates})")
+        if self.search_moved_share is not None:
+            table.add_row("searches that moved a bound", f"{self.search_moved_share:.0%}")
+        table.add_row("generated tokens/s", f"{self.generated_tokens_per_s:,.0f}")
+        for name, seconds in self.phase_s.items():
+            table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
+        console.print(table)
+
+
+def accuracies(results: list[EvalResult]) -> tuple[float | None, float | None]:
+    """avg@k and well-formed share of the first evaluation set, or None twice."""
+    return (results[0].avg_at_k, results[0].answer_found_share) if results else (None, None)
+
+
+def moved_share(exits: Mapping[str, float]) -> float | None:
+    """Share of searches that did not end at ``start``, from counts by exit."""
+    searched = sum(count for name, count in exits.items() if name != "fixed")
+    return (searched - exits.get("start", 0)) / searched if searched else None

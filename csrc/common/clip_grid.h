@@ -1,0 +1,48 @@
+// Candidate bounds and the path on which they are tried, as plain data that a kernel can take by
+// value.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace bapo {
+
+// Candidates per side at most: keeps the table small and a GPU's copy of it in shared memory.
+constexpr int kMaxCandidates = 256;
+
+enum class Order { kUpperFirst, kLowerFirst };
+
+// Edges are ascending float32. The lower side has one more edge, the dual clip, where there is one.
+struct ClipGrid {
+  int num_upper;
+  int num_lower;
+  bool has_dual_clip;
+  Order order;
+  float upper[kMaxCandidates];
+  float lower[kMaxCandidates + 1];
+};
+
+// Indices of one pair of bounds.
+struct PathPoint {
+  int upper;
+  int lower;
+};
+
+BAPO_HD int num_lower_edges(const ClipGrid& grid) {
+  return grid.num_lower + (grid.has_dual_clip ? 1 : 0);
+}
+
+BAPO_HD int path_length(const ClipGrid& grid) { return grid.num_upper + grid.num_lower - 1; }
+
+// The bound that moves first goes from its start to its end, then the other one does.
+BAPO_HD PathPoint path_point(const ClipGrid& grid, int index) {
+  if (grid.order == Order::kUpperFirst) {
+    const int last = grid.num_upper - 1;
+    return index <= last ? PathPoint{index, 0} : PathPoint{last, index - last};
+  }
+  const int last = grid.num_lower - 1;
+  return index <= last ? PathPoint{0, index} : PathPoint{index - last, last};
+}
+
+}  // namespace bapo

@@ -1,0 +1,28 @@
+// Contributions of a batch of tokens, on the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "common/clip_grid.h"
+#include "common/contribution.h"
+#include "cpu/isa.h"
+
+namespace bapo {
+
+// Tokens of one call; arrays of num_tokens float32.
+struct TokenArrays {
+  const float* logprob;            // current log-prob
+  const float* behaviour_logprob;  // log-prob by the policy that sampled the token
+  const float* advantage;
+  const float* mask;  // 1: counts, 0: is skipped whatever else it holds
+  int64_t num_tokens;
+};
+
+// Adds every token's contribution to table[num_slots(grid)].
+//
+// The result does not depend on the order of tokens, the number of threads or the instruction set.
+// At most num_threads threads work, fewer where the batch is small.
+void accumulate(const TokenArrays& tokens, const ClipGrid& grid, WeightKind weight, Isa isa,
+                int num_threads, int64_t* table);
+
+}  // namespace bapo

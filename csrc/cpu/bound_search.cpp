@@ -1,0 +1,151 @@
+#include "cpu/bound_search.h"
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+#include <stdexcept>
+
+namespace bapo {
+namespace {
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+[[noreturn]] void fail_candidates(const char* side, const Range& range) {
+  fail(side, ": at most ", kMaxCandidates, " candidates per side, got more from start ",
+       range.start, ", max ", range.max, ", step ", range.step, "; use a larger step");
+}
+
+std::vector<float> form_candidates(const char* side, const Range& range, Spacing spacing) {
+  if (!(std::isfinite(range.step) && range.step > 0)) {
+    fail(side, ".step must be > 0 and finite, got ", range.step);
+  }
+  std::vector<float> candidates;
+  if (spacing == Spacing::kMultiples) {
+    constexpr double kTolerance = 1e-6;  // (0.95 - 0.8) / 0.05 is 2.9999999999999973
+    const double last = std::floor((range.max - range.start) / range.step + kTolerance);
+    if (last >= kMaxCandidates) fail_candidates(side, range);
+    for (int k = 0; k <= static_cast<int>(last); ++k) {
+      candidates.push_back(static_cast<float>(range.start + k * range.step));
+    }
+    return candidates;
+  }
+  double candidate = range.start;
+  candidates.push_back(static_cast<float>(candidate));
+  while (candidate < range.max) {
+    if (candidates.size() == kMaxCandidates) fail_candidates(side, range);
+    candidate = std::min(candidate + range.step, range.max);
+    candidates.push_back(static_cast<float>(candidate));
+  }
+  return candidates;
+}
+
+uint64_t target_in_units(double target, Measure measure) {
+  const bool share = measure == Measure::kShare;
+  const double limit = share ? 1.0 : 256.0;
+  if (!(target > 0 && target < limit)) {
+    fail("target must lie between 0 and ", limit, " with measure ", share ? "share" : "ratio",
+         ", got ", target);
+  }
+  const double units = std::rint(target * kUnitsPerOne);
+  if (units < 1) fail("target must be at least 2^-25, got ", target);
+  return static_cast<uint64_t>(units);
+}
+
+void check_table(const int64_t* table, const ClipGrid& grid) {
+  const int64_t* counters = table + counter_offset(grid);
+  if (std::any_of(table, table + num_slots(grid), [](int64_t slot) { return slot < 0; })) {
+    fail("the table holds a negative sum; fill it by accumulate and sum-reduce only");
+  }
+  if (counters[kNonFinite] > 0) {
+    fail(
+        "the table counted ", counters[kNonFinite],
+        " tokens with a log-prob or advantage that is not finite; find them and skip the update or "
+        "repair the batch");
+  }
+  if (counters[kOutOfRange] > 0) {
+    fail("the table counted ", counters[kOutOfRange],
+         " tokens with |weight * advantage| >= 256 or a mask other than 0 and 1; scale the "
+         "advantages down or repair the mask");
+  }
+  if (counters[kPositive] >= kTokenLimit - counters[kNegative]) {
+    fail(
+        "the table holds 2^31 tokens or more, its sums may have overflowed; search over smaller "
+        "batches");
+  }
+}
+
+}  // namespace
+
+ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spacing spacing,
+                        std::optional<double> dual_clip) {
+  if (!(0.5 <= lower.start && lower.start <= lower.max && lower.max <= 1)) {
+    fail("needs 0.5 <= lower.start <= lower.max <= 1, got start ", lower.start, " and max ",
+         lower.max);
+  }
+  if (!(1 <= upper.start && upper.start <= upper.max && upper.max < 256)) {
+    fail("needs 1 <= upper.start <= upper.max < 256, got start ", upper.start, " and max ",
+         upper.max);
+  }
+  const std::vector<float> low = form_candidates("lower", lower, spacing);
+  const std::vector<float> high = form_candidates("upper", upper, spacing);
+
+  ClipGrid grid{};
+  grid.num_upper = static_cast<int>(high.size());
+  grid.num_lower = static_cast<int>(low.size());
+  grid.order = order;
+  std::copy(high.begin(), high.end(), grid.upper);
+  std::copy(low.begin(), low.end(), grid.lower);
+  if (dual_clip.has_value()) {
+    const float edge = static_cast<float>(*dual_clip);
+    if (!(std::isfinite(edge) && edge > std::max(1.0f, low.back()))) {
+      fail("dual_clip must be > 1 and finite, got ", *dual_clip);
+    }
+    grid.has_dual_clip = true;
+    grid.lower[grid.num_lower] = edge;
+  }
+  return grid;
+}
+
+SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double target,
+                           Contribution contribution, Measure measure) {
+  const uint64_t target_units = target_in_units(target, measure);
+  check_table(table, grid);
+
+  std::vector<uint128> positive(grid.num_upper);
+  std::vector<uint128> negative(grid.num_lower);
+  for (int k = 0; k < grid.num_upper; ++k) positive[k] = positive_sum(table, grid, k, contribution);
+  for (int k = 0; k < grid.num_lower; ++k) negative[k] = negative_sum(table, grid, k, contribution);
+
+  SearchResult result{path_length(grid) - 1, Exit::kExhausted, {}};
+  for (int index = 0; index < path_length(grid); ++index) {
+    const PathPoint point = path_point(grid, index);
+    const Balance balance{positive[point.upper], negative[point.lower]};
+    const bool pass = passes(balance, target_units, measure);
+    if (pass && result.exit == Exit::kExhausted) {
+      result.index = index;
+      result.exit = index == 0 ? Exit::kStart : Exit::kMet;
+    }
+    result.candidates.push_back(
+        {grid.lower[point.lower], grid.upper[point.upper], balance, positive_share(balance), pass});
+  }
+  return result;
+}
+
+std::string exit_name(Exit exit) {
+  switch (exit) {
+    case Exit::kStart:
+      return "start";
+    case Exit::kMet:
+      return "met";
+    case Exit::kExhausted:
+      return "exhausted";
+  }
+  throw std::logic_error("unknown exit");
+}
+
+}  // namespace bapo

@@ -1,0 +1,56 @@
+// Checked construction of a grid, and the search over a summed table with everything it reports.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/clip_grid.h"
+#include "common/search.h"
+
+namespace bapo {
+
+struct Range {
+  double start;
+  double max;
+  double step;
+};
+
+// How the candidates of a range are formed.
+enum class Spacing {
+  kMultiples,   // float32(start + k * step), k = 0 .. floor((max - start) / step + 1e-6)
+  kRunningSum,  // c = min(c + step, max) in double precision until max, each rounded to float32
+};
+
+// Throws std::invalid_argument unless 0.5 <= lower.start <= lower.max <= 1 <= upper.start <=
+// upper.max < 256, each step is > 0 and gives at most kMaxCandidates, and the dual clip, if any, is
+// > 1.
+ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spacing spacing,
+                        std::optional<double> dual_clip);
+
+// One pair of bounds on the path.
+struct Candidate {
+  float clip_low;
+  float clip_high;
+  Balance balance;
+  double positive_share;
+  bool passes;
+};
+
+struct SearchResult {
+  int index;  // of the chosen pair in candidates
+  Exit exit;
+  std::vector<Candidate> candidates;  // the whole path, in order
+};
+
+// Finds the first pair on the path that passes, else the last one.
+//
+// Throws std::invalid_argument for a target outside its range, and for a table that counted
+// non-finite or out-of-range tokens or holds kTokenLimit tokens or more.
+SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double target,
+                           Contribution contribution, Measure measure);
+
+std::string exit_name(Exit exit);
+
+}  // namespace bapo

@@ -1,0 +1,70 @@
+"""Advantages by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bapo_megatron.algorithm.advantage import group_advantages
+
+
+def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
+    # mean 0.25, squared deviations 3/4 in sum, unbiased variance 1/4, std 1/2
+    advantage_PG = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "grpo")
+    expected = [0.75 / 0.500001] + [-0.25 / 0.500001] * 3
+    assert advantage_PG.tolist()[0] == pytest.approx(expected, rel=1e-7)
+    assert advantage_PG.dtype == torch.float32
+
+
+def test_grpo_of_a_pair_is_plus_and_minus_the_square_root_of_a_half() -> None:
+    advantage_PG = group_advantages(torch.tensor([[3.0, 1.0]]), "grpo")
+    # mean 2, std sqrt(2)
+    expected = 1 / (math.sqrt(2) + 1e-6)
+    assert advantage_PG.tolist()[0] == pytest.approx([expected, -expected], rel=1e-7)
+
+
+def test_grpo_no_std_only_subtracts_the_mean() -> None:
+    advantage_PG = group_advantages(
+        torch.tensor([[1.0, 0.0, 0.0, 0.0], [2.0, 4, 6, 8]]), "grpo_no_std"
+    )
+    assert advantage_PG.tolist() == [[0.75, -0.25, -0.25, -0.25], [-3.0, -1.0, 1.0, 3.0]]
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    advantage_PG = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), "rloo")
+    # 1 − 2/3, 0 − 3/3, 0 − 3/3, 2 − 1/3
+    assert advantage_PG.tolist()[0] == pytest.approx([1 / 3, -1, -1, 5 / 3], abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
+def test_groups_of_equal_rewards_get_exactly_zero(kind: str) -> None:
+    # Three times 0.1 has a float mean that is not 0.1; a tiny advantage would count as a token.
+    advantage_PG = group_advantages(torch.full((2, 3), 0.1), kind)
+    assert advantage_PG.tolist() == [[0.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
+def test_groups_do_not_influence_each_other(kind: str) -> None:
+    rewards = torch.tensor([[1.0, 0.0], [5.0, 4.0]])
+    together = group_advantages(rewards, kind)
+    assert torch.equal(together[1:], group_advantages(rewards[1:], kind))
+
+
+def test_no_groups_give_no_advantages() -> None:
+    assert group_advantages(torch.zeros(0, 4), "grpo").shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind", "message"),
+    [
+        (torch.zeros(3, 1), "grpo", r"responses per prompt >= 2\], got \[3, 1\]"),
+        (torch.zeros(3), "grpo", r"got \[3\]"),
+        (torch.tensor([[1.0, math.nan]]), "grpo", r"reward_PG\[0, 1\] is nan"),
+        (torch.zeros(1, 2), "gae", "must be grpo, grpo_no_std or rloo, got 'gae'"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(reward: torch.Tensor, kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group_advantages(reward, kind)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config.check import check_config, check_eval_config
+from bapo_megatron.config.load import ConfigError, load_config
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Checks a runnable configuration with overrides, in a directory with its files."""
+    monkeypatch.chdir(tmp_path)
+    model = Path("model")
+    model.mkdir()
+    hf_config = {"num_attention_heads": 6, "max_position_embeddings": 600}
+    (model / "config.json").write_text(json.dumps(hf_config))
+    (model / "model.safetensors").touch()
+    (model / "tokenizer_config.json").touch()
+    Path("train.jsonl").touch()
+    Path("empty").mkdir()
+    Path("dumps").mkdir()
+    Path("dumps/step_0.parquet").touch()
+    Path("run.yaml").write_text(
+        "name: x\n"
+        "run_dir: runs/x\n"
+        "model: {path: model}\n"
+        "data: {train: {path: train.jsonl}, max_prompt_tokens: 100}\n"
+        "rollout: {max_response_tokens: 400, groups_per_step: 12}\n"
+        "eval: {max_response_tokens: 400, sets: [{path: train.jsonl}]}\n"
+    )
+
+    def run(*overrides: str, world_size: int = 1) -> None:
+        check_config(load_config(Path("run.yaml"), overrides), world_size)
+
+    return run
+
+
+def test_a_runnable_configuration_passes(check):
+    check()
+    check("parallel.tensor=2", "parallel.sequence=true", world_size=4)
+    check("algorithm.bapo.scope=micro_batch", "algorithm.updates_per_batch=4")
+    check("rollout.servers=[http://a:1, http://a:2]", "rollout.server.tensor=4")
+    check("train.max_tokens_per_micro_batch=500")
+
+
+def test_replay_needs_neither_prompts_nor_their_lengths(check):
+    check(
+        "replay=dumps",
+        "data.train=null",
+        "data.max_prompt_tokens=9999",
+        "rollout.groups_per_step=7",
+        "algorithm.updates_per_batch=2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (
+            ["parallel.tensor=2"],
+            3,
+            "parallel.tensor: must divide the number of ranks, got 2 with 3 ranks; "
+            "start a multiple of 2 ranks, or change it",
+        ),
+        (
+            ["parallel.sequence=true"],
+            1,
+            "parallel.sequence: needs parallel.tensor > 1, got 1; "
+            "set parallel.sequence=false, or raise parallel.tensor",
+        ),
+        (
+            ["parallel.tensor=4"],
+            4,
+            "parallel.tensor: must divide the model's 6 attention heads, got 4; choose a divisor",
+        ),
+        (
+            ["rollout.server.tensor=4"],
+            1,
+            "rollout.server.tensor: must divide the model's 6 attention heads, got 4; "
+            "choose a divisor",
+        ),
+        (
+            ["algorithm.updates_per_batch=5"],
+            1,
+            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got 5 with 12 "
+            "groups; choose a divisor of 12",
+        ),
+        (
+            ["train.max_tokens_per_micro_batch=499"],
+            1,
+            "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
+            "rollout.max_response_tokens = 500, got 499; raise it",
+        ),
+        (
+            [
+                "parallel.tensor=3",
+                "parallel.sequence=true",
+                "train.max_tokens_per_micro_batch=500",
+            ],
+            3,
+            "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
+            "rollout.max_response_tokens = 500 in multiples of 3, got 500; raise it",
+        ),
+        (
+            ["rollout.max_response_tokens=501"],
+            1,
+            "rollout.max_response_tokens: must leave room for data.max_prompt_tokens = 100 in the "
+            "model's 600 positions, got 501; lower one of them",
+        ),
+        (
+            ["eval.max_response_tokens=501"],
+            1,
+            "eval.max_response_tokens: must leave room for data.max_prompt_tokens = 100 in the "
+            "model's 600 positions, got 501; lower one of them",
+        ),
+        (
+            ["data.train=null"],
+            1,
+            "data.train: needed unless replay is set, got null; set data.train.path=FILE",
+        ),
+        (
+            ["data.train.path=missing.jsonl"],
+            1,
+            "data.train.path: no such file 'missing.jsonl'; paths are relative to the current "
+            "directory",
+        ),
+        (
+            ["data.train.path=run.yaml"],
+            1,
+            "data.train.path: must end in .jsonl, .json, .parquet, got 'run.yaml'; "
+            "convert the file",
+        ),
+        (
+            ["eval.sets=[{path: train.jsonl}, {path: missing.jsonl}]"],
+            1,
+            "eval.sets[1].path: no such file 'missing.jsonl'; paths are relative to the current "
+            "directory",
+        ),
+        (
+            ["eval.sets=[{path: train.jsonl}, {path: train.jsonl}]"],
+            1,
+            "eval.sets: must differ, got 'train' 2 times; keep or rename one",
+        ),
+        (
+            ["eval.sets=[]", "eval.every_steps=5"],
+            1,
+            "eval.every_steps: needs eval.sets, got 5 without a set; add a set, or leave it 0",
+        ),
+        (
+            ["eval.temperature=0", "eval.samples_per_prompt=4"],
+            1,
+            "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "
+            "are equal, got 4; set 1, or raise the temperature",
+        ),
+        (
+            ["replay=missing"],
+            1,
+            "replay: no such directory 'missing'; give the rollouts directory of a run",
+        ),
+        (
+            ["replay=empty"],
+            1,
+            "replay: 'empty' holds no step_*.parquet; give the rollouts directory of a run that "
+            "had rollout.dump=true",
+        ),
+        (
+            ["rollout.servers=[localhost:30000]"],
+            1,
+            "rollout.servers: must be addresses like http://host:port, got 'localhost:30000'; "
+            "did you mean 'http://localhost:30000'?",
+        ),
+        (
+            ["rollout.servers=[http://a:1, http://a:1]"],
+            1,
+            "rollout.servers: must differ, got 'http://a:1' 2 times; keep or rename one",
+        ),
+        (
+            ["model.path=missing"],
+            1,
+            "model.path: no such directory 'missing'; download a Hugging Face model to it, or run "
+            "make-tiny",
+        ),
+        (
+            ["model.path=empty"],
+            1,
+            "model.path: 'empty' has no config.json; give a Hugging Face model directory",
+        ),
+        (
+            ["optimizer.schedule=cosine", "optimizer.min_lr=1"],
+            1,
+            "optimizer.min_lr: must be at most optimizer.lr = 1e-06, got 1.0; lower it",
+        ),
+        (
+            [
+                "optimizer.warmup_updates=13",
+                "train.steps=3",
+                "algorithm.updates_per_batch=2",
+                "algorithm.epochs=2",
+            ],
+            1,
+            "optimizer.warmup_updates: must be at most the run's 12 updates (steps × updates per "
+            "batch × epochs), got 13; lower it",
+        ),
+    ],
+)
+def test_each_rule_names_key_rule_value_and_remedy(check, overrides, world_size, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check(*overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", r"model\.path: 'model' has no \*\.safetensors; save the model"),
+        (
+            "tokenizer_config.json",
+            r"model\.path: 'model' has no tokenizer_config\.json; save the tok",
+        ),
+    ],
+)
+def test_an_incomplete_model_directory_is_refused(check, file, message):
+    (Path("model") / file).unlink()
+
+    with pytest.raises(ConfigError, match=message):
+        check()
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "a JSON object")])
+def test_a_broken_model_configuration_is_refused(check, text, message):
+    Path("model/config.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=rf"model\.path: 'model/config\.json' .*{message}"):
+        check()
+
+
+@pytest.mark.usefixtures("check")
+def test_an_evaluation_needs_sets_but_nothing_of_training():
+    no_training = [
+        "data.train=null",
+        "algorithm.updates_per_batch=5",
+        "rollout.max_response_tokens=9999",
+    ]
+
+    check_eval_config(load_config(Path("run.yaml"), no_training))
+    for overrides, message in (
+        (["eval.sets=[]"], "eval.sets: needs at least one set, got none"),
+        (["eval.max_response_tokens=501"], "eval.max_response_tokens: must leave room"),
+        (["rollout.servers=[a:1]"], "rollout.servers: must be addresses like http://host:port"),
+        (["eval.sets=[{path: no.jsonl}]"], "eval.sets[0].path: no such file 'no.jsonl'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+            check_eval_config(load_config(Path("run.yaml"), overrides))

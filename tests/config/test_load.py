@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config.describe import describe_keys
+from bapo_megatron.config.load import ConfigError, load_config, parse_section, save_resolved
+from bapo_megatron.config.schema import BapoConfig, RunConfig
+
+BASE = "name: demo\nrun_dir: runs/demo\nmodel: {path: models/tiny}\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A current directory with configs/base.yaml."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/base.yaml").write_text(BASE)
+    return Path("configs")
+
+
+def write(folder: Path, text: str, name: str = "a.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_is_not_given_has_the_schema_s_default(folder):
+    config = load_config(folder / "base.yaml")
+
+    assert config == RunConfig(name="demo", run_dir="runs/demo", model={"path": "models/tiny"})
+    assert config.model.path == Path("models/tiny")
+    assert config.algorithm.bapo.target == 0.4
+
+
+def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
+    write(
+        folder, "inherit: base.yaml\nrollout: {temperature: 0.8, groups_per_step: 16}\n", "b.yaml"
+    )
+    path = write(folder, "inherit: b.yaml\nname: c\nrollout: {temperature: 0.7}\n")
+
+    config = load_config(
+        path,
+        [
+            "rollout.temperature=0.6",
+            "algorithm.clip=fixed",
+            "rollout.servers=[http://127.0.0.1:1, http://127.0.0.1:2]",
+            "optimizer.lr=2e-4",
+            "rollout.server.max_total_tokens=null",
+            "log.wandb_project=",
+            "data.prompt_suffix=Put it in \\boxed{}.",
+            "eval.sets=[{path: x.jsonl, name: x}]",
+        ],
+    )
+
+    assert config.name == "c"
+    assert config.rollout.temperature == 0.6
+    assert config.rollout.groups_per_step == 16
+    assert config.rollout.servers == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert config.algorithm.clip == "fixed"
+    assert config.optimizer.lr == 0.0002
+    assert config.log.wandb_project == ""
+    assert config.data.prompt_suffix == "Put it in \\boxed{}."
+    assert config.eval.sets[0].path == Path("x.jsonl")
+
+
+def test_inherit_is_relative_to_the_file_that_says_it(folder):
+    (folder / "deep").mkdir()
+    write(folder / "deep", "inherit: ../base.yaml\nseed: 3\n", "d.yaml")
+    path = write(folder, "inherit: deep/d.yaml\n")
+
+    assert load_config(path).seed == 3
+
+
+def test_a_preset_fills_what_is_not_given(folder):
+    config = load_config(folder / "base.yaml", ["algorithm.bapo.preset=recipe"])
+
+    assert config.algorithm.bapo.measure == "ratio"
+    assert config.algorithm.behaviour == "recomputed"
+    assert config.algorithm.dual_clip == 3.0
+
+
+def test_references_are_resolved(folder, monkeypatch):
+    monkeypatch.setenv("MODELS", "/models")
+    path = write(folder, "name: r\nrun_dir: runs/${name}\nmodel: {path: '${oc.env:MODELS}/tiny'}\n")
+
+    config = load_config(path)
+
+    assert (config.run_dir, config.model.path) == (Path("runs/r"), Path("/models/tiny"))
+
+
+def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
+    config = load_config(
+        folder / "base.yaml",
+        [
+            "algorithm.bapo.preset=recipe",
+            "optimizer.lr=1e-7",
+            "data.train={path: x.jsonl}",
+            "data.prompt_suffix='a \\${b} \\boxed{} ü: # ''c'''",
+            "rollout.servers=[http://a:1]",
+        ],
+    )
+    assert config.data.prompt_suffix == "a ${b} \\boxed{} ü: # 'c'"
+
+    save_resolved(config, tmp_path / "run" / "config.yaml")
+
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "rollout: {temprature: 1}",
+            "unknown key 'rollout.temprature'; did you mean 'temperature'?",
+        ),
+        ("temperature: 1", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
+        ("model: {zzz: 1}", "unknown key 'model.zzz'; known here: path, dtype"),
+        (
+            "eval: {sets: [{pth: x}]}",
+            "unknown key 'eval.sets[0].pth'; did you mean 'path'?",
+        ),
+        (
+            "eval: {sets: [{name: x}]}",
+            "missing key 'eval.sets[0].path' (jsonl, json or parquet.); add it",
+        ),
+        (
+            "train: {steps: many}",
+            "'train.steps' must be an integer, got 'many'; its default is 100",
+        ),
+        (
+            "train: {steps: '100'}",
+            "'train.steps' must be an integer, got '100'; its default is 100",
+        ),
+        ("train: {steps: true}", "'train.steps' must be an integer, got true; its default is 100"),
+        (
+            "train: {steps: 0}",
+            "'train.steps' must be greater than or equal to 1, got 0; its default is 100",
+        ),
+        (
+            "optimizer: {lr: .nan}",
+            "'optimizer.lr' must be a finite number, got NaN; its default is 1e-06",
+        ),
+        ("name: 5", "'name' must be a string, got 5; quote it to make it a text"),
+        ("name: a b", "'name' must match pattern '^[A-Za-z0-9._-]+$', got 'a b'"),
+        (
+            "algorithm: {clip: bapoo}",
+            "'algorithm.clip' must be 'bapo', 'fixed' or 'none', got 'bapoo'; its default is bapo",
+        ),
+        ("rollout: {servers: x}", "'rollout.servers' must be a list, got 'x'; its default is []"),
+        (
+            "rollout:",
+            "'rollout' must be a section of keys, got null; indent its keys below it, or leave "
+            "it out",
+        ),
+        (
+            "rollout: {top_p: 0.9}",
+            "'rollout' top_p must be 1.0 for training, got 0.9: the engine's log-probs ignore this "
+            "filter, so ratios would be biased; set top_p: 1.0",
+        ),
+        (
+            "algorithm: {bapo: {lower: {start: 0.1}}}",
+            "'algorithm.bapo' needs 0.5 <= lower.start <= lower.max <= 1, got 0.1 and 0.9",
+        ),
+        ("run_dir: ${nope}", "Interpolation key 'nope' not found; correct this key"),
+        (
+            "inherit: [base.yaml]",
+            "'inherit' must be one file name, got ['base.yaml']; name one file",
+        ),
+    ],
+)
+def test_an_error_is_one_line_with_place_rule_value_and_remedy(folder, text, message):
+    inherit = "" if text.startswith("inherit") else "inherit: base.yaml\n"
+    path = write(folder, f"{inherit}{text}\n")
+
+    assert error_of(path) == f"configs/a.yaml: {message}"
+
+
+def test_a_missing_key_is_named_with_its_meaning(folder):
+    path = write(folder, "name: x\nrun_dir: y\n")
+
+    assert error_of(path) == "configs/a.yaml: missing key 'model'; add it"
+    assert error_of(path, "model.dtype=float32") == (
+        "configs/a.yaml: missing key 'model.path' "
+        "(Directory of a Hugging Face model (config.json, safetensors, tokenizer).); add it"
+    )
+
+
+def test_a_misspelt_key_is_reported_before_the_key_that_it_leaves_missing(folder):
+    path = write(folder, "name: x\nrun_dri: y\nmodel: {path: m}\n")
+
+    assert error_of(path) == "configs/a.yaml: unknown key 'run_dri'; did you mean 'run_dir'?"
+
+
+def test_the_layer_that_holds_the_error_is_named(folder):
+    write(folder, f"{BASE}seed: -1\n", "base.yaml")
+    path = write(folder, "inherit: base.yaml\ntrain: {steps: 5}\n")
+
+    assert error_of(path).startswith("configs/base.yaml: 'seed' must be greater than or equal to 0")
+    assert error_of(path, "seed=0", "train.steps=0") == (
+        "override 'train.steps=0': 'train.steps' must be greater than or equal to 1, got 0; "
+        "its default is 100"
+    )
+    assert error_of(path, "seed=0", "rollout.temprature=0.6") == (
+        "override 'rollout.temprature=0.6': unknown key 'rollout.temprature'; "
+        "did you mean 'temperature'?"
+    )
+
+
+@pytest.mark.parametrize(
+    "override", ["seed", "=3", "a b=3", "seed:3", "eval.sets.0.path=x", "--seed=3"]
+)
+def test_an_override_that_is_no_assignment_is_refused(folder, override):
+    assert error_of(folder / "base.yaml", override) == (
+        f"override '{override}': must be dotted.key=value, such as rollout.temperature=0.6"
+    )
+
+
+def test_an_override_whose_value_is_no_yaml_is_refused(folder):
+    message = error_of(folder / "base.yaml", "rollout.servers=[a")
+
+    assert message.startswith("override 'rollout.servers=[a': the value is no YAML (")
+    assert message.endswith("); quote it, or close its brackets")
+
+
+def test_broken_yaml_is_reported_with_its_line(folder):
+    assert error_of(write(folder, "name: x\nrun_dir: b: c\n")) == (
+        "configs/a.yaml:2: not valid YAML: mapping values are not allowed in this context; "
+        "correct this line"
+    )
+    assert error_of(write(folder, "name: x\nseed: 1\nseed: 2\n")) == (
+        "configs/a.yaml:3: not valid YAML: found duplicate key seed; correct this line"
+    )
+    assert error_of(write(folder, "- a\n- b\n")) == (
+        "configs/a.yaml: must be a mapping of keys, got a list; write 'key: value' lines"
+    )
+
+
+def test_a_missing_file_is_named_and_who_asked_for_it(folder):
+    assert error_of(Path("configs/b.yaml")) == "configs/b.yaml: no such file; check the path"
+    assert error_of(write(folder, "inherit: bse.yaml\n")) == (
+        "configs/a.yaml: inherit: configs/bse.yaml: no such file; check the path"
+    )
+
+
+def test_files_that_inherit_in_a_circle_are_refused(folder):
+    write(folder, "inherit: b.yaml\n")
+    write(folder, "inherit: a.yaml\n", "b.yaml")
+
+    assert error_of(folder / "a.yaml") == (
+        "configs/a.yaml: inherits from itself "
+        "(configs/a.yaml -> configs/b.yaml -> configs/a.yaml); remove one 'inherit'"
+    )
+
+
+def test_a_section_is_parsed_from_options():
+    config = parse_section(BapoConfig, {"preset": "recipe", "contribution": "gradient"}, "options")
+
+    assert (config.contribution, config.measure) == ("gradient", "ratio")
+    for given, message in (
+        ({"preset": "x"}, "'preset' must be 'paper' or 'recipe', got 'x'; its default is paper"),
+        ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'?"),
+        ({"target": 1.5}, "target must be below 1 with measure: share, got 1.5"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_section(BapoConfig, given, "options")
+        assert str(caught.value) == f"options: {message}"
+
+
+def test_every_key_is_described():
+    keys = {k.name: k for k in describe_keys()}
+
+    assert all(k.description and k.type and k.default for k in keys.values())
+    temperature = keys["rollout.temperature"]
+    assert (temperature.type, temperature.default) == ("number > 0", "1.0")
+    assert (
+        temperature.description == "Sampling temperature; the trainer divides its logits by it too."
+    )
+    assert keys["algorithm.clip"].type == "bapo | fixed | none"
+    assert keys["model.path"].default == "required"
+    assert keys["algorithm.bapo.lower.step"].default == "0.02 (preset paper)"
+    assert keys["eval.sets[].path"].type == "path"
+    assert keys["rollout.server.max_total_tokens"].type == "integer | null ≥ 1"

@@ -1,0 +1,49 @@
+"""Samples for the tests of this package."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, RolloutStats, Sample
+
+
+def make_sample(
+    prompt_tokens: int, response_tokens: int, group_id: int = 0, index: int = 0
+) -> Sample:
+    """A sample whose every token, log-prob and version differs from its neighbours'."""
+    base = 1000 * (1 + group_id) + 100 * index
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=Prompt(
+            prompt_id=f"train.jsonl:{group_id}",
+            token_ids=tuple(range(base, base + prompt_tokens)),
+            answer="42",
+            text="What is 6 · 7?",
+        ),
+        response_token_ids=np.arange(base + 50, base + 50 + response_tokens),
+        behaviour_logprobs=-np.arange(1, response_tokens + 1, dtype=np.float32) / (base + 1),
+        versions=np.arange(response_tokens) // 2 + index,
+        finish_reason=FinishReason.STOP,
+        response_text=f"It is \\boxed{{{base}}} – naïve\n",
+        reward=float(index % 2),
+        answer_found=index != 1,
+    )
+
+
+def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
+    """Groups with one prompt each and responses of 1, 2, 3 … tokens."""
+    groups = []
+    for group_id in range(num_groups):
+        samples = [make_sample(3, 1 + group_id + i, group_id, i) for i in range(group_size)]
+        for sample in samples:
+            sample.prompt = samples[0].prompt
+        groups.append(Group(group_id, tuple(samples)))
+    stats = RolloutStats(
+        generated_tokens=17,
+        generation_s=0.1,
+        resumed_samples=2,
+        unfinished_samples=3,
+        reward_timeouts=1,
+    )
+    return RolloutBatch(step=5, version=9, groups=tuple(groups), stats=stats)

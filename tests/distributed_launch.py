@@ -1,0 +1,132 @@
+"""Runs a function on several gloo ranks in fresh processes, and brings back what they return."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.distributed import ProcessGroups, init_distributed, shutdown_distributed
+
+_layout_numbers = itertools.count()
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 240
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank; returns the results in rank order.
+
+    The function lives in a module. It joins process groups by ``joined``.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        exit_codes = run_to_exit(
+            function, num_ranks, *args, timeout_s=timeout_s, scratch=Path(scratch)
+        )
+        errors = [path.read_text() for path in sorted(Path(scratch).glob("error_*"))]
+        assert not any(exit_codes), f"exit codes {exit_codes}\n" + "\n".join(errors)
+        return [
+            torch.load(Path(scratch) / f"result_{rank}", weights_only=False)
+            for rank in range(num_ranks)
+        ]
+
+
+def run_to_exit(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    scratch: Path,
+    timeout_s: float = 240,
+) -> list[int | None]:
+    """Like ``run_ranks``, but returns the exit codes; a rank that dies takes the others with it."""
+    # Like torchrun's agent: the port is ours from the start, and each layout has its own prefix.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(
+            target=_rank_main, args=(function, rank, num_ranks, store.port, scratch, args)
+        )
+        for rank in range(num_ranks)
+    ]
+    # Read when the child imports torch, before its main function could set them.
+    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+        for process in ranks:
+            process.start()
+    _wait(ranks, timeout_s)
+    return [process.exitcode for process in ranks]
+
+
+@contextmanager
+def joined(tensor: int = 1, sequence: bool = False) -> Iterator[ProcessGroups]:
+    """Process groups of one layout over all ranks; left at the end of the block."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(next(_layout_numbers))
+    groups = init_distributed(ParallelConfig(tensor=tensor, sequence=sequence, timeout_s=60))
+    try:
+        yield groups
+    finally:
+        shutdown_distributed()
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    scratch: Path,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    try:
+        from bapo_megatron.policy import cpu_compat
+        from bapo_megatron.policy.quiet import ignore_known_warnings
+
+        ignore_known_warnings()
+        cpu_compat.install()
+        torch.save(function(*args), scratch / f"result_{rank}")
+    except BaseException:
+        (scratch / f"error_{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
+
+
+def _wait(ranks: list[BaseProcess], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in ranks):
+        if time.monotonic() > deadline or any(process.exitcode for process in ranks):
+            time.sleep(0.5)  # the others of a failed rank may be about to report as well
+            for process in ranks:
+                process.kill()
+        ranks[0].join(0.05)
+    for process in ranks:
+        process.join()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,276 @@
+"""The bound search against exact arithmetic, the float64 loop and the released recipe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.ops import extension
+from tests.oracles.bound_search import (
+    Found,
+    Rule,
+    Tokens,
+    exact_search,
+    exact_sums,
+    float64_search,
+    released_recipe_search,
+)
+from tests.oracles.token_batches import few_values_tokens, paper_rule, random_tokens
+
+PAPER = ((0.6, 0.9, 0.02), (1.2, 3.0, 0.05))
+RECIPE = ((0.6, 0.8, 0.05), (1.2, 2.0, 0.05))
+TWO_BY_TWO = ((0.75, 1.0, 0.25), (1.0, 1.25, 0.25))
+
+
+def search(
+    tokens: Tokens, rule: Rule, ranges: tuple = PAPER, spacing: str = "multiples"
+) -> extension.SearchResult:
+    """The code under test."""
+    grid = extension.ClipGrid(*ranges, order=rule.order, spacing=spacing, dual_clip=rule.dual_clip)
+    table = extension.ContributionTable(grid)
+    table.accumulate(*tokens.arrays(), weight=rule.weight)
+    return extension.search(table, grid, rule.target, rule.contribution, rule.measure)
+
+
+def same(result: extension.SearchResult, wanted: Found) -> bool:
+    return (result.clip_low, result.clip_high, result.exit) == (
+        wanted.clip_low,
+        wanted.clip_high,
+        wanted.exit,
+    )
+
+
+def tokens_of(*rows: tuple[float, float]) -> Tokens:
+    """Tokens from (ratio, advantage) pairs; the ratio is reached through the log-prob."""
+    ratio, advantage = (np.array(column, dtype=np.float32) for column in zip(*rows, strict=True))
+    zero = np.zeros_like(ratio)
+    return Tokens(np.log(ratio), zero, advantage, np.ones_like(ratio))
+
+
+def random_rule(rng: np.random.Generator) -> Rule:
+    contribution = str(rng.choice(["surrogate", "gradient"]))
+    measure = str(rng.choice(["share", "ratio"]))
+    target = rng.choice([0.3, 0.4, 0.45, 0.5]) if measure == "share" else rng.choice([0.5, 0.8, 1])
+    return paper_rule(
+        target=float(target),
+        order=str(rng.choice(["upper_first", "lower_first"])),
+        contribution=contribution,
+        measure=measure,
+        weight=str(rng.choice(["uniform", "behaviour_prob"])),
+        dual_clip=3.0 if contribution == "gradient" and rng.random() < 0.5 else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_decision_equals_exact_arithmetic_on_random_and_edge_batches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    exits = set()
+    for _ in range(150):
+        rule = random_rule(rng)
+        tokens = random_tokens(rng, int(rng.choice([1, 2, 3, 8, 32, 33])), rule)
+        result = search(tokens, rule)
+        assert same(result, exact_search(tokens, rule)), (rule, tokens)
+        exits.add(result.exit)
+    assert exits == {"start", "met", "exhausted"}
+
+
+def test_every_candidate_holds_the_exact_sums() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(40):
+        rule = random_rule(rng)
+        tokens = random_tokens(rng, 31, rule)
+        for pair in search(tokens, rule).candidates[:: int(rng.integers(1, 6))]:
+            wanted = exact_sums(tokens, rule, pair.clip_low, pair.clip_high)
+            assert (pair.positive_units, pair.negative_units) == wanted
+
+
+@pytest.mark.parametrize("measure", ["share", "ratio"])
+def test_exact_ties_pass_as_in_exact_arithmetic(measure: str) -> None:
+    rng = np.random.default_rng(11)
+    ties = 0
+    rule = paper_rule(target=0.5 if measure == "share" else 1.0, measure=measure)
+    for _ in range(300):
+        tokens = few_values_tokens(rng, int(rng.integers(1, 12)))
+        result = search(tokens, rule)
+        assert same(result, exact_search(tokens, rule))
+        first = result.candidates[0]
+        ties += first.positive_units == first.negative_units > 0
+    assert ties > 20
+
+
+finite_logprob = st.floats(-30, 0, width=32)
+token = st.tuples(
+    finite_logprob,
+    st.one_of(st.floats(-25, 25, width=32), st.sampled_from([0.0, -0.5, 0.25])),
+    st.one_of(st.floats(-255, 255, width=32), st.sampled_from([0.0, 1.0, -1.0, 2.0**-25])),
+    st.sampled_from([0.0, 1.0, 1.0, 1.0]),
+)
+
+
+@given(
+    rows=st.lists(token, max_size=12),
+    contribution=st.sampled_from(["surrogate", "gradient"]),
+    order=st.sampled_from(["upper_first", "lower_first"]),
+    weight=st.sampled_from(["uniform", "behaviour_prob"]),
+    measured_target=st.one_of(
+        st.tuples(st.just("share"), st.floats(0.01, 0.99)),
+        st.tuples(st.just("ratio"), st.floats(0.01, 200)),
+    ),
+)
+@settings(max_examples=600, deadline=None, derandomize=True)
+def test_the_decision_equals_exact_arithmetic_on_generated_batches(
+    rows: list, contribution: str, order: str, weight: str, measured_target: tuple[str, float]
+) -> None:
+    columns = np.array(rows, dtype=np.float32).reshape(-1, 4).T.copy()
+    tokens = Tokens(columns[0], columns[0] + columns[1], columns[2], columns[3])
+    measure, target = measured_target
+    # A coarse grid keeps the oracle quick; its candidates are exact in binary.
+    rule = Rule([0.75, 1.0], [1.0, 1.25], target, order, contribution, measure, weight)
+    grid = extension.ClipGrid(*TWO_BY_TWO, order=order)
+    table = extension.ContributionTable(grid)
+    table.accumulate(*tokens.arrays(), weight=weight)
+    if table.out_of_range_tokens:
+        assert np.abs(tokens.weighted_advantages(weight)).max() >= 255.9
+        return
+    assert same(search(tokens, rule, TWO_BY_TWO), exact_search(tokens, rule))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_decision_equals_the_float64_loop_away_from_the_target(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    compared = 0
+    for _ in range(100):
+        rule = random_rule(rng)
+        rule = paper_rule(**{**rule.__dict__, "weight": "uniform"})
+        tokens = random_tokens(rng, int(rng.integers(1, 400)), rule)
+        wanted = float64_search(tokens, rule)
+        if wanted.margin > 1e-6:
+            assert same(search(tokens, rule), wanted), (rule, wanted)
+            compared += 1
+    assert compared >= 95
+
+
+def test_the_recipe_equals_the_released_loop_outside_its_margin() -> None:
+    rng = np.random.default_rng(5)
+    rule = paper_rule(order="lower_first", measure="ratio", target=1.0)
+    compared = 0
+    for _ in range(300):
+        tokens = random_tokens(rng, int(rng.integers(1, 300)), rule)
+        wanted = released_recipe_search(tokens, lower=RECIPE[0], upper=RECIPE[1], target=1.0)
+        if wanted.margin > 2.0**-20:
+            assert same(search(tokens, rule, RECIPE, "running_sum"), wanted)
+            compared += 1
+    assert compared >= 290
+
+
+def test_batches_of_normalised_advantages_fall_into_the_recipe_margin_at_ratio_one() -> None:
+    # r = 1 and P = N by construction: the released code decides by rounding, ours by ≥.
+    rule = paper_rule(order="lower_first", measure="ratio", target=1.0)
+    in_margin = 0
+    for size in range(1, 50):
+        rows = [(1.0, 1.0)] * size + [(1.0, -0.5)] * (2 * size)
+        tokens = tokens_of(*rows)
+        wanted = released_recipe_search(tokens, lower=RECIPE[0], upper=RECIPE[1], target=1.0)
+        in_margin += wanted.margin <= 2.0**-20
+        assert search(tokens, rule, RECIPE, "running_sum").exit == "start"
+    assert in_margin == 49
+
+
+def test_a_batch_computed_by_hand_stops_inside_the_path() -> None:
+    # P(1.0) = 1·1.0, P(1.25) = 1·1.25; N(0.75) = 2·max(0.5, 0.75) = 1.5.
+    # shares 1/2.5 = 0.4 and 1.25/2.75 = 0.4545…
+    tokens = tokens_of((2.0, 1.0), (0.5, -2.0))
+    result = search(tokens, Rule([0.75, 1.0], [1.0, 1.25], target=0.45), TWO_BY_TWO)
+    assert same(result, Found(0.75, 1.25, "met"))
+    assert result.index == 1
+    assert result.positive_share_start == pytest.approx(0.4, abs=1e-15)
+    assert result.positive_share == pytest.approx(5 / 11, abs=1e-15)
+    assert [pair.passes for pair in result.candidates] == [False, True, False]
+
+
+def test_a_share_equal_to_the_target_passes() -> None:
+    # P = 1, N = 1: the share is the target 0.5 exactly.
+    tokens = tokens_of((1.0, 1.0), (1.0, -1.0))
+    assert search(tokens, paper_rule(target=0.5)).exit == "start"
+
+
+def test_the_last_pair_of_the_path_may_meet_the_target() -> None:
+    # Eq. 5 with r = 1 drops negatives at c_low = 1 only: N falls from 4 to 0 at the last pair.
+    tokens = tokens_of((0.5, 1.0), (1.0, -4.0))
+    rule = Rule([0.75, 1.0], [1.0, 1.25], target=0.5, contribution="gradient")
+    assert same(search(tokens, rule, TWO_BY_TWO), Found(1.0, 1.25, "met"))
+
+
+def test_gradient_contributions_drop_tokens_exactly_on_a_bound() -> None:
+    tokens = tokens_of((1.0, 1.0), (0.75, -1.0), (1.0, -1.0))
+    rule = Rule([0.75, 1.0], [1.0, 1.25], target=0.9, contribution="gradient")
+    pairs = search(tokens, rule, TWO_BY_TWO).candidates
+    assert [(pair.positive, pair.negative) for pair in pairs] == [(0, 1), (1, 1), (1, 0)]
+
+
+def test_a_dual_clip_drops_only_what_lies_above_it_and_only_in_gradient_mode() -> None:
+    tokens = Tokens(
+        np.array([0.0, np.log(np.float32(3)), 2.0], dtype=np.float32),
+        np.zeros(3, dtype=np.float32),
+        -np.ones(3, dtype=np.float32),
+        np.ones(3, dtype=np.float32),
+    )
+    middle = float(tokens.ratios()[1])
+    gradient = paper_rule(contribution="gradient", dual_clip=middle)
+    assert search(tokens, gradient).candidates[0].negative == pytest.approx(1 + middle, abs=1e-7)
+    surrogate = paper_rule(dual_clip=middle)
+    whole = 1 + middle + float(tokens.ratios()[2])
+    assert search(tokens, surrogate).candidates[0].negative == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+def test_a_batch_without_negative_tokens_starts(contribution: str) -> None:
+    tokens = tokens_of((1.0, 1.0), (5.0, 0.5), (0.1, 0.0))
+    result = search(tokens, paper_rule(contribution=contribution))
+    assert (result.exit, result.positive_share) == ("start", 1.0)
+    assert (result.clip_low, result.clip_high) == (np.float32(0.6), np.float32(1.2))
+
+
+def test_a_batch_without_positive_tokens_is_exhausted() -> None:
+    result = search(tokens_of((1.0, -1.0), (2.0, -0.5)), paper_rule())
+    assert same(result, Found(float(np.float32(0.9)), 3.0, "exhausted"))
+    assert result.positive_share == 0.0
+
+
+@pytest.mark.parametrize("case", ["empty", "all_masked", "zero_advantages"])
+def test_a_batch_without_gradient_starts(case: str) -> None:
+    size = 0 if case == "empty" else 5
+    mask = np.full(size, case != "all_masked", dtype=np.float32)
+    advantage = np.full(size, case == "all_masked", dtype=np.float32)
+    zero = np.zeros(size, dtype=np.float32)
+    for contribution in ("surrogate", "gradient"):
+        result = search(Tokens(zero, zero, advantage, mask), paper_rule(contribution=contribution))
+        assert same(result, Found(float(np.float32(0.6)), float(np.float32(1.2)), "start"))
+
+
+def test_raising_the_lower_bound_never_raises_the_surrogate_share() -> None:
+    # Under Eq. 8 N grows with c_low: the second phase can never succeed.
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        pairs = search(random_tokens(rng, 64, paper_rule()), paper_rule()).candidates
+        second_phase = [pair.positive_share for pair in pairs[36:]]
+        assert second_phase == sorted(second_phase, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "measure", "message"),
+    [
+        (0.0, "share", "between 0 and 1 with measure share, got 0"),
+        (1.0, "share", "between 0 and 1 with measure share, got 1"),
+        (256.0, "ratio", "between 0 and 256 with measure ratio, got 256"),
+        (float("nan"), "share", "got nan"),
+        (1e-9, "share", "at least 2"),
+        (0.4, "quotient", "measure must be share or ratio, got 'quotient'"),
+    ],
+)
+def test_a_target_outside_its_range_is_refused(target: float, measure: str, message: str) -> None:
+    rule = paper_rule(target=target, measure=measure)
+    with pytest.raises(ValueError, match=message):
+        search(tokens_of((1.0, 1.0)), rule)

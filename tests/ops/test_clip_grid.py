@@ -1,0 +1,97 @@
+"""Candidates and paths, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bapo_megatron.ops.extension import ClipGrid
+
+RECIPE = ((0.6, 0.8, 0.05), (1.2, 2.0, 0.05))
+
+
+def test_the_paper_grid_has_sixteen_lower_and_thirty_seven_upper_candidates() -> None:
+    grid = ClipGrid((0.6, 0.9, 0.02), (1.2, 3.0, 0.05))
+    assert grid.lower == [float(np.float32(0.6 + k * 0.02)) for k in range(16)]
+    assert grid.upper == [float(np.float32(1.2 + k * 0.05)) for k in range(37)]
+    assert (grid.lower[-1], grid.upper[-1]) == (float(np.float32(0.9)), 3.0)
+    assert len(grid.path) == 52
+
+
+def test_the_path_moves_the_first_bound_to_its_end_and_then_the_other() -> None:
+    lower, upper = (0.5, 1.0, 0.25), (1.0, 2.0, 0.5)
+    assert ClipGrid(lower, upper).path == [
+        (0.5, 1.0),
+        (0.5, 1.5),
+        (0.5, 2.0),
+        (0.75, 2.0),
+        (1.0, 2.0),
+    ]
+    assert ClipGrid(lower, upper, order="lower_first").path == [
+        (0.5, 1.0),
+        (0.75, 1.0),
+        (1.0, 1.0),
+        (1.0, 1.5),
+        (1.0, 2.0),
+    ]
+
+
+def test_the_recipe_adds_its_steps_up_and_ends_at_the_maximum() -> None:
+    grid = ClipGrid(*RECIPE, order="lower_first", spacing="running_sum")
+    assert grid.lower == [float(np.float32(c)) for c in (0.6, 0.65, 0.7, 0.75, 0.8)]
+    assert len(grid.path) == 21
+    assert ClipGrid((0.6, 0.8, 0.15), (1.0, 1.0, 1.0), spacing="running_sum").lower == [
+        float(np.float32(c)) for c in (0.6, 0.75, 0.8)
+    ]
+    assert len(ClipGrid((0.6, 0.8, 0.15), (1.0, 1.0, 1.0)).lower) == 2
+
+
+def test_a_quotient_just_below_an_integer_keeps_its_last_candidate() -> None:
+    # (0.95 − 0.8) / 0.05 is 2.9999999999999973 in float64.
+    grid = ClipGrid((0.8, 0.95, 0.05), (1.2, 2.0, 0.1))
+    assert grid.lower == [float(np.float32(c)) for c in (0.8, 0.85, 0.9, 0.95)]
+    assert len(grid.upper) == 9
+
+
+def test_a_range_without_room_has_one_candidate() -> None:
+    assert ClipGrid((1.0, 1.0, 0.1), (1.0, 1.0, 0.1)).path == [(1.0, 1.0)]
+
+
+def test_the_dual_clip_is_kept_as_float32() -> None:
+    assert ClipGrid(*RECIPE, dual_clip=3.3).dual_clip == float(np.float32(3.3))
+    assert ClipGrid(*RECIPE).dual_clip is None
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [
+        ((0.4, 0.9, 0.1), (1.2, 3.0, 0.1), "0.5 <= lower.start .* got start 0.4 and max 0.9"),
+        ((0.9, 0.6, 0.1), (1.2, 3.0, 0.1), "got start 0.9 and max 0.6"),
+        ((0.6, 1.1, 0.1), (1.2, 3.0, 0.1), "got start 0.6 and max 1.1"),
+        ((0.6, 0.9, 0.1), (0.9, 3.0, 0.1), "1 <= upper.start .* got start 0.9 and max 3"),
+        ((0.6, 0.9, 0.1), (1.2, 256.0, 1.0), "upper.max < 256, got start 1.2 and max 256"),
+        ((0.6, float("nan"), 0.1), (1.2, 3.0, 0.1), "got start 0.6 and max nan"),
+        ((0.6, 0.9, 0.0), (1.2, 3.0, 0.1), "lower.step must be > 0 and finite, got 0"),
+        ((0.6, 0.9, 0.1), (1.2, 3.0, -1.0), "upper.step must be > 0 and finite, got -1"),
+        ((0.6, 0.9, 0.1), (1.0, 3.0, 0.001), "upper: at most 256 candidates .* use a larger step"),
+    ],
+)
+@pytest.mark.parametrize("spacing", ["multiples", "running_sum"])
+def test_ranges_outside_the_limits_are_refused(
+    lower: tuple, upper: tuple, message: str, spacing: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ClipGrid(lower, upper, spacing=spacing)
+
+
+@pytest.mark.parametrize("dual_clip", [1.0, 0.5, float("inf"), float("nan")])
+def test_a_dual_clip_of_at_most_one_is_refused(dual_clip: float) -> None:
+    with pytest.raises(ValueError, match="dual_clip must be > 1 and finite"):
+        ClipGrid(*RECIPE, dual_clip=dual_clip)
+
+
+def test_names_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="order must be upper_first or lower_first, got 'both'"):
+        ClipGrid(*RECIPE, order="both")
+    with pytest.raises(ValueError, match="spacing must be multiples or running_sum, got 'log'"):
+        ClipGrid(*RECIPE, spacing="log")

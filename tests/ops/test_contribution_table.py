@@ -1,0 +1,251 @@
+"""The table: independent of order, split, threads and instruction set; limits; refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.ops import extension
+from tests.oracles.bound_search import Tokens
+from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
+
+LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
+ISAS = extension.build_info()["available_isas"]
+UNIT = 2**24
+
+
+def slots(table: extension.ContributionTable) -> np.ndarray:
+    """A view of the table's memory."""
+    return np.frombuffer(table, dtype=np.int64)
+
+
+def filled(tokens: Tokens, grid: extension.ClipGrid | None = None, **how: object) -> np.ndarray:
+    table = extension.ContributionTable(grid or extension.ClipGrid(LOWER, UPPER))
+    table.accumulate(*tokens.arrays(), **how)  # type: ignore[arg-type]
+    return slots(table).copy()
+
+
+def one_token(
+    log_ratio: float = 0.0, behaviour: float = 0.0, advantage: float = 1.0, mask: float = 1.0
+) -> Tokens:
+    logprob = np.float32(behaviour) + np.float32(log_ratio)
+    row = np.array([logprob, behaviour, advantage, mask], dtype=np.float32)
+    return Tokens(row[:1], row[1:2], row[2:3], row[3:])
+
+
+@pytest.mark.parametrize("weight", ["uniform", "behaviour_prob"])
+@pytest.mark.parametrize("seed", range(5))
+def test_order_and_split_do_not_change_a_bit(seed: int, weight: str) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = random_tokens(rng, 1500, paper_rule())
+    whole = filled(tokens, weight=weight)
+    for _ in range(20):
+        parts = np.array_split(rng.permutation(len(tokens)), int(rng.integers(1, 9)))
+        assert np.array_equal(sum(filled(tokens.take(p), weight=weight) for p in parts), whole)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 255, 256, 257, 16_384, 16_385, 150_001])
+def test_one_thread_and_eight_give_the_same_bits(num_tokens: int) -> None:
+    tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, paper_rule())
+    assert np.array_equal(filled(tokens, num_threads=1), filled(tokens, num_threads=8))
+
+
+@pytest.mark.parametrize("weight", ["uniform", "behaviour_prob"])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 4097])
+def test_every_instruction_set_gives_the_same_bits(isa: str, num_tokens: int, weight: str) -> None:
+    tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, paper_rule())
+    portable = filled(tokens, isa="portable", weight=weight)
+    assert np.array_equal(filled(tokens, isa=isa, weight=weight), portable)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_ratio_is_the_float64_exponential_rounded_once(isa: str) -> None:
+    # One positive token with A = 1 in a batch of its own: Σa·q / Σa is q, r in units of 2^-24.
+    grid = extension.ClipGrid((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    table = extension.ContributionTable(grid)
+    view = slots(table)
+    for log_ratio in np.linspace(-20, 20, 2001).astype(np.float32):
+        table.reset()
+        table.accumulate(*one_token(float(log_ratio)).arrays(), isa=isa)
+        bins = view[:-4].reshape(-1, 4)
+        total = sum(int(limb) << (32 * i) for i, limb in enumerate(bins[:, 1:].sum(axis=0)))
+        expected = np.rint(float(np.float32(np.exp(np.float64(log_ratio)))) * UNIT)
+        assert total == int(expected) * UNIT
+
+
+def test_log_ratios_beyond_twenty_count_as_twenty() -> None:
+    assert np.array_equal(filled(one_token(21.0)), filled(one_token(20.0)))
+    assert np.array_equal(filled(one_token(-300.0)), filled(one_token(-20.0)))
+    far = Tokens(*(np.array([x], dtype=np.float32) for x in (3e38, -3e38, 1, 1)))
+    assert np.array_equal(filled(far), filled(one_token(20.0)))
+
+
+def test_tokens_on_a_candidate_and_beside_it_land_in_the_right_bins() -> None:
+    grid = extension.ClipGrid((0.5, 1.0, 0.5), (1.0, 1.5, 0.5))
+    # Upper side: #{c <= r} over {1, 1.5}; lower side: #{c < r} over {0.5, 1}.
+    one = np.float32(1)
+    cases = [
+        (np.nextafter(one, np.float32(0)), 0, 1),
+        (one, 1, 1),
+        (np.nextafter(one, np.float32(2)), 1, 2),
+        (np.float32(1.5), 2, 2),
+        (np.float32(0.25), 0, 0),
+    ]
+    for ratio, upper_bin, lower_bin in cases:
+        step = next(
+            s
+            for s in range(-8, 9)
+            if np.float32(np.exp(np.float64(logprob_for_ratio(float(ratio), s)))) == ratio
+        )
+        log_ratio = float(logprob_for_ratio(float(ratio), step))
+        positive = filled(one_token(log_ratio), grid)[:-4].reshape(-1, 4)[:, 0]
+        negative = filled(one_token(log_ratio, advantage=-1.0), grid)[:-4].reshape(-1, 4)[:, 0]
+        assert np.flatnonzero(positive).tolist() == [upper_bin]
+        assert np.flatnonzero(negative).tolist() == [3 + lower_bin]
+
+
+@pytest.mark.parametrize("measure", ["share", "ratio"])
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+def test_a_million_extreme_tokens_do_not_overflow(measure: str, contribution: str) -> None:
+    count = 2**20
+    full = np.full(count, 20.0, dtype=np.float32)
+    zero, ones = np.zeros_like(full), np.ones_like(full)
+    grid = extension.ClipGrid((0.5, 1.0, 0.25), (1.0, 255.5, 254.5))
+    table = extension.ContributionTable(grid)
+    table.accumulate(full, zero, 255 * ones, ones, num_threads=2)
+    table.accumulate(full, zero, -255 * ones, ones, num_threads=2)
+    result = extension.search(table, grid, 0.4, contribution, measure)
+    q, a = int(np.float32(np.exp(20.0))) * UNIT, 255 * UNIT
+    last = result.candidates[-1]
+    clipped = a * int(255.5 * UNIT) * count if contribution == "surrogate" else 0
+    assert last.positive_units == clipped
+    assert last.negative_units == a * q * count
+    assert last.negative_units * int(0.4 * UNIT) > 2**127  # a signed 128-bit product overflows
+    assert result.exit == "exhausted"
+
+
+@pytest.mark.parametrize("measure", ["share", "ratio"])
+def test_the_limits_hold_at_two_to_the_31_tokens_over_all_ranks(measure: str) -> None:
+    # 2^10 tokens per side on each of 2^20 − 1 ranks, summed as an all-reduce does.
+    ranks = 2**20 - 1
+    full = np.full(2**10, 20.0, dtype=np.float32)
+    zero, ones = np.zeros_like(full), np.ones_like(full)
+    largest = np.nextafter(np.float32(256), np.float32(0))
+    grid = extension.ClipGrid((0.5, 1.0, 0.25), (1.0, 255.5, 254.5))
+    table = extension.ContributionTable(grid)
+    table.accumulate(full, zero, largest * ones, ones)
+    table.accumulate(full, zero, -largest * ones, ones)
+    slots(table)[:] *= ranks
+    result = extension.search(
+        table, grid, 255.0 if measure == "ratio" else 0.99, "surrogate", measure
+    )
+    q, a = int(np.float32(np.exp(20.0))) * UNIT, int(float(largest) * UNIT)
+    assert result.candidates[0].negative_units == a * q * 2**10 * ranks > 2**114
+    assert result.candidates[1].positive_units == a * int(255.5 * UNIT) * 2**10 * ranks
+    assert result.exit == "exhausted"
+    slots(table)[-2] = 2**31 - int(slots(table)[-1])
+    with pytest.raises(ValueError, match="2\\^31 tokens or more"):
+        extension.search(table, grid, 0.4, "surrogate", "share")
+
+
+@pytest.mark.parametrize("column", range(3))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_tokens_that_are_not_finite_are_counted_and_refused(column: int, value: float) -> None:
+    rows = [np.zeros(3, dtype=np.float32) for _ in range(3)] + [np.ones(3, dtype=np.float32)]
+    rows[column][1] = value
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    table.accumulate(*rows)
+    assert table.nonfinite_tokens == 1
+    with pytest.raises(ValueError, match="counted 1 tokens with a log-prob or advantage"):
+        extension.search(table, table.grid, 0.4, "surrogate", "share")
+    rows[3][1] = 0.0
+    table.reset()
+    table.accumulate(*rows)
+    assert table.nonfinite_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "mask"), [(256.0, 1.0), (-256.0, 1.0), (3e38, 1.0), (1.0, 0.5), (0.0, -1.0)]
+)
+def test_tokens_out_of_range_are_counted_and_refused(advantage: float, mask: float) -> None:
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    table.accumulate(*one_token(advantage=advantage, mask=mask).arrays())
+    assert table.out_of_range_tokens == 1
+    assert slots(table)[:-4].sum() == 0
+    with pytest.raises(ValueError, match="256 or a mask other than 0 and 1"):
+        extension.search(table, table.grid, 0.4, "surrogate", "share")
+
+
+def test_the_behaviour_probability_scales_the_advantage() -> None:
+    # e^-1 · 1000 = 367.9 is out of range, e^-2 · 1000 = 135.3 is not.
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    table.accumulate(*one_token(0.0, -1.0, 1000.0).arrays(), weight="behaviour_prob")
+    assert table.out_of_range_tokens == 1
+    table.reset()
+    table.accumulate(*one_token(0.0, -2.0, 1000.0).arrays(), weight="behaviour_prob")
+    assert table.out_of_range_tokens == 0
+    assert int(slots(table)[0]) == round(1000 * float(np.exp(-2.0)) * UNIT)
+
+
+def test_tokens_are_counted_by_the_sign_of_their_advantage() -> None:
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    advantage = np.array([1, 2, -1, 0, 5], dtype=np.float32)
+    zero = np.zeros_like(advantage)
+    table.accumulate(zero, zero, advantage, np.array([1, 1, 1, 1, 0], dtype=np.float32))
+    assert (table.positive_tokens, table.negative_tokens) == (2, 1)
+
+
+def test_the_buffer_is_the_memory_of_the_table() -> None:
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    tensor = torch.frombuffer(table, dtype=torch.int64)
+    # 38 upper and 17 lower bins of 4 slots, 4 counters.
+    assert tensor.shape == (38 * 4 + 17 * 4 + 4,)
+    assert len(table) == 224
+    table.accumulate(*one_token().arrays())
+    assert int(tensor[0]) == UNIT
+    tensor *= 3
+    assert table.positive_tokens == 3
+    table.reset()
+    assert int(tensor.abs().sum()) == 0
+
+
+def test_a_table_with_a_negative_sum_is_refused() -> None:
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    slots(table)[5] = -1
+    with pytest.raises(ValueError, match="holds a negative sum"):
+        extension.search(table, table.grid, 0.4, "surrogate", "share")
+
+
+def test_a_grid_with_other_candidates_is_refused() -> None:
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    with pytest.raises(ValueError, match="grid must have the candidates"):
+        extension.search(
+            table, extension.ClipGrid(LOWER, (1.2, 2.0, 0.05)), 0.4, "surrogate", "share"
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("logprob", np.zeros(4), "logprob must be float32, got buffer format 'd'"),
+        (
+            "advantage",
+            np.zeros((2, 2), np.float32),
+            "advantage must have shape .T., got 2 dimensions",
+        ),
+        ("mask", np.zeros(8, np.float32)[::2], "mask must be contiguous, got a stride of 8 bytes"),
+        ("mask", np.zeros(3, np.float32), "mask must have as many tokens as logprob, 4, got 3"),
+        ("weight", "prob", "weight must be uniform or behaviour_prob, got 'prob'"),
+        ("num_threads", 0, "num_threads must be at least 1, got 0"),
+        ("isa", "sse9", "isa must be one of auto, portable.* on this machine, got 'sse9'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(argument: str, value: object, message: str) -> None:
+    names = ("logprob", "behaviour_logprob", "advantage", "mask")
+    arguments: dict[str, object] = {name: np.zeros(4, dtype=np.float32) for name in names}
+    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
+    with pytest.raises(ValueError, match=message):
+        table.accumulate(**{**arguments, argument: value})  # type: ignore[arg-type]
+    assert slots(table).sum() == 0

@@ -1,0 +1,1 @@
+"""Independent versions of what the code under test computes; they share no code with it."""

@@ -1,0 +1,234 @@
+"""What the ranks of test_policy_parity.py do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.distributed import (
+    ProcessGroups,
+    all_reduce_sums,
+    any_rank,
+    broadcast_bytes,
+    fail_together,
+)
+from bapo_megatron.policy.hf_weights import from_shards, local_parameters, weight_table
+from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from tests.distributed_launch import joined
+from tests.policy.tiny_models import VOCAB_SIZE, Problem, make_problems
+
+
+def build(
+    model_dir: Path, groups: ProcessGroups, *, dtype: str = "float32", **optimizer: Any
+) -> MegatronPolicy:
+    """Build a policy in the layout of ``groups``; sequence parallel wherever it is possible."""
+    return MegatronPolicy.build(
+        ModelConfig(path=model_dir, dtype=dtype),
+        ParallelConfig(tensor=groups.tensor_size, sequence=groups.tensor_size > 1),
+        OptimizerConfig(**{"lr": 1e-3, **optimizer}),
+        total_updates=10,
+        seed=0,
+        groups=groups,
+    )
+
+
+def own_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
+    """This data-parallel rank's share of the problems."""
+    return make_problems(seed)[groups.data_rank :: groups.data_size]
+
+
+def forward_backward(policy: MegatronPolicy, problems: list[Problem]) -> list[dict[str, Tensor]]:
+    """Gradients of the problems' losses, through Megatron's schedule."""
+    remaining = iter(problems)
+
+    def loss_fn(logits_NV: Tensor, micro_batch: Any) -> LossOutput:
+        loss = next(remaining).loss(logits_NV, policy.vocab_start)
+        return LossOutput(loss, {"loss": loss, "tokens": torch.tensor(micro_batch.num_tokens)})
+
+    return policy.forward_backward([problem.micro_batch for problem in problems], loss_fn)
+
+
+def snapshot(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """Copies of all weights by Hugging Face name."""
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def run_layout(models: dict[str, Path], tensor: int, export_root: Path) -> dict[str, Any]:
+    """Logits, gradients and an export of each model; called on every rank."""
+    results: dict[str, Any] = {}
+    with joined(tensor) as groups:
+        for name, directory in models.items():
+            policy = build(directory, groups)
+            problems = own_problems(groups)
+            logits = policy.forward_only(
+                [problem.micro_batch for problem in problems],
+                lambda logits_NV, _: _gather_columns(logits_NV, groups),
+            )
+            sums = forward_backward(policy, problems)
+            gradients = _hf_gradients(policy)
+            results[name] = {
+                "logits": logits,
+                "sums": sums,
+                "gradients": gradients,
+                "step": policy.optimizer_step(),
+            }
+            policy = build(directory, groups)
+            policy.export_hf(export_root / name)
+            policy.export_hf(export_root / f"{name}_in_files", max_file_bytes=20_000)
+    return results
+
+
+def single_rank(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
+    """The one-rank results, and what does not depend on the layout."""
+    results = run_layout(models, 1, export_root)
+    with joined() as groups:
+        directory = models["qwen2"]
+        results["lr_zero"] = _weights_around_update(build(directory, groups, lr=0.0))
+        results["non_finite"] = _non_finite_update(build(directory, groups))
+        results["bfloat16"] = _bfloat16(build(directory, groups, dtype="bfloat16"))
+        results["from_files"] = snapshot(build(export_root / "qwen2_in_files", groups))
+        results["unpadded"] = _error_of(_forward_with_tokens_outside_sequences, directory, groups)
+        results["no_batch"] = _error_of(build(directory, groups).forward_backward, [], None)
+    return results
+
+
+def two_ranks(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
+    """Tensor parallel with sequence parallel, then data parallel, then the collectives."""
+    results = {
+        "tensor": run_layout(models, 2, export_root),
+        "data": run_layout(models, 1, export_root / "data"),
+    }
+    with joined() as groups:
+        results["collectives"] = _collectives(groups)
+    with joined(tensor=2) as groups:
+        results["odd_tokens"] = _error_of(_forward_odd_tokens, models["qwen2"], groups)
+        blocked = export_root / "blocked"
+        if groups.rank == 0:
+            blocked.write_text("a file where a directory should be made")
+        dist.barrier()
+        results["unwritable"] = _error_of(
+            build(models["qwen2"], groups).export_hf, blocked / "model"
+        )
+    return results
+
+
+def faulty_models(cases: dict[str, Path]) -> dict[str, str]:
+    """What building says about each directory."""
+    with joined() as groups:
+        return {name: _error_of(build, directory, groups) for name, directory in cases.items()}
+
+
+def _gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
+    parts = [torch.empty_like(logits_NV) for _ in range(groups.tensor_size)]
+    dist.all_gather(parts, logits_NV.contiguous(), group=groups.tensor)
+    return torch.cat(parts, dim=1)[:, :VOCAB_SIZE]
+
+
+def _hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """Whole gradients by Hugging Face name; each data-parallel rank has reduced a part of them."""
+    groups = policy.groups
+    for buffer in policy.ddp.buffers:
+        own = buffer.grad_data.chunk(groups.data_size)[groups.data_rank].clone()
+        parts = [torch.empty_like(own) for _ in range(groups.data_size)]
+        dist.all_gather(parts, own, group=groups.data)
+        buffer.grad_data.copy_(torch.cat(parts))
+    parameters = local_parameters(policy.gpt)
+    gradients: dict[str, Tensor] = {}
+    for weight in weight_table(policy.hf):
+        own = parameters[weight.megatron].main_grad.contiguous()
+        shards = [torch.empty_like(own) for _ in range(groups.tensor_size)]
+        dist.all_gather(shards, own, group=groups.tensor)
+        gradients |= {k: v.clone() for k, v in from_shards(weight, shards, policy.hf).items()}
+    return gradients
+
+
+def _weights_around_update(policy: MegatronPolicy) -> dict[str, Any]:
+    before = snapshot(policy)
+    forward_backward(policy, own_problems(policy.groups))
+    step = policy.optimizer_step()
+    return {
+        "before": before,
+        "after": snapshot(policy),
+        "step": step,
+        "num_updates": policy.num_updates,
+    }
+
+
+def _non_finite_update(policy: MegatronPolicy) -> dict[str, Any]:
+    """An update with a NaN gradient, then a good one."""
+    before = snapshot(policy)
+    (problem, *_) = own_problems(policy.groups)
+    broken = Problem(problem.micro_batch, problem.coefficient_NV * math.nan)
+    forward_backward(policy, [broken])
+    result = {"before": before, "step": policy.optimizer_step(), "after": snapshot(policy)}
+    result["num_updates"] = policy.num_updates
+    result["next"] = _weights_around_update(policy)
+    return result
+
+
+def _bfloat16(policy: MegatronPolicy) -> dict[str, Any]:
+    problems = own_problems(policy.groups)
+    logits = policy.forward_only([p.micro_batch for p in problems], lambda logits_NV, _: logits_NV)
+    return {"logits": logits, **_weights_around_update(policy)}
+
+
+def _forward_with_tokens_outside_sequences(directory: Path, groups: ProcessGroups) -> None:
+    (problem, *_) = own_problems(groups)
+    batch = problem.micro_batch
+    # The tensor is shared with the frozen micro-batch.
+    batch.cu_seqlens[-1] -= 1
+    build(directory, groups).forward_only([batch], lambda logits_NV, _: logits_NV)
+
+
+def _forward_odd_tokens(directory: Path, groups: ProcessGroups) -> None:
+    problems = make_problems(pad_to_multiple=1)
+    odd = next(p.micro_batch for p in problems if p.micro_batch.num_tokens % 2)
+    build(directory, groups).forward_only([odd], lambda logits_NV, _: logits_NV)
+
+
+def _collectives(groups: ProcessGroups) -> dict[str, Any]:
+    rank = groups.rank
+    large = bytes(range(256)) * 1000
+    return {
+        "bytes": broadcast_bytes(large if rank == 0 else None, groups) == large,
+        "empty": broadcast_bytes(b"" if rank == 0 else None, groups),
+        "both": _error_of(broadcast_bytes, None if rank == 0 else b"x", groups),
+        # In float32 the second sum would lose its 1, and rank order of the keys must not matter.
+        "sums": all_reduce_sums(
+            {"a": 0.5 + rank, "b": torch.tensor(2.0**24 if rank else 1.0)}
+            if rank
+            else {"b": torch.tensor(1.0), "a": torch.tensor(0.5)},
+            groups.data,
+        ),
+        "any": [any_rank(rank == flagged, groups.control) for flagged in (0, 1, 2)],
+        "together": _error_of(_fail_on_rank_1, groups),
+    }
+
+
+def _fail_on_rank_1(groups: ProcessGroups) -> None:
+    with fail_together(groups):
+        if groups.rank == 1:
+            raise OSError(28, "No space left on device", "/some/file")
+
+
+def _error_of(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def load_all(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a model directory, from all of its files."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors

@@ -1,0 +1,150 @@
+"""Tiny random models by transformers, packed batches, and transformers' own logits and gradients.
+
+Shape legend: N = packed tokens, V = vocabulary, S = tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.types import MicroBatch
+
+VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+
+SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (50, 51)))
+"""Token ids of the sequences of each micro-batch: different lengths, one of a single token."""
+
+
+def make_model(family: str, directory: Path, **changes: Any) -> None:
+    """Write a random model in float32; norms and biases are random too."""
+    torch.manual_seed(FAMILIES.index(family))
+    model = _model_class(family)(_config(family, changes)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+
+
+def load_reference(family: str, directory: Path) -> Any:
+    """The model as transformers reads it."""
+    return _model_class(family).from_pretrained(directory, dtype=torch.float32)
+
+
+def _model_class(family: str) -> Any:
+    # torchvision's wheel is built for CUDA. Without CUDA its operators are missing, and its import
+    # (by transformers) fails for want of these two; declaring them is enough.
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARIES.append(library)  # its definitions end with it
+    import transformers
+
+    return {
+        "qwen2": transformers.Qwen2ForCausalLM,
+        "qwen3": transformers.Qwen3ForCausalLM,
+        "llama": transformers.LlamaForCausalLM,
+    }[family]
+
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def _config(family: str, changes: dict[str, Any]) -> Any:
+    own: dict[str, dict[str, Any]] = {
+        "qwen2": {"tie_word_embeddings": False},
+        "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+        "llama": {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    }
+    return _model_class(family).config_class(**{**SIZES, **own[family], **changes})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A micro-batch with the weights of its loss: Σ (logits² · coefficient) over the vocabulary."""
+
+    micro_batch: MicroBatch
+    coefficient_NV: Tensor
+
+    def loss(self, logits_NV: Tensor, vocab_start: int = 0) -> Tensor:
+        """This rank's columns' share of the loss; padding columns have none."""
+        columns = min(logits_NV.shape[1], VOCAB_SIZE - vocab_start)
+        coefficient = self.coefficient_NV[:, vocab_start : vocab_start + columns]
+        return (logits_NV[:, :columns].float().square() * coefficient).sum()
+
+
+def make_problems(seed: int = 0, pad_to_multiple: int = 2) -> list[Problem]:
+    """One per entry of SEQUENCES; with the seed, tokens are shifted and coefficients drawn."""
+    problems = []
+    for number, sequences in enumerate(SEQUENCES):
+        shifted = [[(token + seed) % VOCAB_SIZE for token in sequence] for sequence in sequences]
+        num_real = sum(map(len, shifted))
+        padding = -num_real % pad_to_multiple
+        padded = [*shifted, [0] * padding] if padding else shifted
+        generator = torch.Generator().manual_seed(10 * seed + number)
+        coefficient_NV = torch.randn(num_real + padding, VOCAB_SIZE, generator=generator) / 100
+        coefficient_NV[num_real:] = 0
+        problems.append(Problem(_pack(padded), coefficient_NV))
+    return problems
+
+
+def reference_logits(model: Any, problem: Problem) -> Tensor:
+    """[N, V], one sequence at a time, so that nothing is packed."""
+    lengths = problem.micro_batch.cu_seqlens.diff().tolist()
+    sequences = problem.micro_batch.token_ids_N.split(lengths)
+    return torch.cat([model(input_ids=ids_S[None]).logits[0] for ids_S in sequences])
+
+
+def reference_gradients(model: Any, problems: list[Problem]) -> dict[str, Tensor]:
+    """Gradients of the sum of all problems' losses, by name."""
+    model.zero_grad()
+    for problem in problems:
+        problem.loss(reference_logits(model, problem)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def set_config_field(directory: Path, **values: Any) -> None:
+    """Change fields of a model's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _pack(sequences: list[list[int]]) -> MicroBatch:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    used = {
+        "token_ids_N": torch.tensor([token for sequence in sequences for token in sequence]),
+        "position_ids_N": torch.cat([torch.arange(length) for length in lengths]),
+        "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+    }
+    # What belongs to response tokens is not the policy's business.
+    return MicroBatch(**{f.name: used.get(f.name, torch.empty(0)) for f in fields(MicroBatch)})

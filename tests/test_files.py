@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from bapo_megatron.files import atomic_directory, atomic_write_bytes, atomic_write_text
+
+
+def test_a_written_file_holds_the_content_and_leaves_nothing_else_behind(tmp_path):
+    atomic_write_text(tmp_path / "a" / "b.txt", "Größe\n")
+
+    assert (tmp_path / "a" / "b.txt").read_bytes() == b"Gr\xc3\xb6\xc3\x9fe\n"
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.txt"]
+
+
+def test_a_full_disk_keeps_the_old_file_and_names_the_file_that_was_wanted(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    path.write_text("old")
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: '.*state\.json'"):
+        atomic_write_bytes(path, b"new")
+
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_directory_appears_complete(tmp_path):
+    with atomic_directory(tmp_path / "step_1") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "x").write_text("1")
+        assert not (tmp_path / "step_1").exists()
+
+    assert (tmp_path / "step_1" / "sub" / "x").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_directory_whose_filling_fails_never_appears(tmp_path):
+    def fill() -> None:
+        with atomic_directory(tmp_path / "step_1") as folder:
+            (folder / "x").write_text("1")
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        fill()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_replaces_the_old_one_and_what_a_killed_writer_left(tmp_path):
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "old").write_text("old")
+    (tmp_path / ".step_1.tmp").mkdir()
+    (tmp_path / ".step_1.tmp" / "half").write_text("half")
+
+    with atomic_directory(tmp_path / "step_1") as folder:
+        (folder / "new").write_text("new")
+
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+    assert [p.name for p in (tmp_path / "step_1").iterdir()] == ["new"]

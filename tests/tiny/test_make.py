@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rich.console import Console
+
+from bapo_megatron.tiny import TinySettings, make, make_tiny
+from bapo_megatron.tiny.model import TinyQwen2, tiny_config
+from bapo_megatron.tiny.tokenizer import build_tokenizer
+from bapo_megatron.tiny.warmup import WarmupSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHORT = TinySettings(warmup=WarmupSettings(num_steps=6, batch_size=64, num_rise_steps=2))
+QUIET = Console(quiet=True)
+FILES = ("train.jsonl", "heldout.jsonl", "model/model.safetensors", "model/tokenizer.json")
+
+
+def make_short(out_dir: Path, seed: int = 0, **options):
+    return make_tiny(out_dir, seed, settings=SHORT, console=QUIET, **options)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_same_seed_gives_the_same_bytes_whatever_the_thread_count(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for name, num_threads in (("one", 1), ("two", 2)):
+            torch.set_num_threads(num_threads)
+            make_short(tmp_path / name)
+            assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    for name in FILES:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_another_seed_gives_other_weights_and_other_data(tmp_path):
+    make_short(tmp_path / "0", seed=0)
+    make_short(tmp_path / "1", seed=1)
+    for name in FILES[:3]:
+        assert (tmp_path / "0" / name).read_bytes() != (tmp_path / "1" / name).read_bytes()
+
+
+def test_report_names_the_files_and_heldout_prompts_are_new(tmp_path):
+    report = make_short(tmp_path / "tiny")
+    train, heldout = rows(report.train_file), rows(report.heldout_file)
+    assert report.model_dir == tmp_path / "tiny" / "model"
+    assert (len(train), len(heldout)) == (2048, 512)
+    assert len({row["prompt"] for row in train + heldout}) == 2560
+    assert all(set(row) == {"prompt", "answer"} for row in train + heldout)
+    digits = [int(digit) for digit in heldout[0]["prompt"].removesuffix("=?").split("+")]
+    assert heldout[0]["answer"] == str(sum(digits))
+    assert (report.num_parameters, report.reused) == (115_264, False)
+    assert 0 < report.final_loss < 7
+
+
+def test_an_earlier_result_is_kept_only_when_asked_and_only_with_the_same_settings(tmp_path):
+    out_dir = tmp_path / "tiny"
+    first = make_short(out_dir)
+    (out_dir / "model" / "mark").touch()
+    kept = make_short(out_dir, reuse=True)
+    assert (kept.reused, kept.final_loss) == (True, first.final_loss)
+    assert (out_dir / "model" / "mark").exists()
+    assert not make_short(out_dir, seed=1, reuse=True).reused
+    assert not (out_dir / "model" / "mark").exists()
+    (out_dir / "model" / "mark").touch()
+    assert not make_short(out_dir, seed=1).reused
+    assert not (out_dir / "model" / "mark").exists()
+
+
+def test_a_directory_of_somebody_else_is_refused_and_unchanged(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="would be lost; name another directory"):
+        make_short(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "tiny").touch()
+    with pytest.raises(ValueError, match="is a file; name a directory"):
+        make_short(tmp_path / "tiny")
+
+
+def test_an_interrupted_write_leaves_the_earlier_result(tmp_path, monkeypatch):
+    out_dir = tmp_path / "tiny"
+    make_short(out_dir, seed=0)
+    before = {name: (out_dir / name).read_bytes() for name in FILES}
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make, "_write_problems", fail)
+    with pytest.raises(KeyboardInterrupt):
+        make_short(out_dir, seed=1)
+    assert {name: (out_dir / name).read_bytes() for name in FILES} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+@pytest.mark.slow
+def test_the_warmed_up_model_is_right_in_about_a_third_and_writes_boxed_answers(tmp_path):
+    report = make_tiny(tmp_path / "tiny", 0, console=QUIET)
+    texts, answers = sample_answers(report.model_dir, rows(report.heldout_file))
+    boxed = [text.partition("\n\\boxed{")[2] for text in texts]
+    right = [text == f"{answer}}}<eos>" for text, answer in zip(boxed, answers, strict=True)]
+    well_formed = [text.endswith("}<eos>") for text in boxed]
+    assert 0.22 < sum(right) / 512 < 0.45
+    assert sum(well_formed) / 512 > 0.95
+
+
+@torch.no_grad()
+def sample_answers(model_dir: Path, problems: list[dict[str, str]]) -> tuple[list[str], list[str]]:
+    """One response of at most 80 tokens per problem at temperature 1, cut after ``<eos>``."""
+    from safetensors.torch import load_file
+
+    tokenizer = build_tokenizer()
+    model = TinyQwen2(tiny_config(tokenizer), seed=0)
+    model.load_state_dict(load_file(model_dir / "model.safetensors"))
+    generator = torch.Generator().manual_seed(0)
+    texts, answers = [], []
+    # Prompts of one length need no padding on the left, which the model does not know.
+    for num_characters in sorted({len(row["prompt"]) for row in problems}):
+        chosen = [row for row in problems if len(row["prompt"]) == num_characters]
+        ids = tokenizer([f"<bos><|user|>{row['prompt']}<|assistant|>" for row in chosen])
+        ids_BS = torch.tensor(ids["input_ids"])
+        prompt_length = ids_BS.shape[1]
+        for _ in range(80):
+            probabilities = model(ids_BS)[:, -1].softmax(-1)
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
+            ids_BS = torch.cat((ids_BS, drawn), dim=1)
+        for row, response in zip(chosen, ids_BS[:, prompt_length:], strict=True):
+            text, end, _ = tokenizer.decode(response).partition("<eos>")
+            texts.append(text + end)
+            answers.append(row["answer"])
+    return texts, answers

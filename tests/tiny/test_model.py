@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bapo_megatron.tiny.model import TinyQwen2, save_model, tiny_config
+from bapo_megatron.tiny.tokenizer import build_tokenizer
+from tests.policy.tiny_models import load_reference
+
+
+@pytest.fixture
+def model() -> TinyQwen2:
+    """A model whose biases and norms are random too, so that none can be forgotten."""
+    model = TinyQwen2(tiny_config(build_tokenizer()), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def test_logits_equal_those_of_transformers_on_the_saved_directory(model, tmp_path):
+    save_model(model, build_tokenizer(), tmp_path)
+    input_ids = torch.randint(0, 320, (3, 50), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = load_reference("qwen2", tmp_path)(input_ids).logits
+        actual = model(input_ids)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_saved_configuration_suits_tensor_parallelism_and_names_the_end_token(model, tmp_path):
+    save_model(model, build_tokenizer(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "qwen2"
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (320, 2048)
+    assert config["tie_word_embeddings"] is False
+    assert config["dtype"] == "float32"
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_weights_depend_on_the_seed_and_leave_the_global_generator_alone():
+    config = tiny_config(build_tokenizer())
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    first, same, other = (TinyQwen2(config, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert sum(parameter.numel() for parameter in first.parameters()) == 115_264
+    assert torch.equal(torch.rand(4), expected)

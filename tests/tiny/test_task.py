@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
+from bapo_megatron.tiny.tokenizer import build_tokenizer
+
+
+def test_careful_solution_writes_every_partial_sum_and_a_boxed_answer():
+    mixture = SolutionMixture(sloppy_step_share=0)
+    solution = write_solution(Problem((3, 5, 2)), mixture, random.Random(0))
+    assert solution == "3+5=8\n+2=10\n\\boxed{10}"
+
+
+def test_sloppy_solution_goes_on_with_its_last_guess():
+    mixture = SolutionMixture(
+        sloppy_step_share=1, right_guess_share=1, min_guesses=2, max_guesses=2
+    )
+    solution = write_solution(Problem((3, 5, 2)), mixture, random.Random(0))
+    assert solution == "3+5 maybe 8, no 8\n+2 maybe 10, no 10\n\\boxed{10}"
+
+
+def test_wrong_guesses_miss_the_sum_by_one_to_three_and_are_never_negative():
+    mixture = SolutionMixture(sloppy_step_share=1, right_guess_share=0)
+    for seed in range(300):
+        solution = write_solution(Problem((0, 2)), mixture, random.Random(seed))
+        guesses = [int(guess) for guess in re.findall(r"(?:maybe|no) (\d+)", solution)]
+        assert 5 <= len(guesses) <= 7
+        assert set(guesses) <= {0, 1, 3, 4, 5}
+        assert solution.endswith(f"{guesses[-1]}\n\\boxed{{{guesses[-1]}}}")
+
+
+def test_about_a_third_of_the_mixture_is_right_and_the_wrong_solutions_are_longer():
+    tokenizer = build_tokenizer()
+    rng = random.Random(0)
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for problem in split_problems(2048, 512, seed=0).heldout:
+        for _ in range(4):
+            solution = write_solution(problem, SolutionMixture(), rng)
+            right = solution.endswith(f"\\boxed{{{problem.answer}}}")
+            lengths[right].append(len(tokenizer.encode(solution)) + 1)
+    right_tokens, wrong_tokens = sum(lengths[True]), sum(lengths[False])
+    assert 0.27 < len(lengths[True]) / 2048 < 0.40
+    assert wrong_tokens / len(lengths[False]) > 1.5 * right_tokens / len(lengths[True])
+    assert max(max(lengths[True]), max(lengths[False])) <= 80
+
+
+def test_prompt_and_answer_of_a_problem():
+    problem = Problem((9, 8, 0, 7))
+    assert (problem.prompt, problem.answer) == ("9+8+0+7=?", "24")
+
+
+def test_splits_are_disjoint_and_together_hold_every_sum_once():
+    splits = split_problems(2048, 512, seed=3)
+    prompts = [
+        problem.prompt for part in (splits.warmup, splits.train, splits.heldout) for problem in part
+    ]
+    assert (len(splits.train), len(splits.heldout)) == (2048, 512)
+    assert len(prompts) == len(set(prompts)) == 100 + 1000 + 10000
+
+
+def test_splits_depend_on_the_seed_alone():
+    assert split_problems(10, 10, seed=1) == split_problems(10, 10, seed=1)
+    assert split_problems(10, 10, seed=1).heldout != split_problems(10, 10, seed=2).heldout
+
+
+@pytest.mark.parametrize(("num_train", "num_heldout"), [(0, 1), (1, 0), (11_000, 100)])
+def test_a_split_without_problems_is_refused(num_train, num_heldout):
+    with pytest.raises(ValueError, match=f"got {num_train} and {num_heldout}"):
+        split_problems(num_train, num_heldout, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sloppy_step_share": 1.5}, "sloppy_step_share must lie in"),
+        ({"right_guess_share": -0.1}, "right_guess_share must lie in"),
+        ({"min_guesses": 8}, "got 8 and 7"),
+        ({"min_guesses": 0}, "got 0 and 7"),
+    ],
+)
+def test_an_impossible_mixture_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        SolutionMixture(**change)

@@ -1,0 +1,71 @@
+"""Rollout dumps made from a model by transformers, so that training can be replayed anywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bapo_megatron.data.dump import write_batch
+from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, Sample
+from tests.policy.tiny_models import load_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_dumps(
+    directory: Path,
+    model_dir: Path,
+    *,
+    steps: int,
+    groups: int = 4,
+    samples_per_group: int = 4,
+    rewards: str = "mixed",
+    noise: float = 0.1,
+) -> Path:
+    """Random prompts and responses with log-probs of ``model_dir`` plus noise.
+
+    ``rewards``: ``mixed`` (both signs in every group) or ``equal`` (no gradient anywhere).
+    """
+    model = load_reference("qwen2", model_dir).eval()
+    rng = np.random.default_rng(7)
+    vocab = model.config.vocab_size
+    for step in range(steps):
+        made = []
+        for number in range(groups):
+            group_id = step * groups + number
+            prompt = Prompt(
+                f"made:{group_id}", tuple(rng.integers(3, vocab, 6).tolist()), "1", "made"
+            )
+            samples = []
+            for index in range(samples_per_group):
+                length = int(rng.integers(3, 20)) + 6 * index
+                response = rng.integers(3, vocab, length)
+                mu = _logprobs(model, prompt.token_ids, response)
+                samples.append(
+                    Sample(
+                        group_id=group_id,
+                        index=index,
+                        prompt=prompt,
+                        response_token_ids=response.astype(np.int64),
+                        behaviour_logprobs=(mu + rng.normal(0, noise, length)).astype(np.float32),
+                        versions=np.full(length, step, np.int64),
+                        finish_reason=FinishReason.STOP,
+                        reward=float(index < 2) if rewards == "mixed" else 0.0,
+                        answer_found=True,
+                    )
+                )
+            made.append(Group(group_id, tuple(samples)))
+        batch = RolloutBatch(step=step, version=step, groups=tuple(made))
+        write_batch(directory / f"step_{step:06d}.parquet", batch)
+    return directory
+
+
+def _logprobs(model: torch.nn.Module, prompt: tuple[int, ...], response: np.ndarray) -> np.ndarray:
+    ids = torch.tensor([[*prompt, *response.tolist()]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    rows = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+    return logprobs[rows, ids[0, len(prompt) :]].numpy()
