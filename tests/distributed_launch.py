@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import tempfile
@@ -20,7 +19,8 @@ import torch.distributed as dist
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.distributed import ProcessGroups, init_distributed, shutdown_distributed
 
-_layout_numbers = itertools.count()
+MAX_LAYOUTS = 8
+"""Process groups that one set of ranks can join, one after the other."""
 
 
 def run_ranks(
@@ -50,13 +50,16 @@ def run_to_exit(
     timeout_s: float = 240,
 ) -> list[int | None]:
     """Like ``run_ranks``, but returns the exit codes; a rank that dies takes the others with it."""
-    # Like torchrun's agent: the port is ours from the start, and each layout has its own prefix.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As torchrun's agent does, hold the stores here, one per layout: their ports are ours from the
+    # start, and no layout sees the keys of an earlier one.
+    stores = [
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in range(MAX_LAYOUTS)
+    ]
+    ports = [store.port for store in stores]
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(
-            target=_rank_main, args=(function, rank, num_ranks, store.port, scratch, args)
-        )
+        context.Process(target=_rank_main, args=(function, rank, num_ranks, ports, scratch, args))
         for rank in range(num_ranks)
     ]
     # Read when the child imports torch, before its main function could set them.
@@ -70,7 +73,7 @@ def run_to_exit(
 @contextmanager
 def joined(tensor: int = 1, sequence: bool = False) -> Iterator[ProcessGroups]:
     """Process groups of one layout over all ranks; left at the end of the block."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(next(_layout_numbers))
+    os.environ["MASTER_PORT"], _, os.environ["TEST_PORTS"] = os.environ["TEST_PORTS"].partition(",")
     groups = init_distributed(ParallelConfig(tensor=tensor, sequence=sequence, timeout_s=60))
     try:
         yield groups
@@ -82,7 +85,7 @@ def _rank_main(
     function: Callable[..., Any],
     rank: int,
     num_ranks: int,
-    port: int,
+    ports: list[int],
     scratch: Path,
     args: tuple[Any, ...],
 ) -> None:
@@ -91,7 +94,7 @@ def _rank_main(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        TEST_PORTS=",".join(map(str, ports)),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     try:

@@ -21,6 +21,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.distributed import fail_together
 from bapo_megatron.files import atomic_write_bytes, atomic_write_text, publish_directory
@@ -43,6 +44,16 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+
+
+LOAD_ERRORS = (
+    CheckpointException,  # torch's, a BaseException
+    CheckpointingException,  # Megatron's
+    RuntimeError,
+    OSError,
+    ValueError,
+    KeyError,
+)
 
 
 class CheckpointError(ValueError):
@@ -92,8 +103,8 @@ def save_checkpoint(
     with fail_together(groups):
         try:
             dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(temporary))
-        except (CheckpointingException, RuntimeError) as error:
-            raise OSError(f"cannot write {directory}: {_first_line(error)}") from error
+        except (CheckpointException, CheckpointingException, RuntimeError) as error:
+            raise OSError(f"cannot write {directory}: {_reason(error)}") from error
         rng = io.BytesIO()
         torch.save(_rng_state(groups), rng)
         atomic_write_bytes(temporary / _rng_name(groups), rng.getvalue())
@@ -149,9 +160,9 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     _check_files(directory, state)
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
-    except (CheckpointingException, RuntimeError, OSError, ValueError, KeyError) as error:
+    except LOAD_ERRORS as error:
         raise CheckpointError(
-            f"{directory}: cannot be loaded into this model ({_first_line(error)}); resume with "
+            f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
             "the model that saved it, or from another checkpoint"
         ) from error
     policy.gpt.load_state_dict(loaded["model"])
@@ -251,5 +262,8 @@ def _remove_old(root: Path, keep_last: int) -> None:
         shutil.rmtree(removed)
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    """Return the first line of what went wrong on the first rank where something did."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

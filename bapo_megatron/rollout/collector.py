@@ -21,7 +21,6 @@ import os
 import socket
 import sys
 import tempfile
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ from bapo_megatron.rollout.sglang_client import ApiKeys
 if TYPE_CHECKING:
     from bapo_megatron.types import Prompt, RolloutBatch
 
+_LOG = logging.getLogger(__name__)
 _LONGEST_MESSAGE_BYTES = 4 << 30
 """Limit of one line: a restored buffer of unfinished samples can be large."""
 
@@ -255,7 +255,8 @@ async def _answer_calls(
             cause = _first_cause(error)
             if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
                 raise
-            traceback.print_exc()  # into the log; the client gets the line
+            # Into the log only, the client gets the line. Logging survives a full disk.
+            _LOG.info("call '%s' failed", call["call"], exc_info=True)
             send({"id": call["id"], "error": str(cause)})
         else:
             send({"id": call["id"], "result": result})

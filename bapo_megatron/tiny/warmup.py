@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 """Prompt and padding positions carry this label and no loss."""
 
+NUM_LENGTH_BUCKETS = 4
+"""Parts of a batch, by length, that are padded and differentiated one after the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class WarmupSettings:
@@ -100,23 +103,36 @@ def warm_up(
                 (prompt_ids.of(problem), [*solution_ids, tokenizer.eos_token_id])
                 for problem, solution_ids in zip(drawn, solutions["input_ids"], strict=True)
             ]
-            input_ids_BS, labels_BS = pad_batch(pairs, pad_id=tokenizer.pad_token_id)
-            # Padding stands on the right, so causal attention needs no mask for it.
-            logits = model(input_ids_BS)
-            loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1),
-                labels_BS[:, 1:].flatten(),
-                ignore_index=IGNORED_LABEL,
-            )
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            losses.append(_accumulate_gradients(model, pairs, tokenizer.pad_token_id))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            losses.append(loss.item())
             progress.update(bar, advance=1, loss=losses[-1])
     model.eval()
     last = losses[-max(1, len(losses) // 10) :]
     return WarmupResult(time.monotonic() - started_s, sum(last) / len(last))
+
+
+def _accumulate_gradients(
+    model: TinyQwen2, pairs: list[tuple[list[int], list[int]]], pad_id: int
+) -> float:
+    """Add the gradient of the mean cross entropy per response token and return that mean."""
+    num_tokens = sum(len(response) for _, response in pairs)
+    by_length = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+    bucket_size = math.ceil(len(pairs) / NUM_LENGTH_BUCKETS)
+    mean = 0.0
+    for start in range(0, len(pairs), bucket_size):
+        input_ids_BS, labels_BS = pad_batch(by_length[start : start + bucket_size], pad_id)
+        # Padding stands on the right, so causal attention needs no mask for it.
+        loss = torch.nn.functional.cross_entropy(
+            model(input_ids_BS[:, :-1]).flatten(0, 1),
+            labels_BS[:, 1:].flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+        )
+        (loss / num_tokens).backward()
+        mean += loss.item() / num_tokens
+    return mean
 
 
 def learning_rate(step: int, settings: WarmupSettings) -> float:

@@ -72,7 +72,7 @@ def run_layout(models: dict[str, Path], tensor: int, export_root: Path) -> dict[
                 lambda logits_NV, _: _gather_columns(logits_NV, groups),
             )
             sums = forward_backward(policy, problems)
-            gradients = _hf_gradients(policy)
+            gradients = hf_gradients(policy)
             results[name] = {
                 "logits": logits,
                 "sums": sums,
@@ -131,7 +131,7 @@ def _gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
     return torch.cat(parts, dim=1)[:, :VOCAB_SIZE]
 
 
-def _hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
+def hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
     """Whole gradients by Hugging Face name; each data-parallel rank has reduced a part of them."""
     groups = policy.groups
     for buffer in policy.ddp.buffers:

@@ -1,0 +1,67 @@
+"""What several tests of this package use."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from tests.policy.tiny_models import load_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    import numpy as np
+
+    from bapo_megatron.config.schema import RunConfig
+
+
+class MakeConfig(Protocol):
+    """The ``make_config`` fixture."""
+
+    def __call__(self, **rollout: Any) -> RunConfig: ...
+
+
+_T = TypeVar("_T")
+
+
+def with_client(
+    address: str,
+    use: Callable[[SglangClient], Awaitable[_T]],
+    keys: ApiKeys | None = None,
+    request_timeout_s: float = 60.0,
+) -> _T:
+    """Run ``use`` with a client in an event loop of its own."""
+
+    async def run() -> _T:
+        client = SglangClient(
+            address,
+            keys or ApiKeys(),
+            request_timeout_s=request_timeout_s,
+            max_connections=64,
+        )
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def reference_logprobs(
+    model_dir: Path,
+    prompt: Sequence[int],
+    response: Sequence[int] | np.ndarray,
+    temperature: float,
+) -> np.ndarray:
+    """[R] log_softmax(logits / T) of a response by transformers."""
+    model = load_reference("qwen2", model_dir)
+    response_R = torch.as_tensor(response)
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor(prompt), response_R])[None]).logits[0]
+    rows_RV = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
+    return rows_RV.gather(1, response_R[:, None])[:, 0].numpy()

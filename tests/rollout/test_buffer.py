@@ -1,0 +1,106 @@
+"""Unfinished samples keep every token, and survive a checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from bapo_megatron.rollout.buffer import PendingGroup, RolloutBuffer
+from bapo_megatron.rollout.completion import Completion
+from bapo_megatron.types import FinishReason, Prompt
+
+PROMPTS = [Prompt(f"train.jsonl:{n}", (10 + n, 11, 12), f"{n}", f"prompt {n} ×") for n in range(3)]
+
+
+def _completion(first: int, length: int, version: int, finish: str = "abort") -> Completion:
+    token_ids = np.arange(first, first + length)
+    # Neither representable exactly in decimal nor equal in float32 and float64.
+    logprobs = (-(token_ids + 1) / 7).astype(np.float32)
+    return Completion(token_ids, logprobs, np.full(length, version), FinishReason(finish))
+
+
+def _filled() -> RolloutBuffer:
+    """Group 0 is done and scored, group 1 half done, group 2 untouched."""
+    buffer = RolloutBuffer()
+    groups = [buffer.start_group(prompt, 2) for prompt in PROMPTS]
+    for pending in groups[0].samples:
+        pending.append(_completion(0, 3, 1, "stop"), 8)
+        pending.sample.response_text = "fine\n"
+        pending.sample.reward = 1.0
+        pending.sample.answer_found = True
+        pending.is_scored = True
+    groups[1].samples[0].append(_completion(20, 2, 1), 8)
+    groups[1].samples[0].append(_completion(22, 3, 2), 8)
+    groups[1].samples[1].append(_completion(30, 4, 2, "stop"), 8)
+    return buffer
+
+
+def test_a_continued_sample_sends_prompt_and_prefix_and_keeps_everything_in_order() -> None:
+    pending = list(_filled())[1].samples[0]
+    assert pending.input_ids() == [11, 11, 12, 20, 21, 22, 23, 24]
+    assert pending.sample.versions.tolist() == [1, 1, 2, 2, 2]
+    expected = [np.float32(-21 / 7), -22 / 7, -23 / 7, -24 / 7, -25 / 7]
+    np.testing.assert_allclose(pending.sample.behaviour_logprobs, expected, rtol=1e-7)
+    assert not pending.is_finished
+
+
+def test_a_sample_that_is_aborted_at_its_very_last_token_is_finished() -> None:
+    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+    pending.append(_completion(0, 5, 0), 8)
+    pending.append(_completion(5, 3, 0), 8)
+    assert pending.sample.finish_reason is FinishReason.LENGTH
+
+
+def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
+    buffer = _filled()
+    restored = RolloutBuffer()
+    restored.restore(json.loads(json.dumps(buffer.state())))
+    assert len(restored) == 3
+    for saved_group, group in zip(buffer, restored, strict=True):
+        assert group.group_id == saved_group.group_id
+        for saved, pending in zip(saved_group.samples, group.samples, strict=True):
+            for name in ("response_token_ids", "behaviour_logprobs", "versions"):
+                mine, other = getattr(pending.sample, name), getattr(saved.sample, name)
+                assert mine.dtype == other.dtype
+                assert mine.tobytes() == other.tobytes()
+            for name in ("prompt", "finish_reason", "response_text", "reward", "answer_found"):
+                assert getattr(pending.sample, name) == getattr(saved.sample, name)
+            assert (pending.sample.group_id, pending.sample.index) == (
+                saved.sample.group_id,
+                saved.sample.index,
+            )
+            assert pending.is_scored == saved.is_scored
+    restored.take(restored.finished()[:1])
+    assert restored.start_group(PROMPTS[0], 2).group_id == 3
+
+
+def test_a_restored_sample_can_be_continued() -> None:
+    restored = RolloutBuffer()
+    restored.restore(_filled().state())
+    pending = list(restored)[1].samples[0]
+    pending.append(_completion(25, 3, 3), 8)
+    assert pending.sample.response_token_ids.tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
+    assert pending.sample.versions.tolist() == [1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_only_groups_whose_samples_have_all_ended_are_finished() -> None:
+    buffer = _filled()
+    assert [group.group_id for group in buffer.finished()] == [0]
+    assert buffer.num_unfinished_samples() == 3
+
+
+def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
+    buffer = _filled()
+    (group,) = buffer.take(buffer.finished())
+    assert group.group_id == 0
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0]
+    buffer.discard_all()
+    assert len(buffer) == 0
+    assert buffer.start_group(PROMPTS[0], 2).group_id == 3
+
+
+def test_a_state_of_another_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="its format is 0, this version reads 1"):
+        RolloutBuffer().restore({"format": 0, "next_group_id": 0, "groups": []})

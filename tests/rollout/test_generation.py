@@ -1,0 +1,282 @@
+"""Batches from several requests: oversampling, abort, resumption, versions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.reward.base import Score
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.generation import BatchCollector
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.types import FinishReason, Prompt, Sample
+from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from bapo_megatron.types import RolloutBatch
+
+TEMPERATURE = 0.5
+LENGTHS = (1, 10, 19, 28, 1, 10, 19, 28)
+# Prompts of different lengths, so that with ``stop_at`` responses have different lengths.
+PROMPTS = [
+    Prompt(f"p:{number}", tuple(range(1, 1 + length)), f"{number}", f"prompt {number}")
+    for number, length in enumerate(LENGTHS)
+]
+STALLS = {1: 5, 10: 7}
+"""Groups 0 and 1 stay unfinished until they are resumed."""
+
+
+class Decoder:
+    """A tokenizer whose text is the list of ids."""
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Rewards:
+    """Rewards even lengths; each answer takes ``delay_s``."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+
+    async def score(self, response_text: str, answer: str) -> Score:
+        await asyncio.sleep(self.delay_s)
+        is_even = len(response_text.split()) % 2 == 0
+        return Score(float(is_even), answer_found=True, timed_out=answer == "7")
+
+
+class Setup:
+    """A collector on fake servers."""
+
+    def __init__(self, fakes: list[FakeSglang], delay_s: float = 0.0, **rollout: Any) -> None:
+        self.config = RolloutConfig.model_validate(
+            {
+                "groups_per_step": 2,
+                "samples_per_group": 2,
+                "temperature": TEMPERATURE,
+                "max_response_tokens": 60,
+                "oversample_groups": 2,
+                **rollout,
+            }
+        )
+        self.lines: list[str] = []
+        self.pool = EnginePool([f.address for f in fakes], ApiKeys(), self.config, version=0)
+        self.collector = self.new_collector(delay_s)
+
+    def new_collector(self, delay_s: float = 0.0) -> BatchCollector:
+        grader = Grader(Decoder(), Rewards(delay_s))
+        stream = PromptStream(PROMPTS, seed=0, shuffle=False)
+        return BatchCollector(grader, stream, self.config, self.lines.append)
+
+    async def collect(self, step: int) -> RolloutBatch:
+        return await asyncio.wait_for(self.collector.collect(self.pool, step), 30)
+
+
+@contextlib.asynccontextmanager
+async def _setup(*fakes: FakeSglang, **options: Any) -> AsyncIterator[Setup]:
+    setup = Setup(list(fakes), **options)
+    try:
+        yield setup
+    finally:
+        await setup.pool.close()
+
+
+def _assert_intact(sample: Sample) -> None:
+    """The tokens are those of their positions, and everything belongs to its token."""
+    start, length = len(sample.prompt.token_ids), len(sample.response_token_ids)
+    assert length > 0
+    assert sample.response_token_ids.tolist() == [token_at(start + i) for i in range(length)]
+    expected = [logprob_of(token_id, TEMPERATURE) for token_id in sample.response_token_ids]
+    np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=1e-6)
+    assert len(sample.versions) == length
+    assert (np.diff(sample.versions) >= 0).all()
+    assert sample.response_text.split() == [str(token_id) for token_id in sample.response_token_ids]
+
+
+def test_a_batch_has_complete_scored_groups_in_order() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40) as fake:
+            async with _setup(fake, oversample_groups=0) as setup:
+                batch = await setup.collect(0)
+        assert [group.group_id for group in batch.groups] == [0, 1]
+        assert [sample.index for sample in batch.samples] == [0, 1, 0, 1]
+        for sample in batch.samples:
+            _assert_intact(sample)
+            assert sample.finish_reason is FinishReason.STOP
+            # 41 positions less the prompt: 40 tokens after 1, 31 after 10.
+            assert len(sample.response_token_ids) == {"p:0": 40, "p:1": 31}[sample.prompt.prompt_id]
+        assert [sample.reward for sample in batch.samples] == [1.0, 1.0, 0.0, 0.0]
+        assert batch.stats.generated_tokens == 2 * 40 + 2 * 31
+        assert batch.stats.unfinished_samples == 0
+        assert batch.stats.resumed_samples == 0
+        assert setup.lines[0] == "rollout 0: 0/2 groups, 0 tokens/s"
+
+    asyncio.run(run())
+
+
+def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40, stalls=STALLS) as fake:
+            async with _setup(fake) as setup:
+                first = await setup.collect(0)
+                assert [group.group_id for group in first.groups] == [2, 3]
+                assert first.stats.unfinished_samples == 4
+                kept = setup.collector.state()["buffer"]["groups"]
+                assert [group["group_id"] for group in kept] == [0, 1]
+                await setup.pool.sync_weights(tmp_path, 5)
+                second = await setup.collect(1)
+        assert [group.group_id for group in second.groups] == [0, 1]
+        assert second.version == 5
+        assert second.stats.resumed_samples == 4
+        for batch in (first, second):
+            for sample in batch.samples:
+                _assert_intact(sample)
+        for sample in first.samples:
+            assert set(sample.versions) == {0}
+        for sample in second.samples:
+            assert set(sample.versions) == {0, 5}
+            assert len(sample.response_token_ids) == 41 - len(sample.prompt.token_ids)
+        # Every token was generated once, and once only.
+        new_tokens = sum(int((sample.versions == 5).sum()) for sample in second.samples)
+        in_flight = sum(len(s.response_token_ids) for s in second.samples) - new_tokens
+        finished = sum(len(s.response_token_ids) for s in first.samples)
+        assert first.stats.generated_tokens == finished + in_flight
+
+    asyncio.run(run())
+
+
+def test_the_length_limit_counts_over_all_resumptions() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=30, stalls=STALLS) as fake:
+            async with _setup(fake, max_response_tokens=25) as setup:
+                batches = [await setup.collect(step) for step in range(3)]
+        samples = [sample for batch in batches for sample in batch.samples]
+        assert sum(batch.stats.resumed_samples for batch in batches) > 0
+        for sample in samples:
+            _assert_intact(sample)
+            length = min(25, 31 - len(sample.prompt.token_ids))
+            assert len(sample.response_token_ids) == length
+            assert (sample.finish_reason is FinishReason.LENGTH) == (length == 25)
+
+    asyncio.run(run())
+
+
+def test_without_partial_what_is_unfinished_is_discarded() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40, stalls=STALLS) as fake:
+            async with _setup(fake, partial=False) as setup:
+                first, second = [await setup.collect(step) for step in range(2)]
+        assert [group.group_id for group in first.groups] == [2, 3]
+        assert first.stats.unfinished_samples == 0
+        assert min(group.group_id for group in second.groups) >= 4
+        assert second.stats.resumed_samples == 0
+
+    asyncio.run(run())
+
+
+def test_a_new_process_continues_from_the_saved_state_as_the_old_one_would() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40, stalls=STALLS) as fake:
+            async with _setup(fake) as setup:
+                await setup.collect(0)
+                state = json.loads(json.dumps(setup.collector.state()))
+                setup.collector = setup.new_collector()
+                setup.collector.restore(state)
+                assert setup.collector.state() == state
+                batch = await setup.collect(1)
+                assert batch.stats.resumed_samples == 4
+                assert [group.group_id for group in batch.groups] == [0, 1]
+                for sample in batch.samples:
+                    _assert_intact(sample)
+
+    asyncio.run(run())
+
+
+def test_a_state_with_other_group_sizes_or_longer_samples_is_refused() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40, stalls=STALLS) as fake:
+            async with _setup(fake) as setup:
+                await setup.collect(0)
+                state = setup.collector.state()
+            async with _setup(fake, samples_per_group=3) as setup:
+                with pytest.raises(ValueError, match=r"samples_per_group: was 2 .* is 3 now"):
+                    setup.collector.restore(state)
+            async with _setup(fake, max_response_tokens=1) as setup:
+                with pytest.raises(ValueError, match=r"max_response_tokens: must be at least the"):
+                    setup.collector.restore(state)
+
+    asyncio.run(run())
+
+
+def test_grading_does_not_hold_up_generation() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40) as fake:
+            # One connection for 4 samples: each request waits for the one before, not its grading.
+            async with _setup(fake, oversample_groups=0, max_connections=1, delay_s=1.0) as setup:
+                batch = await setup.collect(0)
+        assert len(fake.requests) == 4
+        assert batch.stats.generation_s < 0.9
+        assert all(sample.response_text for sample in batch.samples)
+
+    asyncio.run(run())
+
+
+def test_requests_in_flight_are_limited_over_all_servers() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40, token_interval_s=0.002) as one, FakeSglang(stop_at=40) as two:
+            async with _setup(one, two, groups_per_step=4, max_connections=3) as setup:
+                await setup.collect(0)
+            assert one.most_concurrent + two.most_concurrent <= 6
+            assert one.most_concurrent <= 3
+            assert one.requests
+            assert two.requests
+
+    asyncio.run(run())
+
+
+def test_graders_that_ran_out_of_time_are_counted() -> None:
+    async def run() -> None:
+        with FakeSglang(stop_at=40) as fake:
+            async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
+                assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
+
+    asyncio.run(run())
+
+
+def _failure(fake: FakeSglang, **rollout: Any) -> str:
+    async def run() -> None:
+        async with _setup(fake, **rollout) as setup:
+            await setup.collect(0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    error = caught.value.exceptions[0]
+    assert isinstance(error, RolloutError)
+    return str(error)
+
+
+def test_an_answer_from_other_weights_is_refused() -> None:
+    with FakeSglang(stop_at=40, version="9") as fake:
+        error = _failure(fake)
+    assert error.startswith(f"{fake.address}: sampled with weights version 9, not 0 (sample ")
+
+
+def test_an_abort_that_nobody_asked_for_is_an_error() -> None:
+    with FakeSglang(stop_at=40, changes={"finish_reason": {"type": "abort"}}) as fake:
+        error = _failure(fake)
+    assert error.startswith(f"{fake.address}: gave up after ")
+    assert "somebody else aborts its requests" in error

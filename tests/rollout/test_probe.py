@@ -1,0 +1,80 @@
+"""The start-up probe tells the temperature conventions apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.probe import check_temperature_convention
+from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, V
+from tests.rollout.helpers import with_client
+
+if TYPE_CHECKING:
+    from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.rollout.sglang_server import SglangServer
+
+PROMPTS = [[5, 6, 7], [8, 9]]
+
+
+def _probe(fake: FakeSglang, temperature: float) -> None:
+    async def run(client: SglangClient) -> None:
+        await check_temperature_convention(client, temperature, PROMPTS)
+
+    with_client(fake.address, run)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.9, 1.3])
+def test_logprobs_of_the_tempered_distribution_pass(temperature: float) -> None:
+    with FakeSglang() as fake:
+        _probe(fake, temperature)
+        assert len(fake.requests) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.9, 1.3])
+def test_logprobs_that_ignore_the_temperature_name_the_variable(temperature: float) -> None:
+    with (
+        FakeSglang(ignores_temperature=True) as fake,
+        pytest.raises(RolloutError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=1") as caught,
+    ):
+        _probe(fake, temperature)
+    assert str(caught.value).startswith(f"{fake.address}: its log-probs ignore the temperature")
+
+
+def test_nothing_is_asked_at_temperature_1() -> None:
+    with FakeSglang(ignores_temperature=True) as fake:
+        _probe(fake, 1.0)
+        assert fake.requests == []
+
+
+def test_an_indifferent_model_has_the_same_logprobs_under_both_conventions() -> None:
+    with FakeSglang(ignores_temperature=True, logits_V=np.zeros(V)) as fake:
+        _probe(fake, 0.6)
+
+
+def test_logprobs_that_follow_no_convention_are_refused() -> None:
+    class Doubling(FakeSglang):
+        """Its logits double at temperatures other than 1."""
+
+        def _generate(self, body: dict) -> dict:
+            is_run = body["sampling_params"]["temperature"] != 1.0
+            self.logits_V = LOGITS_V * (2.0 if is_run else 1.0)
+            return super()._generate(body)
+
+    with Doubling() as fake, pytest.raises(RolloutError, match="belong neither to"):
+        _probe(fake, 0.6)
+
+
+@pytest.mark.sglang
+def test_a_real_server_passes(server: SglangServer) -> None:
+    async def run(client: SglangClient) -> None:
+        await check_temperature_convention(client, 0.6, PROMPTS)
+        at_run = await client.next_token_logprobs(PROMPTS[0], 0.6, num_top=16)
+        at_one = await client.next_token_logprobs(PROMPTS[0], 1.0, token_ids=sorted(at_run))
+        # Far enough apart for the probe to decide, so that it passed for a reason.
+        spread = np.std([at_one[token_id] for token_id in at_run])
+        assert spread * (1 / 0.6 - 1) > 0.1
+
+    with_client(server.address, run, server.keys)

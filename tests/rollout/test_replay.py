@@ -1,0 +1,64 @@
+"""Replay reads the dumps of a run in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bapo_megatron.data.dump import DumpError, write_batch
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.replay import ReplaySource
+from tests.data.samples import make_batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    """Steps 0, 1 and 3."""
+    for step in (0, 1, 3):
+        write_batch(tmp_path / f"step_{step:06d}.parquet", replace(make_batch(), step=step))
+    return tmp_path
+
+
+def test_each_step_gets_its_own_dump(dumps: Path) -> None:
+    source = ReplaySource(dumps)
+    for step in (0, 1):
+        batch = source.collect(step)
+        assert batch.step == step
+        assert [group.group_id for group in batch.groups] == [0, 1, 2]
+
+
+def test_replay_can_begin_at_any_step_after_a_resume(dumps: Path) -> None:
+    source = ReplaySource(dumps)
+    source.restore(ReplaySource(dumps).state())
+    assert source.collect(3).step == 3
+
+
+def test_a_missing_step_is_named_with_what_is_there(dumps: Path) -> None:
+    with pytest.raises(RolloutError, match=r"step_000002.parquet: no dump of this step") as caught:
+        ReplaySource(dumps).collect(2)
+    assert "from step_000000.parquet to step_000003.parquet" in str(caught.value)
+
+
+def test_a_dump_under_the_name_of_another_step_is_refused(dumps: Path) -> None:
+    (dumps / "step_000001.parquet").rename(dumps / "step_000002.parquet")
+    with pytest.raises(RolloutError, match="holds step 1, not 2"):
+        ReplaySource(dumps).collect(2)
+
+
+def test_a_dump_that_is_cut_short_is_refused(dumps: Path) -> None:
+    path = dumps / "step_000001.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DumpError, match=r"step_000001.parquet: not a readable parquet file"):
+        ReplaySource(dumps).collect(1)
+
+
+def test_there_is_nothing_to_evaluate_or_to_synchronise(dumps: Path) -> None:
+    source = ReplaySource(dumps)
+    source.sync_weights(dumps, 1)
+    assert source.evaluate(0) == []
+    source.close()

@@ -1,0 +1,154 @@
+"""What the client does about a server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.completion import Completion, SamplingSettings
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.types import FinishReason
+from tests.fakes.fake_sglang import FakeSglang, logprob_of
+from tests.launch import free_port
+from tests.rollout.helpers import with_client
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.rollout.sglang_client import SglangClient
+
+SAMPLING = SamplingSettings(temperature=0.5, max_new_tokens=4)
+
+
+async def _generate(client: SglangClient) -> Completion:
+    return await client.generate([7, 8, 9], SAMPLING, label="sample 1 of group 5")
+
+
+def _error(fake: FakeSglang, **options: float) -> str:
+    with pytest.raises(RolloutError) as caught:
+        with_client(fake.address, _generate, **options)
+    return str(caught.value)
+
+
+def test_a_completion_has_tokens_logprobs_and_versions() -> None:
+    with FakeSglang(version="3") as fake:
+        completion = with_client(fake.address, _generate)
+    assert completion.token_ids.tolist() == [103, 104, 105, 106]
+    expected = [logprob_of(token_id, 0.5) for token_id in (103, 104, 105, 106)]
+    np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-6)
+    assert completion.logprobs.dtype == np.float32
+    assert completion.versions.tolist() == [3, 3, 3, 3]
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_every_sampling_setting_is_sent_so_that_no_server_default_acts() -> None:
+    with FakeSglang() as fake:
+        with_client(fake.address, _generate)
+        assert fake.requests[0]["sampling_params"] == {
+            "temperature": 0.5,
+            "max_new_tokens": 4,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+        }
+
+
+def test_versions_that_change_within_a_completion_are_kept_per_token() -> None:
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
+    with FakeSglang(changes={"weight_versions": spans}) as fake:
+        completion = with_client(fake.address, _generate)
+    assert completion.versions.tolist() == [3, 4, 4, 4]
+
+
+def test_versions_that_leave_a_token_out_are_refused() -> None:
+    spans = [{"version": "3", "start": 1, "end": 4}]
+    with FakeSglang(changes={"weight_versions": spans}) as fake:
+        assert "do not cover its 4 tokens" in _error(fake)
+
+
+def test_a_lost_connection_is_retried_under_a_new_request_id() -> None:
+    with FakeSglang(connections_to_drop=2) as fake:
+        completion = with_client(fake.address, _generate)
+        request_ids = [request["rid"] for request in fake.requests]
+    assert len(completion.token_ids) == 4
+    assert len(set(request_ids)) == 3
+
+
+def test_no_request_id_is_the_beginning_of_another() -> None:
+    # The server aborts every request whose id begins with the given one.
+    async def many(client: SglangClient) -> None:
+        await asyncio.gather(*(_generate(client) for _ in range(20)))
+
+    with FakeSglang() as fake:
+        with_client(fake.address, many)
+        assert {len(request["rid"]) for request in fake.requests} == {32}
+
+
+def test_a_server_that_is_not_there_is_named_after_a_few_attempts() -> None:
+    address = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(RolloutError, match=r"no connection .*4 attempts.*sample 1 of group 5") as e:
+        with_client(address, _generate)
+    assert str(e.value).startswith(address)
+
+
+def test_a_server_that_does_not_answer_in_time_is_named() -> None:
+    with FakeSglang(token_interval_s=0.3) as fake:
+        error = _error(fake, request_timeout_s=0.2)
+    assert error.startswith(fake.address)
+    assert "no answer within 0.2 s (sample 1 of group 5); raise rollout.request_timeout_s" in error
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_an_unusable_logprob_names_server_request_and_position(value: float | None) -> None:
+    rows = [[-1.0, 103, None], [-1.0, 104, None], [value, 105, None], [-1.0, 106, None]]
+    with FakeSglang(changes={"output_token_logprobs": rows}) as fake:
+        error = _error(fake)
+    assert error.startswith(f"{fake.address}: unusable answer (sample 1 of group 5): log-prob")
+    assert "at response token 2 (id 105)" in error
+
+
+def test_logprobs_of_other_tokens_are_refused() -> None:
+    rows = [[-1.0, token_id, None] for token_id in (103, 104, 104, 106)]
+    with FakeSglang(changes={"output_token_logprobs": rows}) as fake:
+        assert "do not belong to its 4 tokens" in _error(fake)
+
+
+def test_a_repeated_request_id_that_is_answered_without_logprobs_is_refused() -> None:
+    with FakeSglang(changes={"output_token_logprobs": []}) as fake:
+        assert "log-probs of 0 tokens do not belong to its 4 tokens" in _error(fake)
+
+
+def test_a_response_that_the_server_cut_off_is_refused() -> None:
+    with FakeSglang(stop_at=5, changes={"finish_reason": {"type": "length"}}) as fake:
+        error = _error(fake)
+    assert "cut off after 3 of 4 tokens" in error
+    assert "rollout.server.max_total_tokens" in error
+
+
+def test_a_refused_key_names_the_variable_to_set() -> None:
+    with FakeSglang(api_key="right") as fake:
+        assert "set BAPO_MEGATRON_API_KEY to the server's key" in _error(fake)
+        completion = with_client(fake.address, _generate, ApiKeys("right"))
+        assert len(completion.token_ids) == 4
+
+
+def test_keys_do_not_show_up_when_they_are_printed() -> None:
+    assert "secret" not in repr(ApiKeys("secret-1", "secret-2"))
+
+
+def test_an_update_that_does_not_change_the_version_is_an_error(tmp_path: Path) -> None:
+    async def update(client: SglangClient) -> None:
+        await client.update_weights(tmp_path, 8)
+
+    with (
+        FakeSglang(ignores_updates=True) as fake,
+        pytest.raises(RolloutError, match="loaded weights version 8 but reports '0'"),
+    ):
+        with_client(fake.address, update)

@@ -1,0 +1,65 @@
+"""Loss and gradient of an update do not depend on micro-batches or ranks, for every aggregation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed_launch import run_ranks
+from tests.trainer.aggregation_ranks import AGGREGATIONS, gradients_of_each_aggregation
+
+pytestmark = pytest.mark.distributed
+
+WHOLE, SMALL = 4096, 64
+"""Token budgets: everything in one micro-batch, or one or two samples in each."""
+
+
+@pytest.fixture(scope="module")
+def one_rank(random_model: Path, mixed_dumps: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    dump = mixed_dumps / "step_000000.parquet"
+    return run_ranks(gradients_of_each_aggregation, 1, random_model, dump, 1, (WHOLE, SMALL))[0]
+
+
+def _assert_equal(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert actual["loss"] == pytest.approx(expected["loss"], abs=tolerance)
+    assert actual["bounds"] == expected["bounds"]
+    assert actual["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        scale = max(1.0, float(gradient.abs().max()))
+        difference = float((actual["gradients"][name] - gradient).abs().max())
+        assert difference <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_micro_batches_do_not_change_the_gradient(
+    one_rank: dict[tuple[str, int], dict[str, Any]], aggregation: str
+) -> None:
+    _assert_equal(one_rank[aggregation, SMALL], one_rank[aggregation, WHOLE], 1e-6)
+
+
+def test_aggregations_differ_from_each_other(
+    one_rank: dict[tuple[str, int], dict[str, Any]],
+) -> None:
+    losses = {round(one_rank[aggregation, WHOLE]["loss"], 4) for aggregation in AGGREGATIONS}
+    assert len(losses) == 3
+    name = "lm_head.weight"
+    first, second, third = (one_rank[a, WHOLE]["gradients"][name] for a in AGGREGATIONS)
+    assert not torch.allclose(first, second, rtol=1e-2)
+    assert not torch.allclose(second, third, rtol=1e-2)
+
+
+@pytest.mark.parametrize("tensor", [pytest.param(2, id="TP 2"), pytest.param(1, id="DP 2")])
+def test_ranks_do_not_change_the_gradient(
+    one_rank: dict[tuple[str, int], dict[str, Any]],
+    random_model: Path,
+    mixed_dumps: Path,
+    tensor: int,
+) -> None:
+    dump = mixed_dumps / "step_000000.parquet"
+    ranks = run_ranks(gradients_of_each_aggregation, 2, random_model, dump, tensor, (SMALL,))
+    for results in ranks:
+        for aggregation in AGGREGATIONS:
+            _assert_equal(results[aggregation, SMALL], one_rank[aggregation, WHOLE], 1e-5)
