@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bapo_megatron.parent import end_with_parent
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -42,7 +44,12 @@ def _load(config: Path, overrides: list[str] | None) -> RunConfig:
 @app.command()
 def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Train with BAPO; start it with torchrun for more than one rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # no rank outlives torchrun
     run_config = _load(config, overrides)
+    from bapo_megatron.policy.quiet import ignore_known_warnings
+
+    ignore_known_warnings()  # before megatron is imported
     from bapo_megatron.trainer.loop import train as run_training
 
     run_training(run_config)

@@ -96,6 +96,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         TEST_PORTS=",".join(map(str, ports)),
         TORCHELASTIC_USE_AGENT_STORE="True",
+        TEST_SCRATCH=str(scratch),  # marks whatever this rank starts
     )
     try:
         from bapo_megatron.policy import cpu_compat

@@ -1,4 +1,4 @@
-"""Starts the command line as a user would, and looks at what is left running."""
+"""Starts the command line as a user would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -70,27 +69,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def processes_mentioning(text: str) -> dict[int, str]:
-    """Process id → command line of those whose command line or environment holds ``text``."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (entry / "environ").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if text in line or text in environment:
-            found[int(entry.name)] = line
-    return found
-
-
-def wait_until_gone(text: str, timeout_s: float = 30) -> dict[int, str]:
-    """Wait until no process mentions ``text``; returns those that still do."""
-    deadline = time.monotonic() + timeout_s
-    while (left := processes_mentioning(text)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left

@@ -103,7 +103,7 @@ class ServerConfig(Section):
     mem_fraction: float = Field(0.8, gt=0, lt=1)
     """``--mem-fraction-static``."""
     max_total_tokens: int | None = Field(None, ge=1)
-    """KV cache size in tokens; the server's choice if empty."""
+    """KV cache size in tokens; if empty, the server's choice on a GPU, and 65536 without one."""
     max_running_requests: int | None = Field(None, ge=1)
     """Largest batch; the server's choice if empty."""
     extra_args: tuple[str, ...] = ()

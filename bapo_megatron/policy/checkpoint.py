@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import queue
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -101,6 +103,9 @@ def save_checkpoint(
             _remove_unfinished(root)
             temporary.mkdir(parents=True)
     with fail_together(groups):
+        # Megatron would pass results through a manager process, so that saving may go on in the
+        # background. That process outlives a killed trainer; ours saves in the foreground.
+        filesystem_async._results_queue = queue.Queue()
         try:
             dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(temporary))
         except (CheckpointException, CheckpointingException, RuntimeError) as error:

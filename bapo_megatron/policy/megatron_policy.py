@@ -10,7 +10,7 @@ Shape legend: N = packed tokens of a micro-batch, V = columns of the padded voca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class LossOutput:
+class LossOutput(Generic[Result]):
     """What a loss function returns for one micro-batch."""
 
     loss: Tensor
     """Scalar, already over the update's global denominators: the sum over all micro-batches of all
     data-parallel ranks is the loss of the update."""
-    sums: dict[str, Tensor]
-    """Scalars to report, summed over this micro-batch's tokens."""
+    report: Result
+    """What the caller wants back of this micro-batch; it holds no gradient."""
 
 
 class MegatronPolicy:
@@ -158,8 +158,8 @@ class MegatronPolicy:
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss_fn: Callable[[Tensor, MicroBatch], LossOutput],
-    ) -> list[dict[str, Tensor]]:
+        loss_fn: Callable[[Tensor, MicroBatch], LossOutput[Result]],
+    ) -> list[Result]:
         """Compute the gradients of the sum of the losses of all micro-batches of all ranks.
 
         Gradients of an earlier call are dropped. They are summed, not averaged, over data-parallel
@@ -170,7 +170,7 @@ class MegatronPolicy:
             loss_fn: As ``fn`` of ``forward_only``, with gradients; it may overwrite the logits.
 
         Returns:
-            The detached ``sums`` of each micro-batch on ranks of the last stage, elsewhere [].
+            The ``report`` of each micro-batch on ranks of the last stage, elsewhere [].
         """
         if not micro_batches:
             raise ValueError("forward_backward needs a micro-batch on every rank")
@@ -179,9 +179,8 @@ class MegatronPolicy:
 
         def on_output(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
             result = loss_fn(output.squeeze(0), micro_batch)
-            sums = {name: value.detach() for name, value in result.sums.items()}
             # Megatron adds up the second value; its only use, dividing gradients, is switched off.
-            return result.loss, torch.zeros((), dtype=torch.int, device=self.device), sums
+            return result.loss, torch.zeros((), dtype=torch.int, device=self.device), result.report
 
         return self._run_schedule(micro_batches, on_output, forward_only=False)
 

@@ -6,7 +6,6 @@ takes too long, so nothing here needs a clock. It ends when its input closes or 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -15,10 +14,11 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, BinaryIO
 
+from bapo_megatron.parent import end_with_parent
+
 if TYPE_CHECKING:
     from bapo_megatron.reward.base import RewardFunction
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_ERROR = 500
 
 
@@ -32,7 +32,7 @@ def main(function_name: str, parent_pid: int, memory_limit_bytes: int) -> None:
     """
     # Ctrl-C reaches the whole process group; the parent decides when graders end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         return
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))

@@ -201,7 +201,7 @@ class CollectorClient:
         assert self._socket is not None, "start comes first"
         number = next(self._call_numbers)
         message = {"id": number, "call": name, "arguments": arguments}
-        with contextlib.suppress(BrokenPipeError):  # reported by the wait for the answer
+        with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         return number
 
@@ -234,7 +234,9 @@ class CollectorClient:
             readable, _, _ = select.select([self._socket], [], [], _POLL_S)
             if not readable:
                 return None
-            chunk = self._socket.recv(_RECEIVE_BYTES)
+            chunk = b""
+            with contextlib.suppress(ConnectionError):
+                chunk = self._socket.recv(_RECEIVE_BYTES)
             if not chunk:
                 self._raise_collector_died()
             searched = len(self._received)

@@ -34,6 +34,9 @@ START_VERSION = 0
 """Weights version that a fresh server reports: the weights of ``model.path``."""
 
 _POLL_S = 0.2
+# Left to itself the server takes its memory fraction of the machine's free memory, in which the
+# trainer lives as well, and is ended by the kernel.
+_CPU_MAX_TOTAL_TOKENS = 65536
 _CPU_ARGUMENTS = (
     "--device=cpu",
     "--attention-backend=torch_native",
@@ -130,8 +133,11 @@ class SglangServer:
             "--sleep-on-idle",
             "--log-level-http=warning",
         ]
-        if server.max_total_tokens is not None:
-            arguments.append(f"--max-total-tokens={server.max_total_tokens}")
+        max_total_tokens = server.max_total_tokens
+        if max_total_tokens is None and self._device == "cpu":
+            max_total_tokens = _CPU_MAX_TOTAL_TOKENS
+        if max_total_tokens is not None:
+            arguments.append(f"--max-total-tokens={max_total_tokens}")
         if server.max_running_requests is not None:
             arguments.append(f"--max-running-requests={server.max_running_requests}")
         if self._device == "cpu":

@@ -20,7 +20,6 @@ from bapo_megatron.distributed import broadcast_bytes, init_distributed, shutdow
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.quiet import ignore_known_warnings
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.progress import RolloutProgress
@@ -175,9 +174,9 @@ class Run:
             summary.print(Console())
 
     def _evaluate(self, step: int) -> list[EvalResult]:
-        if self._source is None or not self.config.eval.sets:
+        results = self._source.evaluate(step) if self._source is not None else []
+        if not results:
             return []
-        results = self._source.evaluate(step)
         self.progress.record_evaluation(results)
         if self.config.log.console:
             for result in results:
@@ -191,8 +190,7 @@ class Run:
 
 
 def _prepare_device() -> None:
-    """Let Megatron-core run where there is no CUDA, and keep its irrelevant warnings quiet."""
-    ignore_known_warnings()
+    """Let Megatron-core run where there is no CUDA."""
     if not torch.cuda.is_available():
         cpu_compat.install()
 

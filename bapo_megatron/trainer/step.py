@@ -106,14 +106,13 @@ class BatchTrainer:
             bounds = self._stage.search(collected, update.micro_batches)
             if bounds is None:
                 return self._refuse(batch, update, collected)
-        reports: list[TokenReport] = []
 
-        def loss_fn(logits_NV: Tensor, micro_batch: MicroBatch) -> LossOutput:
-            loss, report = self._stage.loss(logits_NV, micro_batch, bounds=bounds, context=context)
-            reports.append(report)
-            return LossOutput(loss, {})
+        def loss_fn(logits_NV: Tensor, micro_batch: MicroBatch) -> LossOutput[TokenReport]:
+            return LossOutput(
+                *self._stage.loss(logits_NV, micro_batch, bounds=bounds, context=context)
+            )
 
-        self._policy.forward_backward(update.micro_batches, loss_fn)
+        reports = self._policy.forward_backward(update.micro_batches, loss_fn)
         sums = packing | self._reduce(reports)
         if sums["nonfinite_tokens"] > 0:
             return self._refuse(batch, update, [report.logprob_T for report in reports])

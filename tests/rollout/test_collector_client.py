@@ -1,0 +1,242 @@
+"""The collector process and its client, on real and on misbehaving servers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.types import FinishReason
+from tests.fakes.fake_sglang import FakeSglang
+from tests.launch import processes_mentioning, wait_until_gone
+from tests.rollout.helpers import reference_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.rollout.sglang_server import SglangServer
+    from tests.rollout.helpers import MakeConfig
+
+    Open = Callable[[RunConfig], CollectorClient]
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A text in the environment of every process that the test starts."""
+    text = f"{tmp_path}-owned"
+    monkeypatch.setenv("MARKER", text)
+    return text
+
+
+@pytest.fixture
+def open_client(marker: str) -> Iterator[Open]:
+    """Starts clients; checks that nothing is left of them."""
+    clients = []
+
+    def open_(config: RunConfig) -> CollectorClient:
+        client = CollectorClient(config, on_progress=progress.append)
+        clients.append(client)
+        client.start()
+        return client
+
+    progress: list[str] = []
+    yield open_
+    for client in clients:
+        client.close()
+        client.close()
+    assert not wait_until_gone(marker)
+    assert progress
+
+
+def _collector_pid(marker: str) -> int:
+    (pid,) = [
+        pid for pid, line in processes_mentioning(marker).items() if "rollout.collector" in line
+    ]
+    return pid
+
+
+@pytest.mark.sglang
+def test_batches_and_evaluations_from_a_real_server(
+    make_config: MakeConfig,
+    server: SglangServer,
+    model_dir: Path,
+    open_client: Open,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, server.keys.api_key)
+    monkeypatch.setenv(ADMIN_API_KEY_VARIABLE, server.keys.admin_api_key)
+    config = make_config(servers=(server.address,), temperature=0.6, oversample_groups=3)
+    client = open_client(config)
+    client.wait_ready()
+    batches = []
+    for step in range(2):
+        client.sync_weights(model_dir, 10 + step)
+        batches.append(client.collect(step))
+    for step, batch in enumerate(batches):
+        assert (batch.step, batch.version) == (step, 10 + step)
+        assert [len(group.samples) for group in batch.groups] == [2, 2, 2]
+        for sample in batch.samples:
+            expected = reference_logprobs(
+                model_dir, sample.prompt.token_ids, sample.response_token_ids, 0.6
+            )
+            np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)
+            assert set(sample.versions) <= {10, 10 + step}
+            assert sample.finish_reason is not FinishReason.ABORT
+        kept = read_batch(config.run_dir / "rollouts" / f"step_{step:06d}.parquet")
+        assert kept.stats == batch.stats
+    assert batches[1].stats.resumed_samples <= batches[0].stats.unfinished_samples
+
+    state = json.loads(json.dumps(client.state()))
+    client.close()
+    client = open_client(config)
+    client.restore(state)
+    assert client.state() == state
+
+    (result,) = client.evaluate(3)
+    assert (result.name, result.num_prompts, result.samples_per_prompt) == ("sums", 5, 2)
+    assert result.version == 0  # a new client does not know what the server holds
+    lines = (config.run_dir / "eval" / "step_000003_sums.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [answer["index"] for answer in answers] == [0, 1] * 5
+    assert result.avg_at_k == statistics.fmean(answer["reward"] for answer in answers)
+    assert result.response_tokens_mean == statistics.fmean(a["num_tokens"] for a in answers)
+    assert result.generated_tokens == sum(answer["num_tokens"] for answer in answers)
+    truncated = [answer["finish_reason"] == "length" for answer in answers]
+    assert result.truncated_share == statistics.fmean(truncated)
+
+
+@pytest.mark.sglang
+def test_a_server_that_dies_in_the_middle_is_noticed_at_once(
+    make_config: MakeConfig, marker: str, open_client: Open
+) -> None:
+    client = open_client(make_config())
+    client.wait_ready()
+    (result,) = client.evaluate(-1)  # the weights in model.path, without a weight update
+    assert result.version == 0
+    killed_s = []
+
+    def kill() -> None:
+        for pid, line in processes_mentioning(marker).items():
+            if "sglang_launcher" in line:
+                os.kill(pid, signal.SIGKILL)
+        killed_s.append(time.monotonic())
+
+    timer = threading.Timer(0.3, kill)
+    timer.start()
+
+    def evaluate_for_ever() -> None:
+        while True:
+            client.evaluate(0)
+
+    with pytest.raises(RolloutError) as caught:
+        evaluate_for_ever()
+    assert time.monotonic() - killed_s[0] < 2
+    first, *log = str(caught.value).splitlines()
+    assert first.startswith("the SGLang server at http://127.0.0.1:")
+    assert "died (SIGKILL); the last lines of" in first
+    assert log
+
+
+def test_a_remote_server_that_dies_in_the_middle_is_named(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(token_interval_s=0.02) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        client.sync_weights(tmp_path, 1)
+        fake.connections_to_drop = 1000
+        with pytest.raises(RolloutError) as caught:
+            client.collect(0)
+    assert str(caught.value).startswith(f"{fake.address}: no connection (")
+
+
+def test_a_server_with_the_other_temperature_convention_is_refused(
+    make_config: MakeConfig, open_client: Open
+) -> None:
+    with FakeSglang(ignores_temperature=True) as fake:
+        client = open_client(make_config(servers=(fake.address,), temperature=0.6))
+        with pytest.raises(RolloutError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
+            client.wait_ready()
+
+
+def test_a_collector_that_dies_shows_its_last_lines(
+    make_config: MakeConfig, marker: str, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        client.sync_weights(tmp_path, 1)
+        os.kill(_collector_pid(marker), signal.SIGKILL)
+        with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
+            client.collect(0)
+    assert "collector.log" in str(caught.value)
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
+    make_config: MakeConfig, marker: str, open_client: Open, tmp_path: Path
+) -> None:
+    config = make_config()
+    with FakeSglang(stop_at=60) as fake:
+        config = make_config(servers=(fake.address,))
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+        # No file of the collector may grow beyond 256 bytes, not even its log.
+        resource.prlimit(_collector_pid(marker), resource.RLIMIT_FSIZE, (256, 256))
+        with pytest.raises(RolloutError) as caught:
+            client.collect(0)
+    path = config.run_dir / "rollouts" / "step_000000.parquet"
+    assert str(caught.value).startswith(f"cannot write the samples of step 0 to {path}: ")
+    assert "free space, or set rollout.dump=false" in str(caught.value)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_without_dumps_batches_leave_no_file(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        config = make_config(servers=(fake.address,), dump=False)
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+        assert len(client.collect(0).groups) == 3
+    assert not (config.run_dir / "rollouts").exists()
+
+
+def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
+    make_config: MakeConfig, open_client: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(servers=("http://127.0.0.1:1",))
+    assert config.data.train is not None
+    train = config.data.train.path
+    rows = train.read_text()
+    train.write_text(json.dumps({"prompt": "1" * 100, "answer": "1"}) + "\n" + rows)
+    client = open_client(config)
+    with caplog.at_level(logging.WARNING), pytest.raises(RolloutError, match="no connection"):
+        client.wait_ready()
+    assert "1 of 17 prompts are longer than 32 tokens" in caplog.text
+
+    train.write_text(rows + '{"prompt": "1+1=?"}\n')
+    client = open_client(config)
+    with pytest.raises(RolloutError, match=r"train.jsonl:17: no column 'answer'"):
+        client.wait_ready()
+
+
+def test_a_checkpoint_of_a_replay_cannot_be_continued_live(
+    make_config: MakeConfig, open_client: Open
+) -> None:
+    client = open_client(make_config(servers=("http://127.0.0.1:1",)))
+    with pytest.raises(RolloutError, match="the checkpoint was written by a replay"):
+        client.restore({})
+    client.state()

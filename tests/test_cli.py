@@ -1,0 +1,83 @@
+"""The commands that need neither a server nor Megatron."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.launch import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """Wrong tokens outweigh right ones until the upper bound lets the ratio of 2 count."""
+    path = tmp_path / "tokens.npz"
+    np.savez(
+        path,
+        logprob=np.log(np.array([2.0, 1.0, 1.0], np.float32)),
+        behaviour_logprob=np.zeros(3, np.float32),
+        advantage=np.array([1.0, -1.0, -1.2], np.float32),
+    )
+    return path
+
+
+def test_bounds_prints_the_decision_as_json(tokens: Path) -> None:
+    result = run(["bounds", str(tokens), "--preset", "paper", "--json"])
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    # P = min(2, c), N = 2.2: P / (P + N) >= 0.4 needs c >= 1.4667, so 1.5 on the grid.
+    assert report["clip_high"] == pytest.approx(1.5)
+    assert report["clip_low"] == pytest.approx(0.6)
+    assert report["exit"] == "met"
+    assert report["positive_share_start"] == pytest.approx(1.2 / 3.4, abs=1e-6)
+    assert report["positive_share"] == pytest.approx(1.5 / 3.7, abs=1e-6)
+
+
+def test_bounds_prints_a_table_for_people(tokens: Path) -> None:
+    result = run(["bounds", str(tokens), "--contribution", "gradient"])
+    assert result.returncode == 0, result.stderr
+    # Counting only unclipped tokens, the ratio of 2 counts from the bound 2.05 on.
+    assert "met: c_low 0.6, c_high 2.05" in result.stdout
+    assert "→" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bounds", "/no/such.npz"], "/no/such.npz"),
+        (["bounds", "FILE", "--preset", "papper"], "preset"),
+        (["train"], "CONFIG"),
+        (["tarin"], "tarin"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_a_status(
+    tokens: Path, arguments: list[str], expected: str
+) -> None:
+    result = run([str(tokens) if a == "FILE" else a for a in arguments])
+    assert result.returncode != 0
+    assert expected in result.stderr
+    assert result.stderr.startswith("bapo-megatron: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_every_key_of_the_configuration_is_described() -> None:
+    result = run(["config"], environment={"COLUMNS": "300"})
+    assert result.returncode == 0, result.stderr
+    assert "algorithm.bapo.target" in result.stdout
+    assert "rollout.groups_per_step" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["base.yaml", "demo.yaml", "gsm8k-tiny.yaml", "eval-aime-tiny.yaml"]
+)
+def test_every_shipped_configuration_resolves(name: str) -> None:
+    overrides = ["name=x", "run_dir=x", "model.path=x"] if name == "base.yaml" else []
+    result = run(["config", f"configs/{name}", *overrides])
+    assert result.returncode == 0, result.stderr
+    assert "preset: paper" in result.stdout

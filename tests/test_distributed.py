@@ -1,0 +1,48 @@
+"""Joining process groups; the collectives are tested with the policy, on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.distributed import init_distributed, shutdown_distributed
+from tests.distributed_launch import run_ranks
+
+
+def alone() -> tuple[int, ...]:
+    """One process that torchrun did not start."""
+    import os
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        del os.environ[name]
+    groups = init_distributed(ParallelConfig())
+    try:
+        assert groups.is_first_stage
+        assert groups.is_last_stage
+        assert groups.device.type == "cpu"
+        return (groups.rank, groups.world_size, groups.tensor_size, groups.data_size)
+    finally:
+        shutdown_distributed()
+        shutdown_distributed()
+
+
+@pytest.mark.distributed
+def test_a_process_without_torchrun_is_the_only_rank() -> None:
+    assert run_ranks(alone, 1) == [(0, 1, 1, 1)]
+
+
+def test_a_world_that_tensor_parallel_does_not_divide_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=r"parallel.tensor: 2 must divide the number of ranks, 1;"):
+        init_distributed(ParallelConfig(tensor=2))
+
+
+def test_half_of_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"):
+        init_distributed(ParallelConfig())
