@@ -40,6 +40,8 @@ from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.sglang_client import ApiKeys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bapo_megatron.types import Prompt, RolloutBatch
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ _NUM_PROBE_PROMPTS = 4
 class Collector:
     """Answers the calls of one client; each public method is a call."""
 
-    def __init__(self, send: Any) -> None:
+    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         """Wait for ``open``.
 
         Args:
@@ -194,7 +196,7 @@ def _write(folder: Path, batch: RolloutBatch) -> Path:
 class _WarningsToClient(logging.Handler):
     """Shows warnings where the user looks, not only in the collector's log."""
 
-    def __init__(self, send: Any) -> None:
+    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(logging.WARNING)
         self._send = send
 
@@ -245,7 +247,7 @@ async def _answer_calls(
     collector: Collector,
     calls: asyncio.Queue[dict[str, Any]],
     writer: asyncio.StreamWriter,
-    send: Any,
+    send: Callable[[dict[str, Any]], None],
 ) -> None:
     while True:
         call = await calls.get()

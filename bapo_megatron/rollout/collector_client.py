@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,12 @@ class CollectorClient:
                 device="cuda" if torch.cuda.is_available() else "cpu",
             )
         self._log_path = config.run_dir / "logs" / "collector.log"
+        self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._received = bytearray()
+        self._poll = select.poll()  # not select(): a trainer may have more than 1024 open files
+        self._lines: deque[bytes] = deque()
+        self._partial_line = bytearray()
         self._call_numbers = itertools.count(1)
         self._opening: int | None = None
         self._is_connected = False
@@ -84,9 +88,9 @@ class CollectorClient:
         assert self._process is None, "a collector is started once"
         if self._server is not None:
             self._server.start()
-        self._owner_pid = os.getpid()
         atexit.register(self.close)
         self._socket, remote = socket.socketpair()
+        self._poll.register(self._socket, select.POLLIN)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with remote, self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -176,15 +180,16 @@ class CollectorClient:
 
     def close(self) -> None:
         """End server and collector; safe to call twice, does nothing in a forked process."""
-        if self._process is None or os.getpid() != self._owner_pid:
+        if os.getpid() != self._owner_pid:
             return
-        process, self._process = self._process, None
         atexit.unregister(self.close)
-        assert self._socket is not None
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         if self._server is not None:
             self._server.close()
-        end_group(process, _CLOSE_GRACE_S)
+        if self._process is not None:
+            end_group(self._process, _CLOSE_GRACE_S)
+            self._process = None
 
     def _wait_opened(self) -> None:
         """Take the answer to ``open``, once."""
@@ -228,26 +233,26 @@ class CollectorClient:
         Raises:
             RolloutError: The collector died.
         """
-        assert self._socket is not None
-        end = self._received.find(b"\n")
-        if end < 0:
-            readable, _, _ = select.select([self._socket], [], [], _POLL_S)
-            if not readable:
-                return None
-            chunk = b""
-            with contextlib.suppress(ConnectionError):
-                chunk = self._socket.recv(_RECEIVE_BYTES)
-            if not chunk:
-                self._raise_collector_died()
-            searched = len(self._received)
-            self._received += chunk
-            end = self._received.find(b"\n", searched)
-            if end < 0:
-                return None
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        message: dict[str, Any] = json.loads(line)
+        if not self._lines and self._poll.poll(_POLL_S * 1000):
+            self._receive_chunk()
+        if not self._lines:
+            return None
+        message: dict[str, Any] = json.loads(self._lines.popleft())
         return message
+
+    def _receive_chunk(self) -> None:
+        """Read what the socket has; a line of many megabytes is copied once."""
+        assert self._socket is not None
+        chunk = b""
+        with contextlib.suppress(ConnectionError):
+            chunk = self._socket.recv(_RECEIVE_BYTES)
+        if not chunk:
+            self._raise_collector_died()
+        first, *others = chunk.split(b"\n")
+        self._partial_line += first
+        for part in others:
+            self._lines.append(bytes(self._partial_line))
+            self._partial_line = bytearray(part)
 
     def _raise_collector_died(self) -> None:
         assert self._process is not None

@@ -72,6 +72,7 @@ class SglangServer:
         self._config = server
         self._seed = seed
         self._device = device
+        self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self.log_path = run_dir / "logs" / "sglang.log"
@@ -99,6 +100,7 @@ class SglangServer:
         assert self._process is None, "a server is started once"
         self.port = _claim_port(self._config.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        atexit.register(self.close)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.rollout.sglang_launcher", *self.arguments()],
@@ -109,8 +111,6 @@ class SglangServer:
                 start_new_session=True,
             )
         self._started_s = time.monotonic()
-        self._owner_pid = os.getpid()
-        atexit.register(self.close)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already; ensure_alive says why
             keys = {"api_key": self.keys.api_key, "admin_api_key": self.keys.admin_api_key}
@@ -183,12 +183,11 @@ class SglangServer:
 
     def close(self) -> None:
         """End the process group and wait for it; safe to call twice, does nothing in a fork."""
-        process = self._process
-        if process is None or os.getpid() != self._owner_pid:
+        if self._process is None or os.getpid() != self._owner_pid:
             return
-        self._process = None
         atexit.unregister(self.close)
-        end_group(process)  # at once, as sglang ends its own children: a server has no state
+        end_group(self._process)  # at once, as sglang ends its own children: it has no state
+        self._process = None
 
     def _answers(self, client: httpx.Client) -> bool:
         """Whether requests are taken; /health would generate a token for each question."""

@@ -77,7 +77,16 @@ def _draw_panel(
             points = [(row["step"] + 1, row[name]) for row in rows if name in row]
             if points:
                 text = label if len(runs) == 1 else f"{run_name}: {label}"
-                axis.plot(*zip(*points, strict=True), style, color=f"C{color}", label=text)
+                # Earlier series are wider, so that they show where a later one covers them.
+                width = 1.5 * (len(series) - color) ** 1.5
+                axis.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    color=f"C{color}",
+                    label=text,
+                    linewidth=width,
+                    alpha=1.0 / (len(series) - color),
+                )
     if title == "Reward":
         for color, name in enumerate(_eval_names(runs), start=1):
             for rows in runs.values():

@@ -85,7 +85,7 @@ class MetricsSinks:
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._console is not None:
-            self._console.print(self._line(metrics), highlight=False)
+            self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
         if self._tensorboard is not None:
             for name, value in finite.items():
                 self._tensorboard.add_scalar(name, value, metrics.step)

@@ -130,9 +130,6 @@ def test_reports_come_back_for_each_micro_batch(results: dict[str, Any], layout:
     tokens = [[int(s["tokens"]) for s in rank["qwen2"]["sums"]] for rank in results[layout]]
     # 6 and 13 tokens, the second padded to 14.
     assert tokens == {"single": [[6, 14]], "tensor": [[6, 14]] * 2, "data": [[6], [14]]}[layout]
-    assert not any(
-        s["loss"].requires_grad for rank in results[layout] for s in rank["qwen2"]["sums"]
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

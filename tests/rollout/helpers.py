@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import psutil
 import torch
 
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
@@ -65,3 +67,13 @@ def reference_logprobs(
         logits = model(torch.cat([torch.tensor(prompt), response_R])[None]).logits[0]
     rows_RV = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
     return rows_RV.gather(1, response_R[:, None])[:, 0].numpy()
+
+
+def descendants(pid: int | None = None, mentioning: str = "") -> set[psutil.Process]:
+    """What a process (this one, if not given) started, directly or not, by command line."""
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if mentioning in " ".join(process.cmdline()):
+                found.add(process)
+    return found

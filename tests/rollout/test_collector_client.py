@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import resource
-import signal
 import statistics
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import pytest
 
 from bapo_megatron.data.dump import read_batch
@@ -21,8 +19,7 @@ from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang
-from tests.launch import processes_mentioning, wait_until_gone
-from tests.rollout.helpers import reference_logprobs
+from tests.rollout.helpers import descendants, reference_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,17 +33,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A text in the environment of every process that the test starts."""
-    text = f"{tmp_path}-owned"
-    monkeypatch.setenv("MARKER", text)
-    return text
-
-
-@pytest.fixture
-def open_client(marker: str) -> Iterator[Open]:
+def open_client() -> Iterator[Open]:
     """Starts clients; checks that nothing is left of them."""
+    others = descendants()
     clients = []
+    progress: list[str] = []
 
     def open_(config: RunConfig) -> CollectorClient:
         client = CollectorClient(config, on_progress=progress.append)
@@ -54,20 +45,25 @@ def open_client(marker: str) -> Iterator[Open]:
         client.start()
         return client
 
-    progress: list[str] = []
     yield open_
+    started = descendants() - others
     for client in clients:
         client.close()
         client.close()
-    assert not wait_until_gone(marker)
+    assert not psutil.wait_procs(started, timeout=10)[1]
     assert progress
 
 
-def _collector_pid(marker: str) -> int:
-    (pid,) = [
-        pid for pid, line in processes_mentioning(marker).items() if "rollout.collector" in line
-    ]
-    return pid
+@pytest.fixture
+def find_process() -> Callable[[str], psutil.Process]:
+    """Finds what the test itself started."""
+    others = descendants()
+
+    def find(mentioning: str) -> psutil.Process:
+        (process,) = descendants(mentioning=mentioning) - others
+        return process
+
+    return find
 
 
 @pytest.mark.sglang
@@ -122,7 +118,9 @@ def test_batches_and_evaluations_from_a_real_server(
 
 @pytest.mark.sglang
 def test_a_server_that_dies_in_the_middle_is_noticed_at_once(
-    make_config: MakeConfig, marker: str, open_client: Open
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
 ) -> None:
     client = open_client(make_config())
     client.wait_ready()
@@ -131,9 +129,7 @@ def test_a_server_that_dies_in_the_middle_is_noticed_at_once(
     killed_s = []
 
     def kill() -> None:
-        for pid, line in processes_mentioning(marker).items():
-            if "sglang_launcher" in line:
-                os.kill(pid, signal.SIGKILL)
+        find_process("sglang_launcher").kill()
         killed_s.append(time.monotonic())
 
     timer = threading.Timer(0.3, kill)
@@ -174,27 +170,32 @@ def test_a_server_with_the_other_temperature_convention_is_refused(
 
 
 def test_a_collector_that_dies_shows_its_last_lines(
-    make_config: MakeConfig, marker: str, open_client: Open, tmp_path: Path
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
 ) -> None:
     with FakeSglang(stop_at=60) as fake:
         client = open_client(make_config(servers=(fake.address,)))
         client.sync_weights(tmp_path, 1)
-        os.kill(_collector_pid(marker), signal.SIGKILL)
+        find_process("rollout.collector").kill()
         with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
             client.collect(0)
     assert "collector.log" in str(caught.value)
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
-    make_config: MakeConfig, marker: str, open_client: Open, tmp_path: Path
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
 ) -> None:
-    config = make_config()
     with FakeSglang(stop_at=60) as fake:
         config = make_config(servers=(fake.address,))
         client = open_client(config)
         client.sync_weights(tmp_path, 1)
         # No file of the collector may grow beyond 256 bytes, not even its log.
-        resource.prlimit(_collector_pid(marker), resource.RLIMIT_FSIZE, (256, 256))
+        find_process("rollout.collector").rlimit(psutil.RLIMIT_FSIZE, (256, 256))
         with pytest.raises(RolloutError) as caught:
             client.collect(0)
     path = config.run_dir / "rollouts" / "step_000000.parquet"
@@ -233,10 +234,7 @@ def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
         client.wait_ready()
 
 
-def test_a_checkpoint_of_a_replay_cannot_be_continued_live(
-    make_config: MakeConfig, open_client: Open
-) -> None:
-    client = open_client(make_config(servers=("http://127.0.0.1:1",)))
+def test_a_checkpoint_of_a_replay_cannot_be_continued_live(make_config: MakeConfig) -> None:
+    client = CollectorClient(make_config(), on_progress=print)
     with pytest.raises(RolloutError, match="the checkpoint was written by a replay"):
         client.restore({})
-    client.state()

@@ -24,7 +24,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen2",
         directory,
         vocab_size=len(tokenizer),
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -139,6 +139,62 @@ def test_a_resumed_run_pushes_its_weights_and_continues_the_versions(
     assert row["mismatch/logprob_abs_max"] <= 1e-4
 
 
+def test_gsm8k_trains_and_updates_without_signal_are_skipped(
+    config: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    result = run(
+        [
+            "train",
+            str(config),
+            f"run_dir={run_dir}",
+            f"data.train.path={shared_data / 'gsm8k_train.jsonl'}",
+            "data.train.prompt_column=question",
+            "data.max_prompt_tokens=400",
+            "algorithm.entropy_coefficient=0",
+            "train.steps=5",
+            "eval.sets=[]",
+            "model.dtype=bfloat16",
+        ],
+        timeout_s=400,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert len(rows) == 5
+    for row in rows:
+        # A random model is never right: no group is mixed, so nothing may be updated.
+        assert row["train/skipped_updates"] == (0.0 if row["reward/mixed_groups"] else 1.0)
+    if all(row["reward/mean"] == 0 for row in rows):
+        assert not any(row["train/updates"] for row in rows)
+
+
+def test_aime_is_evaluated_and_the_tiny_model_scores_nothing(
+    config: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    sets = ", ".join(
+        f"{{path: {shared_data / f'aime{year}.parquet'}, answer_column: reward_model.ground_truth}}"
+        for year in (24, 25)
+    )
+    result = run(
+        [
+            "eval",
+            str(config),
+            f"run_dir={tmp_path / 'run'}",
+            f"eval.sets=[{sets}]",
+            "data.max_prompt_tokens=2000",
+            "train.max_tokens_per_micro_batch=4096",
+        ],
+        timeout_s=400,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, second = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert (first["name"], second["name"]) == ("aime24", "aime25")
+    assert (first["num_prompts"], second["num_prompts"]) == (30, 30)
+    assert first["samples_per_prompt"] == 2
+    assert (first["avg_at_k"], second["avg_at_k"]) == (0.0, 0.0)
+    assert (first["pass_at_k"], second["pass_at_k"]) == (0.0, 0.0)
+
+
 def _start_and_wait_for_training(config: Path, run_dir: Path) -> subprocess.Popen[str]:
     process = start(["train", str(config), f"run_dir={run_dir}", "train.steps=1000"])
     deadline = time.monotonic() + 240
