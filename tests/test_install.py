@@ -1,0 +1,49 @@
+"""The set-up script says in one line what is missing, before it installs anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _make_setup(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", "--no-print-directory", "setup", f"VENV={tmp_path / 'venv'}"],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PYTHON": "/no/such/python"}, "setup: /no/such/python does not run or is not Python 3.11"),
+        ({"CXX": "/no/such/compiler"}, "setup: no C++ compiler (/no/such/compiler) was found"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line(
+    tmp_path: Path, variables: dict[str, str], expected: str
+) -> None:
+    result = _make_setup(tmp_path, **variables)
+    assert result.returncode != 0
+    assert result.stderr.splitlines()[0].startswith(expected)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_python_without_venv_is_named(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    # It runs and has the right version, but cannot import venv.
+    bare.write_text('#!/bin/sh\ncase "$2" in *venv*) exit 1 ;; esac\nexit 0\n')
+    bare.chmod(0o755)
+    result = _make_setup(tmp_path, PYTHON=str(bare))
+    assert result.returncode != 0
+    assert "has no venv module; install it" in result.stderr.splitlines()[0]
