@@ -46,10 +46,11 @@ step "creating $venv with $("$python" --version)"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 step "installing torch"
 "${pip[@]}" install torch==2.13.0 triton==3.9.0
-step "installing sglang (without the CUDA packages that it lists)"
-"${pip[@]}" install --no-deps sglang==0.5.21 torchvision==0.28.0 xgrammar==0.2.7
 step "installing megatron-core, transformers and the rest"
 "${pip[@]}" install -r requirements/cpu.txt
+# Last, so that pip does not list the CUDA packages that are missing on purpose.
+step "installing sglang (without the CUDA packages that it lists)"
+"${pip[@]}" install --no-deps sglang==0.5.21 torchvision==0.28.0 xgrammar==0.2.7
 step "compiling csrc/ and installing bapo_megatron"
 "${pip[@]}" install --no-deps --editable .
 step "done"
