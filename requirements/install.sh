@@ -45,7 +45,9 @@ step "creating $venv with $("$python" --version)"
 "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 step "installing torch"
-"${pip[@]}" install torch==2.13.0 triton==3.9.0
+"${pip[@]}" install torch==2.13.0
+# A build of torch with CUDA brings the triton that it needs; SGLang imports it beside a CPU build too.
+"$venv/bin/python" -c 'import triton' 2>/dev/null || "${pip[@]}" install triton==3.9.0
 step "installing megatron-core, transformers and the rest"
 "${pip[@]}" install -r requirements/cpu.txt
 # Last, so that pip does not list the CUDA packages that are missing on purpose.
