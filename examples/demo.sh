@@ -10,10 +10,11 @@ shift $(($# < 2 ? $# : 2))
 tiny=runs/demo-tiny-seed$seed
 run=runs/demo
 
-export OMP_NUM_THREADS=1
-rm -rf "$run"
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 "$python" -m bapo_megatron make-tiny "$tiny" --seed "$seed"
-"$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m bapo_megatron \
+rm -rf "$run" # an earlier demo
+"$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+    --nproc-per-node 2 -m bapo_megatron \
     train configs/demo.yaml "seed=$seed" "run_dir=$run" "model.path=$tiny/model" \
     "data.train.path=$tiny/train.jsonl" "eval.sets=[{path: $tiny/heldout.jsonl, name: heldout}]" "$@"
 "$python" -m bapo_megatron plot "$run"

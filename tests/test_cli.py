@@ -81,3 +81,6 @@ def test_every_shipped_configuration_resolves(name: str) -> None:
     result = run(["config", f"configs/{name}", *overrides])
     assert result.returncode == 0, result.stderr
     assert "preset: paper" in result.stdout
+    recipe = run(["config", f"configs/{name}", *overrides, "algorithm.bapo.preset=recipe"])
+    assert "behaviour: recomputed" in recipe.stdout
+    assert "dual_clip: 3.0" in recipe.stdout

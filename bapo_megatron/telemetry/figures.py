@@ -29,6 +29,7 @@ _PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("clip/fraction_high", "above the upper bound"),
             ("clip/fraction_low", "below the lower bound"),
+            ("clip/fraction_dual", "above the dual clip"),
         ),
     ),
 )
@@ -52,7 +53,8 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
     mpl.use("Agg")
     from matplotlib.figure import Figure
 
-    runs = {run_dir.name: _load(run_dir) for run_dir in run_dirs}
+    are_unique = len({run_dir.name for run_dir in run_dirs}) == len(run_dirs)
+    runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
     figure = Figure(figsize=(13, 7), layout="constrained")
     axes = figure.subplots(2, 3)
     for axis, (title, series) in zip(axes.flat, _PANELS, strict=True):

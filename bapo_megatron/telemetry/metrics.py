@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MAX_PREFIX = "max:"
 """Sums whose name starts with this are maxima: they are reduced with max instead of added."""
 
+BEFORE_TRAINING = -1
+"""The step of an evaluation that comes before the first one."""
+
 _PER_TOKEN = {
     "clip/fraction_high": "clip/high",
     "clip/fraction_low": "clip/low",

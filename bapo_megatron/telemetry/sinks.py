@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from bapo_megatron.files import atomic_write_text
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,9 @@ class MetricsSinks:
         self._console = Console() if config.console else None
         self._lines = 0
         path = run_dir / "metrics.jsonl"
+        if path.exists():
+            # A kill may have torn the last line; its step is made again.
+            atomic_write_text(path, "".join(path.read_text().rpartition("\n")[:2]))
         earlier = read_metrics(path) if path.exists() else []
         kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
         atomic_write_text(path, "".join(kept))
@@ -68,7 +72,7 @@ class MetricsSinks:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"), purge_step=first_step or None
+                str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else None
             )
         self._wandb: Any = None
         if config.wandb_project:
@@ -79,18 +83,21 @@ class MetricsSinks:
             )
 
     def write(self, metrics: StepMetrics) -> None:
-        """Report one step everywhere; the JSON line is on disk when this returns."""
+        """Report one step everywhere; the JSON line is on disk when this returns.
+
+        TensorBoard and Weights & Biases count steps done: 1 after the first.
+        """
         finite = {k: v for k, v in metrics.values.items() if math.isfinite(v)}
         self._file.write(json.dumps({"step": metrics.step, **finite}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        if self._console is not None:
+        if self._console is not None and metrics.step != BEFORE_TRAINING:
             self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
         if self._tensorboard is not None:
             for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, metrics.step)
+                self._tensorboard.add_scalar(name, value, metrics.step + 1)
         if self._wandb is not None:
-            self._wandb.log(finite, step=metrics.step)
+            self._wandb.log(finite, step=metrics.step + 1)
 
     def close(self) -> None:
         """Flush and close everything."""

@@ -29,8 +29,8 @@ def train(config: RunConfig) -> None:
                 run.sync_weights()
             with run.timer.phase("evaluation"):
                 evaluated = run.evaluate_if_due(step)
-            with run.timer.phase("checkpoint"):
-                run.save_if_due(step)
             metrics = step_metrics(batch, results, lr, run.timer.end_step())
             run.report(metrics, eval_metrics(evaluated), results)
+            with run.timer.phase("checkpoint"):  # its time is part of the next row
+                run.save_if_due(step)
         run.finish()

@@ -6,7 +6,7 @@ Shape legend: N = packed tokens, V = local vocabulary columns, T = response toke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,8 +74,8 @@ class UpdateContext:
     num_updates: int
     """Optimizer updates made before this one: the age of a token is this minus its version."""
     rollout_version: int | None
-    """In the first update of a step the version that the engines held, whose tokens are compared
-    with the trainer's log-probs; later None, since the weights have moved."""
+    """While the policy still has the weights that the engines held, their version: its tokens are
+    compared with the trainer's log-probs. None once the weights have moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,14 @@ class LossStage:
             table.tensor.copy_(total)
             if table.nonfinite_tokens > 0:
                 return None
+            if table.trained_tokens == 0:
+                # Nothing to search over (a micro-batch without signal): it counts as no search.
+                return replace(
+                    rule.bounds(table),
+                    positive_share_start=math.nan,
+                    positive_share=math.nan,
+                    exit="fixed",
+                )
         return rule.bounds(table)
 
     def loss(

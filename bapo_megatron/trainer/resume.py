@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from bapo_megatron.policy.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.trainer.summary import RunSummary, accuracies, moved_share
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ class Progress:
         seen = Counter(bounds.exit for result in results for bounds in result.bounds)
         self.exits = dict(Counter(self.exits) + seen)
 
-    def record_evaluation(self, results: list[EvalResult]) -> None:
-        """Keep the first and the newest scores of the first evaluation set."""
+    def record_evaluation(self, step: int, results: list[EvalResult]) -> None:
+        """Keep the scores of the first evaluation set before training and the newest after it."""
         accuracy, answer_found = accuracies(results)
-        if self.accuracy_before is None:
+        if step == BEFORE_TRAINING:
             self.accuracy_before, self.answer_found_before = accuracy, answer_found
-        self.accuracy_after, self.answer_found_after = accuracy, answer_found
+        else:
+            self.accuracy_after, self.answer_found_after = accuracy, answer_found
         self.num_prompts = results[0].num_prompts
 
     def summary(self, config: RunConfig, phase_s: dict[str, float]) -> RunSummary:

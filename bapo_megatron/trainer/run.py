@@ -16,12 +16,18 @@ from rich.console import Console
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import save_resolved
 from bapo_megatron.data.dump import dump_bytes, read_batch
-from bapo_megatron.distributed import broadcast_bytes, init_distributed, shutdown_distributed
+from bapo_megatron.distributed import (
+    barrier,
+    broadcast_bytes,
+    init_distributed,
+    shutdown_distributed,
+)
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.progress import RolloutProgress
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.timer import PhaseTimer
@@ -96,7 +102,10 @@ class Run:
                 seed=config.seed,
                 groups=groups,
             )
-            yield cls(config, groups, policy, source, stack)
+            run = cls(config, groups, policy, source, stack)
+            if source is not None:
+                stack.callback(run.discard_synced_weights)
+            yield run
 
     @property
     def first_step(self) -> int:
@@ -107,6 +116,11 @@ class Run:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
             self.progress = load_run(self.config.run_dir, self.policy, self._source)
+        with self.timer.phase("server_start"):
+            if isinstance(self._source, CollectorClient):
+                self._source.wait_ready()
+            # Nobody waits for a server inside a collective of the model.
+            barrier(self._groups)
         if self._source is not None:
             self._sinks = MetricsSinks(
                 self.config.run_dir,
@@ -116,14 +130,13 @@ class Run:
                 total_steps=self.config.train.steps,
             )
             self._stack.callback(self._sinks.close)
-        if isinstance(self._source, CollectorClient):
-            with self.timer.phase("server_start"):
-                self._source.wait_ready()
         with self.timer.phase("weight_sync"):
             self.sync_weights()
         if self.config.eval.at_start and self.first_step == 0:
             with self.timer.phase("evaluation"):
-                self._evaluate(step=-1)
+                before = self._evaluate(step=BEFORE_TRAINING)
+            if self._sinks is not None and before:
+                self._sinks.write(StepMetrics(BEFORE_TRAINING, eval_metrics(before)))
         self.timer.end_step()
 
     def next_batch(self, step: int) -> RolloutBatch:
@@ -160,12 +173,15 @@ class Run:
         if self._sinks is not None:
             self._sinks.write(StepMetrics(metrics.step, metrics.values | evaluated))
 
+    def discard_synced_weights(self) -> None:
+        """Remove the weights that servers loaded from the disk; rank 0 only."""
+        self._sync.close()
+
     def finish(self) -> None:
         """Export the trained model and print the summary."""
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.policy.export_hf(self.config.run_dir / "hf")
-        self._sync.close()
         if self._source is None:
             return
         summary = self.progress.summary(self.config, self.timer.total_s)
@@ -177,7 +193,7 @@ class Run:
         results = self._source.evaluate(step) if self._source is not None else []
         if not results:
             return []
-        self.progress.record_evaluation(results)
+        self.progress.record_evaluation(step, results)
         if self.config.log.console:
             for result in results:
                 Console().print(
@@ -202,9 +218,9 @@ def _claim_run_dir(config: RunConfig) -> None:
         ValueError: it holds a run and ``resume`` is not set.
     """
     run_dir = config.run_dir
-    if not config.resume and (
-        (run_dir / "metrics.jsonl").exists() or find_latest(run_dir / "checkpoints")
-    ):
+    metrics = run_dir / "metrics.jsonl"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    if not config.resume and (has_metrics or find_latest(run_dir / "checkpoints")):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )
@@ -214,6 +230,8 @@ def _claim_run_dir(config: RunConfig) -> None:
 
 def _open_source(config: RunConfig, progress: RolloutProgress) -> RolloutSource:
     if config.replay is not None:
+        if config.eval.sets:
+            Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
         return ReplaySource(config.replay)
     source = CollectorClient(config, on_progress=progress.update)
     source.start()

@@ -73,14 +73,18 @@ class BatchTrainer:
             ValueError: the batch does not fit the configuration.
         """
         updates = plan_step(batch, self._config, self._layout)
+        updates_before = self._policy.num_updates
         if self._config.behaviour == "recomputed":
             updates = tuple(self._recompute_behaviour(update) for update in updates)
         results = []
         for number in range(self._config.epochs * len(updates)):
             update = updates[number % len(updates)]
+            # Counted from the batch's version, so that ages are those of the run that made it.
+            made = self._policy.num_updates - updates_before
+            same_weights = self._policy.num_updates == batch.version
             context = UpdateContext(
-                num_updates=self._policy.num_updates,
-                rollout_version=batch.version if number == 0 else None,
+                num_updates=batch.version + made,
+                rollout_version=batch.version if same_weights else None,
             )
             results.append(self._update(batch, update, context, is_first=number == 0))
         return results
@@ -97,7 +101,6 @@ class BatchTrainer:
     def _update(
         self, batch: RolloutBatch, update: PlannedUpdate, context: UpdateContext, *, is_first: bool
     ) -> UpdateResult:
-        packing = {"packing/real": float(update.real_tokens), "packing/slots": float(update.slots)}
         if not update.has_gradient and self._config.entropy_coefficient == 0:
             return UpdateResult(sums={}, bounds=(), grad_norm=0.0, skipped=True)
         bounds: ClipBounds | None = None
@@ -113,6 +116,7 @@ class BatchTrainer:
             )
 
         reports = self._policy.forward_backward(update.micro_batches, loss_fn)
+        packing = {"packing/real": float(update.real_tokens), "packing/slots": float(update.slots)}
         sums = packing | self._reduce(reports)
         if sums["nonfinite_tokens"] > 0:
             return self._refuse(batch, update, [report.logprob_T for report in reports])
@@ -124,7 +128,7 @@ class BatchTrainer:
                     "log-prob is finite; lower optimizer.lr, or set "
                     "algorithm.on_nonfinite=skip_update to go on without such updates"
                 )
-            return UpdateResult(sums=sums, bounds=(), grad_norm=0.0, skipped=True)
+            return UpdateResult(sums=packing, bounds=(), grad_norm=0.0, skipped=True)
         searched = (bounds,) if bounds is not None else tuple(r.bounds for r in reports)
         return UpdateResult(sums=sums, bounds=searched, grad_norm=outcome.grad_norm, skipped=False)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class DiskWeightSync:
     """Exports the policy as a Hugging Face directory and has every server load it.
 
-    Only the newest version stays on disk, because a server that restarts loads it again.
+    Only the newest version stays on disk.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,8 +37,9 @@ class DiskWeightSync:
         policy.export_hf(target)
         if source is not None:
             source.sync_weights(target, version)
-            if self._current is not None:
-                shutil.rmtree(self._current)
+            for earlier in self._root.iterdir():
+                if earlier != target:
+                    shutil.rmtree(earlier)
         self._current = target
         barrier(policy.groups)
 

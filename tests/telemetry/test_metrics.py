@@ -145,6 +145,16 @@ def test_sinks_drop_rows_that_a_resumed_run_makes_again(tmp_path) -> None:
     assert "x" not in rows[0]
 
 
+def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "a": 1}\n{"step": 1, "a"')
+    config = LogConfig(console=False, tensorboard=False)
+    sinks = MetricsSinks(tmp_path, "run", config, first_step=1, total_steps=4)
+    sinks.write(StepMetrics(1, {"a": 2.0}))
+    sinks.close()
+    assert read_metrics(path) == [{"step": 0, "a": 1}, {"step": 1, "a": 2.0}]
+
+
 def test_tensorboard_events_are_written(tmp_path) -> None:
     sinks = MetricsSinks(tmp_path, "run", LogConfig(console=False), first_step=0, total_steps=1)
     sinks.write(StepMetrics(0, {"reward/mean": 0.5}))

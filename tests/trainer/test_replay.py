@@ -100,6 +100,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         for name in COMPARED:
             assert row[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-6), name
         assert row["train/lr"] == reference["train/lr"]
+    summaries = [json.loads((d / "summary.json").read_text()) for d in (uninterrupted, run_dir)]
+    for name in ("steps", "updates", "generated_tokens", "search_moved_share"):
+        assert summaries[0][name] == summaries[1][name], name
     assert _largest_difference(uninterrupted, run_dir) < 1e-6
 
 
