@@ -28,6 +28,9 @@ app = typer.Typer(
     help="Reinforcement learning with verifiable rewards by BAPO.",
 )
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -42,11 +45,19 @@ def _load(config: Path, overrides: list[str] | None) -> RunConfig:
 
 
 @app.command()
-def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run; short for resume=true.")
+    ] = False,
+) -> None:
     """Train with BAPO; start it with torchrun for more than one rank."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # no rank outlives torchrun
-    run_config = _load(config, overrides)
+        # No rank outlives torchrun. SIGKILL, because Python runs no handler while a collective
+        # waits in C++; what rank 0 started ends by itself once rank 0 is gone.
+        end_with_parent(signal.SIGKILL)
+    run_config = _load(config, [*(overrides or []), *(["resume=true"] if resume else [])])
     from bapo_megatron.policy.quiet import ignore_known_warnings
 
     ignore_known_warnings()  # before megatron is imported
@@ -79,10 +90,12 @@ def bounds(
     """
     from bapo_megatron.algorithm.bounds_report import bounds_from_file
     from bapo_megatron.config.load import parse_section
-    from bapo_megatron.config.schema import BapoConfig
+    from bapo_megatron.config.schema import AlgorithmConfig
 
     given = {"preset": preset} | ({"contribution": contribution} if contribution else {})
-    report = bounds_from_file(file, parse_section(BapoConfig, given, place="options"))
+    # The preset sets dual_clip as well, which is beside the search's own section.
+    config = parse_section(AlgorithmConfig, {"bapo": given}, place="options")
+    report = bounds_from_file(file, config.bapo, config.dual_clip)
     if as_json:
         typer.echo(json.dumps(report.to_json_dict(), indent=2))
     else:
@@ -135,32 +148,45 @@ def show_config(
     Console().print(table)
 
 
-def _raise_on_sigterm(number: int, frame: FrameType | None) -> None:
-    """End by an exception, so that every context manager cleans up."""
+def _end_once(number: int, frame: FrameType | None) -> None:
+    """End by an exception, so that every context manager cleans up; no second signal disturbs it.
+
+    A second one is usual: Ctrl-C reaches torchrun and its ranks, and torchrun passes it on.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(128 + number)
 
 
 def main() -> None:
     """Run the command line.
 
-    What a user can cause (``ValueError``, ``OSError``, ``RolloutError``) becomes one line; anything
-    else is a defect and keeps its traceback. ``BAPO_TRACEBACK=1`` shows every traceback.
+    What a user can cause (``ValueError``, ``OSError``, ``RolloutError``) becomes one line, and so
+    does the end of another rank; anything else is a defect and keeps its traceback.
+    ``BAPO_TRACEBACK=1`` shows every traceback.
     """
-    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_once)
     try:
-        # standalone_mode=False returns the status that a command asked for instead of exiting.
-        sys.exit(app(standalone_mode=False))
+        # standalone_mode=False returns the status that a command asked for instead of exiting; an
+        # interrupt inside a command comes back as a status too.
+        status = app(standalone_mode=False)
     except KeyboardInterrupt:
-        _complain("interrupted")
-        sys.exit(130)
+        status = INTERRUPTED
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last handler; defects keep their traceback
+        error = _as_lost_peer(error)
         if os.environ.get("BAPO_TRACEBACK") == "1" or not _is_users(error):
-            traceback.print_exc()
+            traceback.print_exception(error)
         else:
             _complain(_message(error))
         sys.exit(2 if _is_usage(error) else 1)
+    if status == INTERRUPTED:
+        _complain("interrupted")
+    sys.exit(status)
 
 
 def _is_usage(error: Exception) -> bool:
@@ -172,7 +198,29 @@ def _is_usage(error: Exception) -> bool:
 def _is_users(error: Exception) -> bool:
     from bapo_megatron.rollout.base import RolloutError
 
-    return _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError)
+    if _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    from bapo_megatron.distributed import LostPeerError  # imports torch, which takes seconds
+
+    return isinstance(error, LostPeerError)
+
+
+def _as_lost_peer(error: Exception) -> Exception:
+    """Recognise another rank's end in the error of any collective, by whoever called it.
+
+    Rank 0 keeps its traceback: where the network failed and no rank ended, one must say so.
+    """
+    if os.environ.get("RANK", "0") == "0" or not isinstance(error, RuntimeError):
+        return error
+    from bapo_megatron.distributed import LostPeerError, is_peer_loss
+
+    if not is_peer_loss(error):
+        return error
+    lost = LostPeerError()
+    lost.__cause__ = error
+    return lost
 
 
 def _message(error: Exception) -> str:

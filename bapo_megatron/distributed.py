@@ -1,4 +1,7 @@
-"""Process groups of a trainer rank, and the few collectives that are used outside policy/."""
+"""Process groups of a trainer rank, and the few collectives that are used outside policy/.
+
+Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank has ended.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from bapo_megatron.config.schema import ParallelConfig
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_PEER_LOSS_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Pair is closed",
+)
+"""What gloo says of a connection whose other end is gone; it has no error class for it."""
+
+
+class LostPeerError(RuntimeError):
+    """Another rank ended while this one waited for it."""
+
+    def __init__(self) -> None:
+        """The cause is that rank's; all this one can do is point to it."""
+        super().__init__("another rank ended; its own message says why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,43 +162,23 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
             f"gave {'None' if data is None else f'{len(data)} bytes'}"
         )
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-    dist.broadcast(num_bytes, src=0, group=groups.control)
+    with _peers_needed():
+        dist.broadcast(num_bytes, src=0, group=groups.control)
     if data is not None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
     else:
         payload = torch.empty(int(num_bytes.item()), dtype=torch.uint8)
     if num_bytes.item():
-        dist.broadcast(payload, src=0, group=groups.control)
+        with _peers_needed():
+            dist.broadcast(payload, src=0, group=groups.control)
     return data if data is not None else payload.numpy().tobytes()
-
-
-def all_reduce_sums(
-    sums: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Add up named scalars over a group, in float64 with one collective.
-
-    Args:
-        sums: Scalars by name; every rank of the group gives the same names.
-        group: The ranks to sum over.
-
-    Returns:
-        The sums by name, in the order of ``sums``; equal on every rank.
-    """
-    if not sums:
-        return {}
-    names = sorted(sums)
-    values = torch.stack(
-        [torch.as_tensor(sums[name]).detach().double().reshape(()).cpu() for name in names]
-    ).to(_device_of(group))
-    dist.all_reduce(values, group=group)
-    reduced = dict(zip(names, values.tolist(), strict=True))
-    return {name: reduced[name] for name in sums}
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Return whether ``flag`` holds on any rank of the group, on all of them alike."""
     value = torch.tensor([int(flag)], dtype=torch.int32, device=_device_of(group))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    with _peers_needed():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 
 
@@ -190,22 +189,31 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     """
     own_rank = groups.rank if message is not None else groups.world_size
     source = torch.tensor([own_rank], dtype=torch.int64)
-    dist.all_reduce(source, op=dist.ReduceOp.MIN, group=groups.control)
+    with _peers_needed():
+        dist.all_reduce(source, op=dist.ReduceOp.MIN, group=groups.control)
     if int(source.item()) == groups.world_size:
         return None
     encoded = (message or "").encode()
     num_bytes = torch.tensor([len(encoded)], dtype=torch.int64)
-    dist.broadcast(num_bytes, src=int(source.item()), group=groups.control)
+    with _peers_needed():
+        dist.broadcast(num_bytes, src=int(source.item()), group=groups.control)
     payload = torch.zeros(int(num_bytes.item()), dtype=torch.uint8)
     if groups.rank == int(source.item()):
         payload = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    dist.broadcast(payload, src=int(source.item()), group=groups.control)
+    with _peers_needed():
+        dist.broadcast(payload, src=int(source.item()), group=groups.control)
     return payload.numpy().tobytes().decode()
 
 
 def barrier(groups: ProcessGroups) -> None:
     """Wait for every rank, over ``groups.control`` and its time-out."""
-    dist.barrier(group=groups.control)
+    with _peers_needed():
+        dist.barrier(group=groups.control)
+
+
+def is_peer_loss(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank ended, by gloo's message."""
+    return any(text in str(error) for text in _PEER_LOSS_TEXTS)
 
 
 @contextmanager
@@ -228,6 +236,17 @@ def fail_together(groups: ProcessGroups) -> Iterator[None]:
         raise error
     if failed:
         raise OSError("another rank could not read or write a file; its own message names it")
+
+
+@contextmanager
+def _peers_needed() -> Iterator[None]:
+    """Raise ``LostPeerError`` where a collective of the block finds another rank gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_loss(error):
+            raise
+        raise LostPeerError from error
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from tests.launch import run
+from bapo_megatron import cli
+from tests.launch import REPOSITORY, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +48,61 @@ def test_bounds_prints_a_table_for_people(tokens: Path) -> None:
     # Counting only unclipped tokens, the ratio of 2 counts from the bound 2.05 on.
     assert "met: c_low 0.6, c_high 2.05" in result.stdout
     assert "→" in result.stdout
+
+
+def test_bounds_uses_the_dual_clip_of_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npz"
+    np.savez(
+        path,
+        logprob=np.log(np.array([1.0, 4.0, 1.0], np.float32)),
+        behaviour_logprob=np.zeros(3, np.float32),
+        advantage=np.array([1.0, -1.0, -0.25], np.float32),
+    )
+    result = run(
+        ["bounds", str(path), "--preset", "recipe", "--contribution", "gradient", "--json"]
+    )
+    assert result.returncode == 0, result.stderr
+    # The ratio of 4 is above the dual clip of 3: P = 1, N = 0.25. With it the share were 1 / 5.25.
+    assert json.loads(result.stdout)["positive_share_start"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("first", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_second_signal_does_not_interrupt_the_cleanup(first: str, status: int) -> None:
+    program = f"""
+import signal
+from bapo_megatron import cli
+
+def app(**options):
+    try:
+        signal.raise_signal(signal.{first})
+    finally:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        print("cleaned up")
+
+cli.app = app
+cli.main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == status
+    assert result.stdout == "cleaned up\n"
+    assert "Traceback" not in result.stderr
+
+
+def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+
+    def load(config: Path, overrides: list[str]) -> None:
+        given.append(overrides)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(cli, "_load", load)
+    for arguments in (["seed=1", "--resume"], ["--resume"], ["seed=1"]):
+        with pytest.raises(ValueError, match="seen"):
+            cli.app(["train", "run.yaml", *arguments], standalone_mode=False)
+    assert given == [["seed=1", "resume=true"], ["resume=true"], ["seed=1"]]
 
 
 @pytest.mark.parametrize(

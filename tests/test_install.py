@@ -26,7 +26,10 @@ def _make_setup(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"PYTHON": "/no/such/python"}, "setup: /no/such/python does not run or is not Python 3.11"),
+        (
+            {"PYTHON": "/no/such/python"},
+            "setup: /no/such/python does not run or is not Python 3.11",
+        ),
         ({"CXX": "/no/such/compiler"}, "setup: no C++ compiler (/no/such/compiler) was found"),
     ],
 )

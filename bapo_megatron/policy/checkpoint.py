@@ -87,7 +87,8 @@ def save_checkpoint(
         step: Number of the checkpoint; one of the same number is replaced.
         policy: The policy.
         extra: State of the caller; only rank 0's is written.
-        keep_last: Older checkpoints are removed.
+        keep_last: How many checkpoints stay, this one included. Older ones are removed, and so are
+            those of higher steps: the try that wrote them was abandoned for this one.
 
     Returns:
         The checkpoint's directory.
@@ -125,7 +126,7 @@ def save_checkpoint(
             atomic_write_text(temporary / STATE_NAME, json.dumps(asdict(state), indent=2) + "\n")
             publish_directory(temporary, directory)
             atomic_write_text(root / LATEST_NAME, directory.name + "\n")
-            _remove_old(root, keep_last)
+            _remove_others(root, step, keep_last)
     return directory
 
 
@@ -256,11 +257,12 @@ def _remove_unfinished(root: Path) -> None:
         shutil.rmtree(path)
 
 
-def _remove_old(root: Path, keep_last: int) -> None:
-    steps = sorted(
+def _remove_others(root: Path, saved_step: int, keep_last: int) -> None:
+    steps = [
         int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))
-    )
-    for step in steps[:-keep_last]:
+    ]
+    kept = sorted(step for step in steps if step <= saved_step)[-keep_last:]
+    for step in set(steps).difference(kept):
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
         removed = root / f".step_{step}.tmp"
         (root / f"step_{step}").rename(removed)

@@ -59,9 +59,8 @@ class MegatronPolicy:
     Attributes:
         groups: This rank's process groups.
         device: Where inputs and logits live.
-        vocab_size: True size of the vocabulary.
-        padded_vocab_size: Columns of the logits over all tensor-parallel ranks; columns from
-            ``vocab_size`` on are padding and mean nothing.
+        vocab_size: True size of the vocabulary; logits may have more columns, over all
+            tensor-parallel ranks, and those are padding and mean nothing.
         num_updates: Optimizer updates made so far.
     """
 
@@ -82,7 +81,6 @@ class MegatronPolicy:
         self.groups = groups
         self.device = groups.device
         self.vocab_size = hf.vocab_size
-        self.padded_vocab_size: int = gpt.vocab_size
         self.num_updates = 0
         self._optimizer_config = optimizer
         self._total_updates = total_updates
@@ -125,11 +123,6 @@ class MegatronPolicy:
     def lr(self) -> float:
         """Learning rate of the next update."""
         return learning_rate(self._optimizer_config, self.num_updates, self._total_updates)
-
-    @property
-    def vocab_start(self) -> int:
-        """Vocabulary id of column 0 of this rank's logits."""
-        return self.groups.tensor_rank * (self.padded_vocab_size // self.groups.tensor_size)
 
     def forward_only(
         self,
@@ -196,13 +189,6 @@ class MegatronPolicy:
         if result.applied:
             self.num_updates += 1
         return result
-
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its Hugging Face name, whole, on ``device``.
-
-        A collective over ``groups.tensor``: its ranks must run the iteration to the end together.
-        """
-        return weight_export.gather_weights(self.gpt, self.hf, self.groups)
 
     def export_hf(
         self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES

@@ -38,12 +38,12 @@ async def check_temperature_convention(
     Args:
         client: The server.
         temperature: T of the run.
-        prompts: Contexts whose next token is probed.
+        prompts: Contexts whose next token is probed; none where only evaluations are made.
 
     Raises:
         RolloutError: The log-probs follow the other convention, or none.
     """
-    if temperature == 1.0:
+    if temperature == 1.0 or not prompts:
         return
     at_run, at_one = [], []
     for prompt in prompts:

@@ -92,6 +92,7 @@ def one_rank(models: dict[str, Path], root: Path) -> dict[str, Any]:
         for name in ("single", "tensor", "data"):
             results[f"single from {name}"] = resume(model, root / name, groups)
         results["kept"] = _kept_steps(model, root / "kept", groups)
+        results["kept_after_abandoned"] = _kept_after_abandoned(model, root / "abandoned", groups)
         results["errors"] = _errors(models, root / "single" / "step_1", root / "damaged", groups)
         results["disk_full"] = _disk_full(model, root / "full", groups)
         results["bfloat16"] = _bfloat16(model, root / "bfloat16", groups)
@@ -138,6 +139,17 @@ def _kept_steps(model: Path, root: Path, groups: ProcessGroups) -> list[str]:
     policy = build(model, groups)
     for step in (9, 10, 11):
         save_checkpoint(root, step, policy, {}, keep_last=2)
+    return sorted(path.name for path in root.iterdir())
+
+
+def _kept_after_abandoned(model: Path, root: Path, groups: ProcessGroups) -> list[str]:
+    """``latest`` is set back by hand, and the new try saves where the old one had gone further."""
+    policy = build(model, groups)
+    for step in (2, 5, 6):
+        save_checkpoint(root, step, policy, {}, keep_last=3)
+    (root / "latest").write_text("step_2\n")
+    saved = save_checkpoint(root, 3, policy, {}, keep_last=3)
+    assert find_latest(root) == saved
     return sorted(path.name for path in root.iterdir())
 
 

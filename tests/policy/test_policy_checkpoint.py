@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from bapo_megatron.policy.checkpoint import CheckpointError, find_latest
 from tests.distributed_launch import run_ranks, run_to_exit
-from tests.launch import wait_until_gone
 from tests.policy import checkpoint_ranks
 from tests.policy.tiny_models import make_model
 
@@ -109,6 +110,12 @@ def test_only_the_last_checkpoints_are_kept(results: dict[str, list[Any]]) -> No
     assert results["kept"] == [["latest", "step_10", "step_11"]]
 
 
+def test_checkpoints_of_an_abandoned_try_make_room_for_the_one_just_saved(
+    results: dict[str, list[Any]],
+) -> None:
+    assert results["kept_after_abandoned"] == [["latest", "step_2", "step_3"]]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -140,6 +147,16 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
     assert not run["exported"]
 
 
+def _started_by_ranks(scratch: Path) -> list[psutil.Process]:
+    """Processes that ranks started, also those that have lost their parent since."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TEST_SCRATCH") == str(scratch):
+                found.append(process)
+    return found
+
+
 def test_a_kill_while_saving_leaves_the_last_checkpoint_loadable_and_no_process(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -149,7 +166,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_loadable_and_no_process(
             checkpoint_ranks.save_killed_at, 1, moment, models["qwen2"], root, scratch=tmp_path
         )
         assert codes == [-signal.SIGKILL]
-        assert not wait_until_gone(str(tmp_path), timeout_s=10)
+        assert not psutil.wait_procs(_started_by_ranks(tmp_path), timeout=10)[1]
         latest = find_latest(root)
         assert latest is not None
         assert latest.name == "step_1"
