@@ -92,7 +92,6 @@ class Run:
                 stack.callback(source.close)
             _prepare_device()
             groups = init_distributed(config.parallel)
-            stack.callback(shutdown_distributed)
             updates = config.algorithm.updates_per_batch * config.algorithm.epochs
             policy = MegatronPolicy.build(
                 config.model,
@@ -106,6 +105,9 @@ class Run:
             if source is not None:
                 stack.callback(run.discard_synced_weights)
             yield run
+            # Only after success: where this rank fails, the others learn it when the process has
+            # cleaned up and said why, not while it does.
+            shutdown_distributed()
 
     @property
     def first_step(self) -> int:
