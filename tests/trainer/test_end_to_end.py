@@ -12,6 +12,7 @@ import psutil
 import pytest
 import yaml
 
+from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import free_port, run, start
 from tests.policy.tiny_models import load_reference
@@ -244,8 +245,13 @@ def test_no_process_outlives_a_trainer_that_is_stopped(
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert not psutil.wait_procs(started, timeout=30)[1]
-    assert not list(run_dir.rglob("*.tmp"))
+    # Whatever has its final name is whole; kill -9 may leave a file under its temporary name.
+    dumps = list((run_dir / "rollouts").glob("step_*.parquet"))
+    assert dumps
+    for dump in dumps:
+        assert len(read_batch(dump).groups) == 4
     if number == signal.SIGINT:
+        assert not list(run_dir.rglob("*.tmp"))
         assert "bapo-megatron: interrupted" in err
         assert "Traceback" not in err
 
