@@ -42,21 +42,24 @@ _SGL_KERNEL_NAMES = (
 """What sglang's CPU engine imports at module level; only speculative decoding calls them."""
 
 
-def _install_cpu_shims() -> torch.library.Library:
-    """Make sglang importable beside a CPU build of torch.
+def _install_cpu_shims() -> torch.library.Library | None:
+    """Make sglang importable where there is no GPU.
 
-    * The index has torchvision for CUDA only. Its operators do not load, and its import fails
-      because it registers fake kernels for two of them; their schemas are defined here.
+    * The index has torchvision for CUDA only. Beside a CPU build of torch its operators do not
+      load, and its import fails because it registers fake kernels for two of them; their schemas
+      are defined here. Beside a CUDA build it defines them itself, and a second time would abort.
     * The index has no CPU build of ``sgl_kernel``; a module with the names that are imported
       stands in, and a call of one of them is an error.
 
     Returns:
-        The operator library; the schemas vanish with it, so the caller keeps it.
+        The operator library, if one is needed; the schemas vanish with it, so the caller keeps it.
     """
-    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-    for operator in ("nms", "qnms"):
-        schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        library.define(schema)  # type: ignore[no-untyped-call]
+    library = None
+    if torch.version.cuda is None:
+        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+        for operator in ("nms", "qnms"):
+            schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            library.define(schema)  # type: ignore[no-untyped-call]
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     for name in _SGL_KERNEL_NAMES:

@@ -53,7 +53,8 @@ def load_reference(family: str, directory: Path) -> Any:
 def _model_class(family: str) -> Any:
     # torchvision's wheel is built for CUDA. Without CUDA its operators are missing, and its import
     # (by transformers) fails for want of these two; declaring them is enough.
-    if not hasattr(torch.ops.torchvision, "nms"):
+    # Beside a CUDA build of torch it brings them itself.
+    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
