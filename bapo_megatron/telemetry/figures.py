@@ -80,14 +80,12 @@ def _draw_panel(
             if points:
                 text = label if len(runs) == 1 else f"{run_name}: {label}"
                 # Earlier series are wider, so that they show where a later one covers them.
-                width = 1.5 * (len(series) - color) ** 1.5
                 axis.plot(
                     *zip(*points, strict=True),
                     style,
                     color=f"C{color}",
                     label=text,
-                    linewidth=width,
-                    alpha=1.0 / (len(series) - color),
+                    linewidth=1.2 + 0.9 * (len(series) - 1 - color),
                 )
     if title == "Reward":
         for color, name in enumerate(_eval_names(runs), start=1):
