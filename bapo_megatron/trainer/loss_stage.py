@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bapo_megatron.algorithm.clipping import ClipRule
+    from bapo_megatron.algorithm.loss import LossSums
     from bapo_megatron.config.schema import AlgorithmConfig
     from bapo_megatron.types import MicroBatch
 
@@ -185,39 +186,46 @@ class LossStage:
             entropy_T=entropy_T,
             entropy_coefficient=self.config.entropy_coefficient,
         )
-        sums = result.sums
-        staleness_T = (context.num_updates - micro_batch.version_T).double()
-        mask_T, advantage_T = micro_batch.mask_T, micro_batch.advantage_T
-        mismatch_T, compared_T = _mismatch(current_T, micro_batch, context)
-        finite_T = (
-            torch.isfinite(current_T)
-            & torch.isfinite(micro_batch.behaviour_logprob_T)
-            & torch.isfinite(advantage_T)
-        )
-        reported = {
-            "tokens": sums.tokens,
-            "tokens/positive": sums.positive_tokens,
-            "tokens/signed": masked_sum(advantage_T != 0, mask_T),
-            "loss/policy": sums.policy_loss,
-            "policy/entropy": sums.entropy,
-            "policy/kl_behaviour": sums.kl_behaviour,
-            "clip/high": sums.clipped_high,
-            "clip/low": sums.clipped_low,
-            "clip/dual": sums.clipped_dual,
-            "staleness": masked_sum(staleness_T, mask_T),
-            "mismatch/tokens": compared_T.sum(dtype=torch.float64),
-            "mismatch/abs": masked_sum(mismatch_T, compared_T),
-            "nonfinite_tokens": masked_sum(~finite_T, mask_T),
-        }
-        report = TokenReport(
-            sums=torch.stack([reported[name] for name in SUM_NAMES]),
-            maxima=torch.stack(
-                [masked_max(staleness_T, mask_T), masked_max(mismatch_T, compared_T)]
-            ),
-            logprob_T=current_T,
-            bounds=bounds,
-        )
-        return result.loss, report
+        return result.loss, _report(current_T, micro_batch, context, bounds, result.sums)
+
+
+def _report(
+    current_T: Tensor,
+    micro_batch: MicroBatch,
+    context: UpdateContext,
+    bounds: ClipBounds,
+    sums: LossSums,
+) -> TokenReport:
+    """Sums and maxima over the tokens with mask 1; ``current_T`` [T] is ℓ without gradient."""
+    staleness_T = (context.num_updates - micro_batch.version_T).double()
+    mask_T, advantage_T = micro_batch.mask_T, micro_batch.advantage_T
+    mismatch_T, compared_T = _mismatch(current_T, micro_batch, context)
+    finite_T = (
+        torch.isfinite(current_T)
+        & torch.isfinite(micro_batch.behaviour_logprob_T)
+        & torch.isfinite(advantage_T)
+    )
+    reported = {
+        "tokens": sums.tokens,
+        "tokens/positive": sums.positive_tokens,
+        "tokens/signed": masked_sum(advantage_T != 0, mask_T),
+        "loss/policy": sums.policy_loss,
+        "policy/entropy": sums.entropy,
+        "policy/kl_behaviour": sums.kl_behaviour,
+        "clip/high": sums.clipped_high,
+        "clip/low": sums.clipped_low,
+        "clip/dual": sums.clipped_dual,
+        "staleness": masked_sum(staleness_T, mask_T),
+        "mismatch/tokens": compared_T.sum(dtype=torch.float64),
+        "mismatch/abs": masked_sum(mismatch_T, compared_T),
+        "nonfinite_tokens": masked_sum(~finite_T, mask_T),
+    }
+    return TokenReport(
+        sums=torch.stack([reported[name] for name in SUM_NAMES]),
+        maxima=torch.stack([masked_max(staleness_T, mask_T), masked_max(mismatch_T, compared_T)]),
+        logprob_T=current_T,
+        bounds=bounds,
+    )
 
 
 def _mismatch(
