@@ -6,6 +6,7 @@ was there from the beginning.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import (
         DataConfig,
         DatasetConfig,
+        LogConfig,
         ModelConfig,
         ParallelConfig,
         RolloutConfig,
@@ -28,12 +30,14 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """File formats of prompts."""
 
 
-def check_config(config: RunConfig, world_size: int) -> None:
+def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
     """Hold every rule that a single section cannot see.
 
     Args:
         config: A validated configuration.
         world_size: Number of trainer ranks.
+        owns_files: Whether this process reads prompts and batches (rank 0); the other ranks need
+            the model only, and may be on nodes without the rest.
 
     Raises:
         ConfigError: The first rule that is broken: key, rule, value and remedy on one line.
@@ -42,6 +46,9 @@ def check_config(config: RunConfig, world_size: int) -> None:
     hf_config = _check_model(config.model)
     _check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
     _check_optimizer(config)
+    if not owns_files:
+        return
+    _check_log(config.log)
     if config.replay:
         _check_replay(config.replay)
     else:
@@ -125,11 +132,23 @@ def _check_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
-    heads = hf_config.get("num_attention_heads", 0)
-    if heads % tensor_size:
+    for name, what in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "key/value heads"),
+    ):
+        heads = hf_config.get(name) or 0
+        if heads % tensor_size:
+            raise ConfigError(
+                f"{key}: must divide the model's {heads} {what}, got {tensor_size}; "
+                "choose a divisor"
+            )
+
+
+def _check_log(log: LogConfig) -> None:
+    if log.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"{key}: must divide the model's {heads} attention heads, got {tensor_size}; "
-            "choose a divisor"
+            f"log.wandb_project: is '{log.wandb_project}' but wandb is not installed; "
+            "pip install wandb, or leave the project empty"
         )
 
 

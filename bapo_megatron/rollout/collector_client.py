@@ -20,7 +20,13 @@ import torch
 
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.processes import child_environment, describe_exit, end_group, tail
+from bapo_megatron.rollout.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    open_log,
+    tail,
+)
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.sglang_server import START_VERSION, SglangServer
 from bapo_megatron.types import EvalResult
@@ -91,8 +97,7 @@ class CollectorClient:
         atexit.register(self.close)
         self._socket, remote = socket.socketpair()
         self._poll.register(self._socket, select.POLLIN)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with remote, self._log_path.open("wb") as log:
+        with remote, open_log(self._log_path) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.rollout.collector", str(remote.fileno())],
                 env=child_environment(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
+    from typing import BinaryIO
 
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
@@ -74,6 +75,15 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
 def describe_exit(status: int) -> str:
     """A return code for people: ``exit status 1`` or ``SIGKILL``."""
     return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a child's log for appending, behind what an earlier run in the directory left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("ab")
+    log.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
+    log.flush()
+    return log
 
 
 def tail(path: Path) -> str:

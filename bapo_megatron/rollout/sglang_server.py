@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Self
 import httpx
 
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.processes import child_environment, describe_exit, end_group, tail
+from bapo_megatron.rollout.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    open_log,
+    tail,
+)
 from bapo_megatron.rollout.sglang_client import ApiKeys
 
 if TYPE_CHECKING:
@@ -99,9 +105,8 @@ class SglangServer:
         """
         assert self._process is None, "a server is started once"
         self.port = _claim_port(self._config.port)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.close)
-        with self.log_path.open("wb") as log:
+        with open_log(self.log_path) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "bapo_megatron.rollout.sglang_launcher", *self.arguments()],
                 env={**child_environment(), "HF_HUB_OFFLINE": "1"},

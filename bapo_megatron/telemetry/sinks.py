@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -78,8 +79,16 @@ class MetricsSinks:
         if config.wandb_project:
             import wandb
 
+            id_file = run_dir / "wandb_id"
+            if not id_file.exists():
+                atomic_write_text(id_file, uuid.uuid4().hex)
+            # The same id after a resume, so that the run's curves go on.
             self._wandb = wandb.init(
-                project=config.wandb_project, name=run_name, dir=str(run_dir), resume="allow"
+                project=config.wandb_project,
+                name=run_name,
+                dir=str(run_dir),
+                id=id_file.read_text(),
+                resume="allow",
             )
 
     def write(self, metrics: StepMetrics) -> None:

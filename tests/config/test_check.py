@@ -57,6 +57,20 @@ def test_replay_needs_neither_prompts_nor_their_lengths(check):
     )
 
 
+def test_ranks_that_read_no_files_need_the_model_only(check, monkeypatch):
+    Path("train.jsonl").unlink()
+    config = load_config(Path("run.yaml"), ())
+    check_config(config, world_size=1, owns_files=False)
+    with pytest.raises(ConfigError, match=r"data\.train\.path: no such file"):
+        check_config(config, world_size=1)
+
+
+def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"log\.wandb_project: is 'p' but wandb is not installed"):
+        check("log.wandb_project=p")
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
