@@ -5,6 +5,7 @@ PYTHON ?=
 SEED ?= 0
 PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
+CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
 
 .PHONY: help setup demo test lint format clean
 
@@ -18,7 +19,7 @@ help:
 setup: $(VENV)/.complete
 
 # The stamp is written last: an interrupted installation is made again.
-$(VENV)/.complete: requirements/cpu.txt requirements/install.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+$(VENV)/.complete: requirements/cpu.txt requirements/install.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 	@requirements/install.sh $(VENV) $(PYTHON)
 	@touch $@
 
@@ -33,12 +34,12 @@ lint: setup
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
-	@$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+	@$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files $(CXX_FILES))
 
 format: setup
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
-	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+	@$(VENV)/bin/clang-format -i $$(git ls-files $(CXX_FILES))
 
 clean:
 	rm -rf $(VENV) runs build bapo_megatron/*.so *.egg-info

@@ -102,6 +102,25 @@ def bounds(
         report.print(Console())
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what was built, which kernels will run, and what does not fit together.
+
+    The exit status is 1 if there is a problem.
+    """
+    from bapo_megatron.doctor import diagnose, print_report, probe, to_json
+
+    findings = diagnose(probe())
+    if as_json:
+        typer.echo(to_json(findings))
+    else:
+        print_report(findings, Console())
+    if any(finding.verdict == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
 @app.command("make-tiny")
 def make_tiny(
     out: Annotated[Path, typer.Argument(help="Directory for model/, train.jsonl, heldout.jsonl.")],

@@ -1,4 +1,5 @@
-// Python module bapo_megatron._C: the contribution table and the bound search.
+// Python module bapo_megatron._C: the contribution table and the bound search. The ops on tensors,
+// torch.ops.bapo.*, are registered by torch_ops/ when the module is loaded.
 //
 // Arrays come in through the buffer protocol and the table goes out through it, so that the module
 // depends neither on torch nor on NumPy.
@@ -6,7 +7,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -19,6 +22,10 @@
 #include "cpu/accumulate.h"
 #include "cpu/bound_search.h"
 #include "cpu/isa.h"
+
+#if defined(BAPO_WITH_CUDA)
+#include "cuda/launch.h"
+#endif
 
 namespace py = pybind11;
 
@@ -67,6 +74,21 @@ std::vector<std::pair<float, float>> grid_path(const ClipGrid& grid) {
     path.emplace_back(grid.lower[point.lower], grid.upper[point.upper]);
   }
   return path;
+}
+
+// Field by field onto zeros, so that equal grids have equal bytes: padding has no fixed value.
+py::bytes grid_bytes(const ClipGrid& grid) {
+  char bytes[sizeof(ClipGrid)] = {};
+  const auto put = [&bytes](size_t offset, const void* field, size_t size) {
+    std::memcpy(bytes + offset, field, size);
+  };
+  put(offsetof(ClipGrid, num_upper), &grid.num_upper, sizeof(grid.num_upper));
+  put(offsetof(ClipGrid, num_lower), &grid.num_lower, sizeof(grid.num_lower));
+  put(offsetof(ClipGrid, has_dual_clip), &grid.has_dual_clip, sizeof(grid.has_dual_clip));
+  put(offsetof(ClipGrid, order), &grid.order, sizeof(grid.order));
+  put(offsetof(ClipGrid, upper), grid.upper, grid.num_upper * sizeof(float));
+  put(offsetof(ClipGrid, lower), grid.lower, num_lower_edges(grid) * sizeof(float));
+  return py::bytes(bytes, sizeof(bytes));
 }
 
 bool same_edges(const ClipGrid& left, const ClipGrid& right) {
@@ -189,11 +211,22 @@ py::dict build_info() {
   info["git_commit"] = BAPO_GIT_COMMIT;
   info["compiler"] = kCompiler;
   info["flags"] = BAPO_COMPILE_FLAGS;
-  info["isa"] = isa_name(best_isa());
+  info["isa"] = isa_name(active_isa());
   std::vector<std::string> isas;
   for (const Isa isa : available_isas()) isas.push_back(isa_name(isa));
   info["available_isas"] = isas;
   info["max_candidates"] = kMaxCandidates;
+#if defined(BAPO_WITH_CUDA)
+  info["cuda"] = true;
+  info["cuda_archs"] = BAPO_CUDA_ARCHS;
+  info["cuda_runtime"] = bapo_cuda_runtime_version();
+  info["cuda_driver"] = bapo_cuda_driver_version();
+#else
+  info["cuda"] = false;
+  info["cuda_archs"] = "";
+  info["cuda_runtime"] = 0;
+  info["cuda_driver"] = 0;
+#endif
   return info;
 }
 
@@ -217,7 +250,8 @@ void bind_table(py::module_& module) {
                                return g.has_dual_clip ? std::optional<float>(g.lower[g.num_lower])
                                                       : std::nullopt;
                              })
-      .def_property_readonly("path", &grid_path, "(clip_low, clip_high) pairs, in order.");
+      .def_property_readonly("path", &grid_path, "(clip_low, clip_high) pairs, in order.")
+      .def("to_bytes", &grid_bytes, "The grid as the ops of torch.ops.bapo take it.");
 
   py::class_<ContributionTable>(module, "ContributionTable", py::buffer_protocol(),
                                 "Exact sums of token contributions; add tables up by any sum.")
@@ -281,6 +315,9 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Exact contribution table and bound search of BAPO (csrc/README.md).";
   bind_table(module);
   bind_search(module);
+  module.def(
+      "use_isa", [](const std::string& name) { set_active_isa(parse_isa(name)); }, py::arg("name"),
+      "Chooses the instruction set of all CPU ops, for tests and benchmarks.");
   module.def("build_info", &build_info, "How this module was built and what it runs on.");
 }
 

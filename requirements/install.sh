@@ -54,5 +54,6 @@ step "installing megatron-core, transformers and the rest"
 step "installing sglang (without the CUDA packages that it lists)"
 "${pip[@]}" install --no-deps sglang==0.5.21 torchvision==0.28.0 xgrammar==0.2.7
 step "compiling csrc/ and installing bapo_megatron"
-"${pip[@]}" install --no-deps --editable .
+# Against the torch above; in isolation pip would fetch another one to build with.
+"${pip[@]}" install --no-build-isolation --no-deps --editable .
 step "done"

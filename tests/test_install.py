@@ -12,10 +12,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def _make_setup(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    # Under `make test` this process has make's own flags; the make started here would obey them.
+    inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
     return subprocess.run(
         ["make", "--no-print-directory", "setup", f"VENV={tmp_path / 'venv'}"],
         cwd=REPOSITORY,
-        env={**os.environ, **variables},
+        env={**inherited, **variables},
         capture_output=True,
         text=True,
         timeout=60,

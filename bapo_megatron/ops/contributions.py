@@ -1,20 +1,45 @@
 """The contribution table and the bound search, for torch tensors.
 
 One update: make a table, ``accumulate`` every micro-batch of this rank, sum-reduce
-``table.tensor`` over the ranks, check ``table.nonfinite_tokens``, then ``search_bounds``. The sums
-are integers, so the same tokens give the same bounds for any order, split or number of ranks.
+``table.tensor`` over the ranks, then ``search_bounds``. The sums are integers, so the same tokens
+give the same bounds for any order, split or number of ranks. Table and bounds stay on the device of
+the tokens; nothing here waits for it, ``search_path`` and ``to_host`` excepted.
 
 Shape legend: T = response tokens, B = slots of the table.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops import extension
+from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.types import ClipBounds
+
+CPU = torch.device("cpu")
+
+BOUNDS_FIELDS = (
+    "low",
+    "high",
+    "positive_share_start",
+    "positive_share",
+    "exit",
+    "nonfinite_tokens",
+    "out_of_range_tokens",
+    "tokens",
+)
+"""What a tensor of bounds holds, in order (csrc/common/params.h); float64."""
+
+EXIT_NAMES = ("start", "met", "exhausted", "fixed", "refused")
+"""``ClipBounds.exit`` by the number in the tensor."""
+
+NO_SEARCH = EXIT_NAMES.index("fixed")
+REFUSED = EXIT_NAMES.index("refused")
 
 
 class ContributionTable:
@@ -24,12 +49,22 @@ class ContributionTable:
         config: The bound search; ranges, order, weight and contribution shape the table.
         dual_clip: ``algorithm.dual_clip``. With ``contribution: gradient`` tokens above it have no
             gradient and drop out; ``surrogate`` does not use it.
+        device: Where tokens will be.
+        kernels: None: the best for the device.
     """
 
-    def __init__(self, config: BapoConfig, dual_clip: float | None = None) -> None:
+    def __init__(
+        self,
+        config: BapoConfig,
+        dual_clip: float | None = None,
+        *,
+        device: torch.device = CPU,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.config = config
+        self.kernels = select_kernels("auto", device) if kernels is None else kernels
         lower, upper = config.lower, config.upper
-        grid = extension.ClipGrid(
+        self.grid = extension.ClipGrid(
             (lower.start, lower.max, lower.step),
             (upper.start, upper.max, upper.step),
             order=config.order,
@@ -37,29 +72,18 @@ class ContributionTable:
             spacing="running_sum" if config.preset == "recipe" else "multiples",
             dual_clip=dual_clip if config.contribution == "gradient" else None,
         )
-        self.sums = extension.ContributionTable(grid)
-        self.tensor: Tensor = torch.frombuffer(self.sums, dtype=torch.int64)
-        """[B] int64 on the CPU, the table's own memory: sum-reduce it in place over ranks."""
-
-    @property
-    def grid(self) -> extension.ClipGrid:
         """The candidates."""
-        return self.sums.grid
+        self.grid_bytes = torch.frombuffer(bytearray(self.grid.to_bytes()), dtype=torch.uint8)
+        """The candidates as the kernels take them: uint8, on the CPU for every device."""
+        num_slots = len(extension.ContributionTable(self.grid))
+        self.tensor = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """[B] int64: sum-reduce it in place over ranks."""
 
-    @property
-    def nonfinite_tokens(self) -> int:
-        """Tokens with mask 1 and a log-prob or advantage that is NaN or infinite."""
-        return self.sums.nonfinite_tokens
-
-    @property
-    def out_of_range_tokens(self) -> int:
-        """Tokens with |w·A| ≥ 256, or a mask that is neither 0 nor 1."""
-        return self.sums.out_of_range_tokens
-
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens with mask 1 and A ≠ 0; without any the update has no policy gradient."""
-        return self.sums.positive_tokens + self.sums.negative_tokens
+    def to_host(self) -> extension.ContributionTable:
+        """Copy the table for a look at its counts; waits for the device."""
+        host = extension.ContributionTable(self.grid)
+        torch.frombuffer(host, dtype=torch.int64).copy_(self.tensor)
+        return host
 
 
 def accumulate(
@@ -72,18 +96,18 @@ def accumulate(
     """Add the contributions of one micro-batch to the table.
 
     Tokens with mask 0 are skipped, whatever else they hold. NaN, infinite and out-of-range tokens
-    with mask 1 are counted, not added; ``search_bounds`` refuses a table that has some. Tensors on
-    another device are copied to the CPU first.
+    with mask 1 are counted, not added; a table that has some gives bounds that say ``refused``.
 
     Args:
         table: Added to, in place.
-        logprob_T: [T] float32, current log-probs ℓ.
+        logprob_T: [T] float32 on the table's device, current log-probs ℓ; so are the others.
         behaviour_logprob_T: [T] float32, behaviour log-probs μ.
         advantage_T: [T] float32, A.
         mask_T: [T] float32, 1 for tokens that train, else 0.
 
     Raises:
-        ValueError: For another dtype, shape or length.
+        ValueError: For another dtype.
+        RuntimeError: For another shape, length or device.
     """
     arrays = {
         "logprob": logprob_T,
@@ -94,21 +118,44 @@ def accumulate(
     for name, tensor_T in arrays.items():
         if tensor_T.dtype != torch.float32:
             raise ValueError(f"{name} must be float32, got {tensor_T.dtype}; convert it first")
-    logprob, behaviour, advantage, mask = (
-        tensor_T.detach().cpu().contiguous().numpy() for tensor_T in arrays.values()
+    logprob_T, behaviour_logprob_T, advantage_T, mask_T = (
+        tensor_T.detach().contiguous() for tensor_T in arrays.values()
     )
-    table.sums.accumulate(
-        logprob,
-        behaviour,
-        advantage,
-        mask,
-        weight=table.config.weight,
-        num_threads=torch.get_num_threads(),
+    table.kernels.contributions_(
+        table.tensor,
+        table.grid_bytes,
+        logprob_T,
+        behaviour_logprob_T,
+        advantage_T,
+        mask_T,
+        table.config.weight,
+    )
+
+
+def search_bounds(table: ContributionTable, config: BapoConfig) -> Tensor:
+    """Choose the clip bounds of one update (BAPO, Algorithm 1).
+
+    Args:
+        table: Summed over all tokens of the update, on every rank.
+        config: The settings that the table was made with.
+
+    Returns:
+        ``BOUNDS_FIELDS`` as float64 on the table's device. A table without tokens of either sign
+        gives the start of both ranges, one that cannot be trusted [0, inf] and the exit
+        ``REFUSED``.
+
+    Raises:
+        ValueError: If ``config`` is not the table's.
+    """
+    if config != table.config:
+        raise ValueError("config must be the one that the table was made with; make a new table")
+    return table.kernels.search_bounds(
+        table.tensor, table.grid_bytes, config.target, config.contribution, config.measure
     )
 
 
 def search_path(table: ContributionTable, config: BapoConfig) -> extension.SearchResult:
-    """Search the bounds and return the balance at every pair of the path.
+    """Search the bounds and return the balance at every pair of the path; waits for the device.
 
     Args:
         table: Summed over all tokens of the update.
@@ -119,30 +166,26 @@ def search_path(table: ContributionTable, config: BapoConfig) -> extension.Searc
             more.
     """
     return extension.search(
-        table.sums, table.grid, config.target, config.contribution, config.measure
+        table.to_host(), table.grid, config.target, config.contribution, config.measure
     )
 
 
-def search_bounds(table: ContributionTable, config: BapoConfig) -> ClipBounds:
-    """Choose the clip bounds of one update (BAPO, Algorithm 1).
+def constant_bounds(low: float, high: float, device: torch.device) -> Tensor:
+    """Return bounds that no search chose: ``BOUNDS_FIELDS`` as float64."""
+    values = [low, high, math.nan, math.nan, NO_SEARCH, 0, 0, 0]
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
-    Args:
-        table: Summed over all tokens of the update, on every rank.
-        config: The settings that the table was made with.
 
-    Returns:
-        The bounds; a table without tokens gives the start of both ranges.
-
-    Raises:
-        ValueError: See ``search_path``; also if ``config`` is not the table's.
-    """
-    if config != table.config:
-        raise ValueError("config must be the one that the table was made with; make a new table")
-    result = search_path(table, config)
+def to_clip_bounds(values: Sequence[float]) -> ClipBounds:
+    """Return the record of ``BOUNDS_FIELDS``, once they are on the host."""
+    named = dict(zip(BOUNDS_FIELDS, values, strict=True))
     return ClipBounds(
-        low=result.clip_low,
-        high=result.clip_high,
-        positive_share_start=result.positive_share_start,
-        positive_share=result.positive_share,
-        exit=result.exit,
+        low=named["low"],
+        high=named["high"],
+        positive_share_start=named["positive_share_start"],
+        positive_share=named["positive_share"],
+        exit=EXIT_NAMES[int(named["exit"])],
+        nonfinite_tokens=int(named["nonfinite_tokens"]),
+        out_of_range_tokens=int(named["out_of_range_tokens"]),
+        tokens=int(named["tokens"]),
     )

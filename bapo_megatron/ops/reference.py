@@ -1,75 +1,333 @@
-"""Readable float64 versions of what the kernels compute, on one device and without tricks.
+"""The kernels in readable PyTorch: the specification to read, and the oracle to check against.
 
-They share no code with the kernels; tests compare against them, and people can read them as the
-specification. Shape legend: T = response tokens, V = vocabulary columns.
+Log-probs and gradients take float64 logits too, and then compute in float64. The contribution table
+and the search are exact integers, of which one implementation is enough: they go through the
+compiled kernels on the CPU.
+
+A row's columns of this rank are reduced to m = max x, s = Σ e^d and t = Σ e^d · d with
+d = (x − m) / temperature, and x_y; m and x_y are raw logits. Over the ranks, with
+d_i = (m_i − M) / temperature, a_i = e^d_i, S = Σ a_i s_i and U = Σ a_i (t_i + d_i s_i):
+
+    log-prob = (x_y − M) / temperature − log S,     entropy = log S − U / S.
+
+Shape legend: N = rows of the logits, V = local columns, T = tokens, C = tokens of a chunk, P =
+ranks of the tensor-parallel group.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-FloatArray = npt.NDArray[np.floating]
+from bapo_megatron.ops import compiled
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are held in float32 at a time: 64 MB."""
+
+LOG_RATIO_LIMIT = 20.0
+"""|ℓ − μ| is clamped to this before the exponential, as in csrc/common/contribution.h."""
 
 
-def logprobs_and_entropy(
-    logits_TV: Tensor, target_T: Tensor, *, vocab_size: int, temperature: float = 1.0
+@dataclass(frozen=True, slots=True)
+class ReferenceKernels:
+    """The operations of ``Kernels``, on any device."""
+
+    name: str = "reference"
+
+    def logprob_partials(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        target: Tensor,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+    ) -> Tensor:
+        """See ``Kernels``."""
+        return _partials(logits, rows, target, _Columns(vocab_start, vocab_size, temperature))
+
+    def logprob_combine(
+        self, partials: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See ``Kernels``."""
+        return _combine(partials, temperature)
+
+    def logits_backward_(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        target: Tensor,
+        max: Tensor,
+        log_sum: Tensor,
+        entropy: Tensor,
+        grad_logprob: Tensor | None,
+        grad_entropy: Tensor | None,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+    ) -> None:
+        """See ``Kernels``; waits for the device."""
+        zero_T = torch.zeros_like(log_sum)
+        _backward_(
+            logits,
+            torch.arange(target.numel(), device=target.device) if rows is None else rows,
+            target,
+            _Softmax(max, log_sum, entropy),
+            zero_T if grad_logprob is None else grad_logprob,
+            zero_T if grad_entropy is None else grad_entropy,
+            _Columns(vocab_start, vocab_size, temperature),
+        )
+
+    def contributions_(
+        self,
+        table: Tensor,
+        grid: Tensor,
+        logprob: Tensor,
+        behaviour_logprob: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        weight: str,
+    ) -> None:
+        """See ``Kernels``; waits for the device."""
+        total = table.cpu()
+        arrays = (logprob.cpu(), behaviour_logprob.cpu(), advantage.cpu(), mask.cpu())
+        compiled.CPU.contributions_(total, grid, *arrays, weight)
+        table.copy_(total)
+
+    def search_bounds(
+        self, table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
+    ) -> Tensor:
+        """See ``Kernels``; waits for the device."""
+        bounds = compiled.CPU.search_bounds(table.cpu(), grid, target, contribution, measure)
+        return bounds.to(table.device)
+
+    def policy_loss(
+        self,
+        logprob: Tensor,
+        entropy: Tensor | None,
+        behaviour_logprob: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        weight: Tensor,
+        bounds: Tensor,
+        dual_clip: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Kernels``."""
+        entropy_T = torch.zeros_like(logprob) if entropy is None else entropy
+        return _policy_loss(
+            logprob, entropy_T, behaviour_logprob, advantage, mask, weight, bounds, dual_clip
+        )
+
+
+KERNELS = ReferenceKernels()
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Which part of the vocabulary this rank holds, and how logits are scaled."""
+
+    start: int
+    """Vocabulary id of local column 0."""
+    vocab_size: int
+    """True size of the vocabulary; columns from here on are padding."""
+    temperature: float
+
+    def num_true(self, num_columns: int) -> int:
+        """Of the local columns, those that are not padding."""
+        return min(max(self.vocab_size - self.start, 0), num_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """What the forward pass found out about each token's row, [T] each."""
+
+    max_T: Tensor
+    log_sum_T: Tensor
+    entropy_T: Tensor
+
+
+def _partials(
+    logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, columns: _Columns
+) -> Tensor:
+    outside_T = _outside(logits_NV, rows_T, target_T, columns)
+    dtype = _compute_dtype(logits_NV)
+    partials_T4 = torch.zeros(target_T.numel(), 4, dtype=dtype, device=logits_NV.device)
+    for chunk, raw_CV in _chunks(logits_NV, rows_T, target_T.numel(), columns):
+        max_C, sum_C, weighted_C, target_C = partials_T4[chunk].unbind(dim=1)
+        owned_C, local_C = _locate(target_T[chunk], columns, raw_CV.shape[1])
+        target_C.copy_(torch.where(owned_C, raw_CV.gather(1, local_C[:, None])[:, 0], 0))
+        max_C.copy_(raw_CV.amax(dim=1))
+        # A row of −inf alone (all padding) keeps m = −inf and s = 0: shift it by 0 instead.
+        shift_C = torch.where(max_C == -math.inf, 0, max_C)
+        scaled_CV = raw_CV.sub_(shift_C[:, None]).div_(columns.temperature)
+        exp_CV = scaled_CV.exp()
+        sum_C.copy_(exp_CV.sum(dim=1))
+        weighted_C.copy_((exp_CV * scaled_CV.masked_fill_(exp_CV == 0, 0.0)).sum(dim=1))
+    return partials_T4.masked_fill_(outside_T[:, None], math.nan)
+
+
+def _combine(partials_PT4: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    max_PT, sum_PT, weighted_PT, target_PT = partials_PT4.double().unbind(dim=2)
+    max_T = max_PT.amax(dim=0)
+    shift_PT = torch.where(max_PT == -math.inf, -math.inf, (max_PT - max_T) / temperature)
+    alpha_PT = shift_PT.exp()
+    shift_PT = torch.where(max_PT == -math.inf, 0, shift_PT)
+    total_T = (alpha_PT * sum_PT).sum(dim=0)
+    weighted_T = (alpha_PT * (weighted_PT + shift_PT * sum_PT)).sum(dim=0)
+    log_sum_T = total_T.log()
+    results = (
+        (target_PT.sum(dim=0) - max_T) / temperature - log_sum_T,
+        log_sum_T - weighted_T / total_T,
+        max_T,
+        log_sum_T,
+    )
+    # A poisoned row, or one without any column: all four say so.
+    poisoned_T = ~torch.isfinite(log_sum_T)
+    logprob_T, entropy_T, max_T, log_sum_T = (
+        values_T.masked_fill(poisoned_T, math.nan).to(partials_PT4.dtype) for values_T in results
+    )
+    return logprob_T, entropy_T, max_T, log_sum_T
+
+
+def _backward_(
+    logits_NV: Tensor,
+    rows_T: Tensor,
+    target_T: Tensor,
+    softmax: _Softmax,
+    grad_logprob_T: Tensor,
+    grad_entropy_T: Tensor,
+    columns: _Columns,
+) -> None:
+    _outside(logits_NV, rows_T, target_T, columns)
+    if bool((rows_T.sort().values.diff() == 0).any()):
+        raise RuntimeError("rows must select each row at most once, got a row twice")
+    for chunk, raw_CV in _chunks(logits_NV, rows_T, target_T.numel(), columns):
+        scaled_CV = raw_CV.sub_(softmax.max_T[chunk, None]).div_(columns.temperature)
+        log_prob_CV = scaled_CV.sub_(softmax.log_sum_T[chunk, None])
+        prob_CV = log_prob_CV.exp()
+        # A column with p = 0 has log p = −inf; its term tends to 0.
+        from_mean_CV = (log_prob_CV + softmax.entropy_T[chunk, None]).masked_fill_(prob_CV == 0, 0)
+        grad_logprob_C, grad_entropy_C = grad_logprob_T[chunk], grad_entropy_T[chunk]
+        factor_CV = grad_logprob_C[:, None] + grad_entropy_C[:, None] * from_mean_CV
+        grad_CV = -prob_CV * factor_CV
+        owned_C, local_C = _locate(target_T[chunk], columns, grad_CV.shape[1])
+        at_target_C = torch.where(owned_C, grad_logprob_C, 0).to(grad_CV.dtype)
+        grad_CV.scatter_add_(1, local_C[:, None], at_target_C[:, None])
+        grad_CV.div_(columns.temperature)
+        # Without a gradient the row takes no part, whatever it holds.
+        idle_C = (grad_logprob_C == 0) & (grad_entropy_C == 0)
+        grad_CV.masked_fill_(idle_C[:, None], 0.0)
+        grad_CV[:, columns.num_true(grad_CV.shape[1]) :] = 0.0
+        logits_NV.index_copy_(0, rows_T[chunk], grad_CV.to(logits_NV.dtype))
+    unselected_N = torch.ones(len(logits_NV), dtype=torch.bool, device=logits_NV.device)
+    unselected_N[rows_T] = False
+    logits_NV.masked_fill_(unselected_N[:, None], 0.0)
+
+
+def _policy_loss(
+    logprob_T: Tensor,
+    entropy_T: Tensor,
+    behaviour_T: Tensor,
+    advantage_T: Tensor,
+    mask_T: Tensor,
+    weight_T: Tensor,
+    bounds: Tensor,
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-prob and entropy through a float64 log-softmax, differentiable by autograd.
+    """−weight · A · clamp(r), per token in float64 with the float32 ratio of the search.
 
-    Args:
-        logits_TV: [T, V ≥ vocab_size] whole logits; columns from ``vocab_size`` on are padding.
-        target_T: [T] int64 vocabulary ids.
-        vocab_size: True vocabulary size.
-        temperature: Logits are divided by it.
-
-    Returns:
-        Log-probs [T] and entropies [T], float64.
+    Float64 log-probs keep a float64 ratio, for ``gradcheck``.
     """
-    scaled_TV = logits_TV[:, :vocab_size].double() / temperature
-    log_prob_TV = torch.log_softmax(scaled_TV, dim=1)
-    logprob_T = log_prob_TV.gather(1, target_T[:, None]).squeeze(1)
-    # p · log p is 0 where p is 0; the double where keeps NaN out of the gradient too.
-    finite_TV = torch.isfinite(log_prob_TV)
-    safe_TV = torch.where(finite_TV, log_prob_TV, 0.0)
-    entropy_T = -torch.where(finite_TV, safe_TV.exp() * safe_TV, 0.0).sum(dim=1)
-    return logprob_T, entropy_T
+    trains_T = mask_T != 0
+    finite_T = torch.isfinite(logprob_T) & torch.isfinite(behaviour_T) & torch.isfinite(advantage_T)
+    used_T = trains_T & finite_T
+    difference_T = torch.where(used_T, logprob_T - behaviour_T, 0)
+    log_ratio_T = difference_T.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio_T = log_ratio_T.exp().to(logprob_T.dtype)
+    advantage_T = torch.where(used_T, advantage_T, 0)
+    positive_T, negative_T = advantage_T > 0, advantage_T < 0
+
+    low, high = bounds[0].float().to(ratio_T), bounds[1].float().to(ratio_T)
+    dual = math.inf if dual_clip is None else dual_clip
+    floor_T = torch.where(negative_T, low, 0.0)
+    ceiling_T = torch.where(negative_T, torch.full_like(high, dual), high)
+    above_T, below_T = ratio_T > ceiling_T, ratio_T < floor_T
+    clamped_T = torch.where(above_T, ceiling_T, torch.where(below_T, floor_T, ratio_T))
+    weighted_T = torch.where(used_T, -weight_T.double() * advantage_T.double(), 0)
+    signed_T = positive_T | negative_T
+    inside_T = difference_T.abs() <= LOG_RATIO_LIMIT
+    moves_T = inside_T & signed_T & ~above_T & ~below_T
+
+    def total(values_T: Tensor, counted_T: Tensor = used_T) -> Tensor:
+        return torch.where(counted_T, values_T, 0).sum(dtype=torch.float64)
+
+    sums = [
+        trains_T.sum(dtype=torch.float64),
+        total(positive_T),
+        total(signed_T),
+        total(weighted_T * clamped_T.double(), used_T & signed_T),
+        total(weight_T.double() * entropy_T.double()),
+        total(entropy_T),
+        total(torch.expm1(log_ratio_T) - log_ratio_T),
+        total(positive_T & above_T),
+        total(negative_T & below_T),
+        total(negative_T & above_T),
+        (trains_T & ~finite_T).sum(dtype=torch.float64),
+    ]
+    coefficient_T = torch.where(moves_T, weighted_T * ratio_T.double(), 0)
+    return torch.stack(sums), coefficient_T.to(logprob_T.dtype)
 
 
-def positive_and_negative_sums(
-    ratio_T: FloatArray,
-    weighted_advantage_T: FloatArray,
-    clip_low: float,
-    clip_high: float,
-    *,
-    contribution: str,
-    dual_clip: float | None = None,
-) -> tuple[float, float]:
-    """Compute P and N for one pair of bounds, in float64.
+def _chunks(
+    logits_NV: Tensor, rows_T: Tensor | None, num_tokens: int, columns: _Columns
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield chunks of tokens with their own copy of the logits, padding set to −inf."""
+    num_columns = logits_NV.shape[1]
+    chunk_tokens = max(1, CHUNK_ELEMENTS // num_columns)
+    for begin in range(0, num_tokens, chunk_tokens):
+        chunk = slice(begin, min(begin + chunk_tokens, num_tokens))
+        if rows_T is None:
+            own_CV = logits_NV[chunk]
+        else:
+            own_CV = logits_NV.index_select(0, rows_T[chunk].clamp(0, len(logits_NV) - 1))
+        raw_CV = own_CV.to(_compute_dtype(logits_NV), copy=True)
+        raw_CV[:, columns.num_true(num_columns) :] = -math.inf
+        yield chunk, raw_CV
 
-    ``surrogate`` (Eq. 8): P = Σ_{wA>0} wA·min(r, c_high), N = Σ_{wA<0} |wA|·max(r, c_low).
-    ``gradient`` (Eq. 5): P = Σ_{wA>0, r<c_high} wA·r, N = Σ_{wA<0, c_low<r≤dual_clip} |wA|·r.
 
-    Args:
-        ratio_T: [T] importance ratios.
-        weighted_advantage_T: [T] w·A.
-        clip_low: c_low.
-        clip_high: c_high.
-        contribution: ``surrogate`` or ``gradient``.
-        dual_clip: Upper limit for negative advantages (``gradient`` only), or None.
+def _outside(
+    logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, columns: _Columns
+) -> Tensor:
+    """Return which tokens have a target or row that does not exist; on the CPU they are refused.
+
+    On a GPU to look would be to wait for it: there they become NaN.
     """
-    ratio_T = np.asarray(ratio_T, dtype=np.float64)
-    weighted_T = np.asarray(weighted_advantage_T, dtype=np.float64)
-    positive_T, negative_T = np.maximum(weighted_T, 0), np.maximum(-weighted_T, 0)
-    if contribution == "surrogate":
-        positive = positive_T * np.minimum(ratio_T, clip_high)
-        negative = negative_T * np.maximum(ratio_T, clip_low)
-    elif contribution == "gradient":
-        limit = np.inf if dual_clip is None else dual_clip
-        positive = positive_T * ratio_T * (ratio_T < clip_high)
-        negative = negative_T * ratio_T * ((ratio_T > clip_low) & (ratio_T <= limit))
-    else:
-        raise ValueError(f"contribution must be surrogate or gradient, got {contribution!r}")
-    return float(positive.sum()), float(negative.sum())
+    outside_T = (target_T < 0) | (target_T >= columns.vocab_size)
+    if not logits_NV.is_cuda and bool(outside_T.any()):
+        raise RuntimeError(
+            f"target must lie in [0, vocab_size) = [0, {columns.vocab_size}), got "
+            f"{int(target_T[outside_T][0])}"
+        )
+    if rows_T is None:
+        return outside_T
+    no_row_T = (rows_T < 0) | (rows_T >= len(logits_NV))
+    if not logits_NV.is_cuda and bool(no_row_T.any()):
+        raise RuntimeError(
+            f"rows must lie in [0, N) = [0, {len(logits_NV)}), got {int(rows_T[no_row_T][0])}"
+        )
+    return outside_T | no_row_T
+
+
+def _locate(target_C: Tensor, columns: _Columns, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return which targets are in this rank's columns, and the local column of each (clamped)."""
+    local_C = target_C - columns.start
+    owned_C = (local_C >= 0) & (local_C < num_columns)
+    return owned_C, local_C.clamp(0, num_columns - 1)
+
+
+def _compute_dtype(logits_NV: Tensor) -> torch.dtype:
+    return torch.float64 if logits_NV.dtype == torch.float64 else torch.float32

@@ -42,6 +42,9 @@ BAPO_HD int counter_offset(const ClipGrid& grid) {
 }
 BAPO_HD int num_slots(const ClipGrid& grid) { return counter_offset(grid) + kNumCounters; }
 
+// num_slots of the largest grid, whose lower side has a dual clip.
+constexpr int kMaxSlots = (2 * kMaxCandidates + 3) * kSlotsPerBin + static_cast<int>(kNumCounters);
+
 BAPO_HD bool is_finite(float x) { return __builtin_fabsf(x) <= FLT_MAX; }
 
 // The next smaller float32 of x > 0.

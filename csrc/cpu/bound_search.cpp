@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 
@@ -44,18 +45,6 @@ std::vector<float> form_candidates(const char* side, const Range& range, Spacing
   return candidates;
 }
 
-uint64_t target_in_units(double target, Measure measure) {
-  const bool share = measure == Measure::kShare;
-  const double limit = share ? 1.0 : 256.0;
-  if (!(target > 0 && target < limit)) {
-    fail("target must lie between 0 and ", limit, " with measure ", share ? "share" : "ratio",
-         ", got ", target);
-  }
-  const double units = std::rint(target * kUnitsPerOne);
-  if (units < 1) fail("target must be at least 2^-25, got ", target);
-  return static_cast<uint64_t>(units);
-}
-
 void check_table(const int64_t* table, const ClipGrid& grid) {
   const int64_t* counters = table + counter_offset(grid);
   if (std::any_of(table, table + num_slots(grid), [](int64_t slot) { return slot < 0; })) {
@@ -79,7 +68,56 @@ void check_table(const int64_t* table, const ClipGrid& grid) {
   }
 }
 
+// The same rules as check_table.
+bool is_trustworthy(const int64_t* table, const ClipGrid& grid) {
+  const int64_t* counters = table + counter_offset(grid);
+  return std::all_of(table, table + num_slots(grid), [](int64_t slot) { return slot >= 0; }) &&
+         counters[kNonFinite] == 0 && counters[kOutOfRange] == 0 &&
+         counters[kPositive] < kTokenLimit - counters[kNegative];
+}
+
 }  // namespace
+
+uint64_t target_in_units(double target, Measure measure) {
+  const bool share = measure == Measure::kShare;
+  const double limit = share ? 1.0 : 256.0;
+  if (!(target > 0 && target < limit)) {
+    fail("target must lie between 0 and ", limit, " with measure ", share ? "share" : "ratio",
+         ", got ", target);
+  }
+  const double units = std::rint(target * kUnitsPerOne);
+  if (units < 1) fail("target must be at least 2^-25, got ", target);
+  return static_cast<uint64_t>(units);
+}
+
+void check_clip_grid(const ClipGrid& grid) {
+  const auto in_range = [](int count) { return 1 <= count && count <= kMaxCandidates; };
+  if (!in_range(grid.num_upper) || !in_range(grid.num_lower)) {
+    fail("grid must have 1 to ", kMaxCandidates, " candidates per side, got ", grid.num_lower,
+         " lower and ", grid.num_upper, " upper ones");
+  }
+  if (grid.order != Order::kUpperFirst && grid.order != Order::kLowerFirst) {
+    fail("grid must have a known order, got ", static_cast<int>(grid.order));
+  }
+  const auto check_side = [](const char* side, const float* edges, int count, float least,
+                             float greatest) {
+    if (!(edges[0] >= least && edges[count - 1] <= greatest)) {
+      fail("grid's ", side, " candidates must lie between ", least, " and ", greatest, ", got ",
+           edges[0], " to ", edges[count - 1]);
+    }
+    for (int k = 1; k < count; ++k) {
+      if (!(edges[k - 1] <= edges[k])) {
+        fail("grid's ", side, " candidates must ascend, got ", edges[k - 1], " before ", edges[k]);
+      }
+    }
+  };
+  check_side("lower", grid.lower, grid.num_lower, 0.5f, 1.0f);
+  check_side("upper", grid.upper, grid.num_upper, 1.0f, 256.0f);
+  const float dual_clip = grid.lower[grid.num_lower];
+  if (grid.has_dual_clip && !(dual_clip > 1.0f && is_finite(dual_clip))) {
+    fail("grid's dual_clip must be > 1 and finite, got ", dual_clip);
+  }
+}
 
 ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spacing spacing,
                         std::optional<double> dual_clip) {
@@ -111,11 +149,10 @@ ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spa
   return grid;
 }
 
-SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double target,
-                           Contribution contribution, Measure measure) {
-  const uint64_t target_units = target_in_units(target, measure);
-  check_table(table, grid);
+namespace {
 
+SearchResult search_path(const int64_t* table, const ClipGrid& grid, uint64_t target_units,
+                         Contribution contribution, Measure measure) {
   std::vector<uint128> positive(grid.num_upper);
   std::vector<uint128> negative(grid.num_lower);
   for (int k = 0; k < grid.num_upper; ++k) positive[k] = positive_sum(table, grid, k, contribution);
@@ -136,6 +173,15 @@ SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double ta
   return result;
 }
 
+}  // namespace
+
+SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double target,
+                           Contribution contribution, Measure measure) {
+  const uint64_t target_units = target_in_units(target, measure);
+  check_table(table, grid);
+  return search_path(table, grid, target_units, contribution, measure);
+}
+
 std::string exit_name(Exit exit) {
   switch (exit) {
     case Exit::kStart:
@@ -146,6 +192,41 @@ std::string exit_name(Exit exit) {
       return "exhausted";
   }
   throw std::logic_error("unknown exit");
+}
+
+void write_bounds(const SearchBoundsParams& params) {
+  constexpr double kNoShare = std::numeric_limits<double>::quiet_NaN();
+  const ClipGrid& grid = params.grid;
+  const int64_t* counters = params.table + counter_offset(grid);
+  double* bounds = params.bounds;
+  const auto write = [bounds](double low, double high, double share_start, double share,
+                              BoundsExit exit) {
+    bounds[kBoundsLow] = low;
+    bounds[kBoundsHigh] = high;
+    bounds[kBoundsShareStart] = share_start;
+    bounds[kBoundsShare] = share;
+    bounds[kBoundsExit] = static_cast<double>(exit);
+  };
+  bounds[kBoundsNonFinite] = static_cast<double>(counters[kNonFinite]);
+  bounds[kBoundsOutOfRange] = static_cast<double>(counters[kOutOfRange]);
+  bounds[kBoundsTokens] =
+      static_cast<double>(counters[kPositive]) + static_cast<double>(counters[kNegative]);
+  if (!is_trustworthy(params.table, grid)) {
+    write(0.0, std::numeric_limits<double>::infinity(), kNoShare, kNoShare, BoundsExit::kRefused);
+    return;
+  }
+  if (counters[kPositive] + counters[kNegative] == 0) {
+    write(grid.lower[0], grid.upper[0], kNoShare, kNoShare, BoundsExit::kNoSearch);
+    return;
+  }
+  const SearchResult result =
+      search_path(params.table, grid, params.target_units, params.contribution, params.measure);
+  const Candidate& chosen = result.candidates[result.index];
+  const BoundsExit exit = result.exit == Exit::kStart ? BoundsExit::kStart
+                          : result.exit == Exit::kMet ? BoundsExit::kMet
+                                                      : BoundsExit::kExhausted;
+  write(chosen.clip_low, chosen.clip_high, result.candidates.front().positive_share,
+        chosen.positive_share, exit);
 }
 
 }  // namespace bapo

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/clip_grid.h"
+#include "common/params.h"
 #include "common/search.h"
 
 namespace bapo {
@@ -28,6 +29,13 @@ enum class Spacing {
 // > 1.
 ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spacing spacing,
                         std::optional<double> dual_clip);
+
+// The target in units of 2^-24. Throws std::invalid_argument unless 0 < target < 1 (share) or 256
+// (ratio) and it is at least 2^-25.
+uint64_t target_in_units(double target, Measure measure);
+
+// Throws std::invalid_argument unless the grid is one that make_clip_grid could have made.
+void check_clip_grid(const ClipGrid& grid);
 
 // One pair of bounds on the path.
 struct Candidate {
@@ -52,5 +60,9 @@ SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double ta
                            Contribution contribution, Measure measure);
 
 std::string exit_name(Exit exit);
+
+// The same decision as numbers, for a caller that cannot stop: a table that search_bounds would
+// refuse gives BoundsExit::kRefused.
+void write_bounds(const SearchBoundsParams& params);
 
 }  // namespace bapo

@@ -1,4 +1,4 @@
-"""The torch face of the table, and the extension's loader."""
+"""The torch face of the table and its bounds, and what the extension says about itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import pytest
 import torch
 
 from bapo_megatron.config.schema import BapoConfig
-from bapo_megatron.ops import extension
+from bapo_megatron.ops import compiled, extension, reference
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.contributions import (
+    BOUNDS_FIELDS,
+    EXIT_NAMES,
     ContributionTable,
     accumulate,
+    constant_bounds,
     search_bounds,
     search_path,
+    to_clip_bounds,
 )
 from bapo_megatron.types import ClipBounds
+
+both_kernels = pytest.mark.parametrize(
+    "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
+)
 
 NARROW = BapoConfig.model_validate(
     {
@@ -37,36 +46,66 @@ def fill(table: ContributionTable, ratio: list[float], advantage: list[float]) -
     )
 
 
-def test_the_bounds_of_a_batch_computed_by_hand() -> None:
-    table = ContributionTable(NARROW)
-    fill(table, [2.0, 0.5], [1.0, -2.0])
-    # shares 1/2.5 and 1.25/2.75
+def bounds_of(table: ContributionTable) -> ClipBounds:
+    return to_clip_bounds(search_bounds(table, table.config).tolist())
+
+
+@both_kernels
+def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
+    table = ContributionTable(NARROW, kernels=kernels)
+    fill(table, [2.0, 0.5, 1.0], [1.0, -2.0, 0.0])
     bounds = search_bounds(table, NARROW)
-    assert bounds == ClipBounds(
+    assert (bounds.dtype, bounds.shape) == (torch.float64, (len(BOUNDS_FIELDS),))
+    # shares 1/2.5 and 1.25/2.75
+    assert bounds_of(table) == ClipBounds(
         low=0.75,
         high=1.25,
         positive_share_start=pytest.approx(0.4, abs=1e-15),
         positive_share=pytest.approx(5 / 11, abs=1e-15),
         exit="met",
+        nonfinite_tokens=0,
+        out_of_range_tokens=0,
+        tokens=2,
     )
 
 
-def test_two_ranks_that_sum_their_tensors_decide_as_one() -> None:
-    whole, first, second = (ContributionTable(NARROW) for _ in range(3))
+@both_kernels
+def test_two_ranks_that_sum_their_tensors_decide_as_one(kernels: Kernels) -> None:
+    whole, first, second = (ContributionTable(NARROW, kernels=kernels) for _ in range(3))
     fill(whole, [2.0, 0.5, 1.1], [1.0, -2.0, -0.25])
     fill(first, [0.5], [-2.0])
     fill(second, [1.1, 2.0], [-0.25, 1.0])
     first.tensor += second.tensor
     assert torch.equal(first.tensor, whole.tensor)
-    assert search_bounds(first, NARROW) == search_bounds(whole, NARROW)
+    assert torch.equal(search_bounds(first, NARROW), search_bounds(whole, NARROW))
 
 
-def test_an_empty_table_gives_the_start_of_both_ranges() -> None:
-    table = ContributionTable(NARROW)
-    fill(table, [], [])
-    bounds = search_bounds(table, NARROW)
-    assert (bounds.low, bounds.high, bounds.exit) == (0.75, 1.0, "start")
-    assert table.trained_tokens == 0
+@both_kernels
+@pytest.mark.parametrize(("ratio", "advantage"), [([], []), ([1.0, 2.0], [0.0, 0.0])])
+def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
+    kernels: Kernels, ratio: list[float], advantage: list[float]
+) -> None:
+    table = ContributionTable(NARROW, kernels=kernels)
+    fill(table, ratio, advantage)
+    bounds = bounds_of(table)
+    assert (bounds.low, bounds.high, bounds.exit, bounds.tokens) == (0.75, 1.0, "fixed", 0)
+    assert math.isnan(bounds.positive_share_start)
+    assert math.isnan(bounds.positive_share)
+
+
+@both_kernels
+def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at(kernels: Kernels) -> None:
+    generator = torch.Generator().manual_seed(7)
+    table = ContributionTable(BapoConfig.model_validate({}), kernels=kernels)
+    ratio_T = torch.exp(0.4 * torch.randn(500, generator=generator))
+    fill(table, ratio_T.tolist(), (torch.randn(500, generator=generator) - 0.1).tolist())
+    path, bounds = search_path(table, table.config), bounds_of(table)
+    assert path.index > 0
+    assert (bounds.low, bounds.high, bounds.exit) == (path.clip_low, path.clip_high, path.exit)
+    assert bounds.positive_share_start == pytest.approx(path.positive_share_start, abs=1e-15)
+    assert bounds.positive_share == pytest.approx(path.positive_share, abs=1e-15)
+    host = table.to_host()
+    assert bounds.tokens == host.positive_tokens + host.negative_tokens == 500
 
 
 def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
@@ -95,21 +134,67 @@ def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
     assert search_path(table, gradient).candidates[0].negative == pytest.approx(2.0, abs=1e-6)
 
 
-def test_a_nonfinite_token_is_counted_and_the_search_refused() -> None:
-    table = ContributionTable(NARROW)
-    fill(table, [1.0, math.nan], [1.0, 1.0])
-    assert table.nonfinite_tokens == 1
+@both_kernels
+@pytest.mark.parametrize(
+    ("advantage", "nonfinite", "out_of_range"), [(math.nan, 1, 0), (math.inf, 1, 0), (256.0, 0, 1)]
+)
+def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
+    kernels: Kernels, advantage: float, nonfinite: int, out_of_range: int
+) -> None:
+    table = ContributionTable(NARROW, kernels=kernels)
+    fill(table, [1.0, 1.0], [1.0, advantage])
+    bounds = bounds_of(table)
+    assert (bounds.low, bounds.high, bounds.exit) == (0.0, math.inf, "refused")
+    assert math.isnan(bounds.positive_share)
+    assert (bounds.nonfinite_tokens, bounds.out_of_range_tokens) == (nonfinite, out_of_range)
+    host = table.to_host()
+    assert (host.nonfinite_tokens, host.out_of_range_tokens) == (nonfinite, out_of_range)
     with pytest.raises(ValueError, match="counted 1 tokens"):
-        search_bounds(table, NARROW)
+        search_path(table, NARROW)
 
 
-def test_a_wrong_dtype_or_another_config_is_refused() -> None:
+@both_kernels
+def test_masked_tokens_are_skipped_whatever_they_hold(kernels: Kernels) -> None:
+    table = ContributionTable(NARROW, kernels=kernels)
+    nan_T = torch.full((3,), math.nan)
+    accumulate(table, nan_T, nan_T, nan_T, torch.zeros(3))
+    assert torch.count_nonzero(table.tensor) == 0
+
+
+def test_a_copy_on_the_host_does_not_follow_the_table() -> None:
+    table = ContributionTable(NARROW)
+    fill(table, [1.0], [1.0])
+    host = table.to_host()
+    fill(table, [1.0], [1.0])
+    assert (host.positive_tokens, table.to_host().positive_tokens) == (1, 2)
+
+
+def test_a_wrong_dtype_length_or_another_config_is_refused() -> None:
     table = ContributionTable(NARROW)
     zero = torch.zeros(2)
     with pytest.raises(ValueError, match=r"advantage must be float32, got torch\.float64"):
         accumulate(table, zero, zero, zero.double(), zero)
+    with pytest.raises(RuntimeError, match="mask must have shape"):
+        accumulate(table, zero, zero, zero, torch.zeros(3))
     with pytest.raises(ValueError, match="config must be the one"):
         search_bounds(table, BapoConfig.model_validate({}))
+
+
+def test_constant_bounds_are_a_search_that_was_not_made() -> None:
+    tensor = constant_bounds(0.8, math.inf, torch.device("cpu"))
+    assert tensor.dtype == torch.float64
+    bounds = to_clip_bounds(tensor.tolist())
+    assert (bounds.low, bounds.high, bounds.exit) == (0.8, math.inf, "fixed")
+    assert math.isnan(bounds.positive_share_start)
+    assert math.isnan(bounds.positive_share)
+    assert (bounds.nonfinite_tokens, bounds.out_of_range_tokens, bounds.tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(EXIT_NAMES)))
+def test_every_exit_has_its_name(number: int, name: str) -> None:
+    assert to_clip_bounds([0.8, 1.2, 0.4, 0.5, number, 1, 2, 3]) == ClipBounds(
+        0.8, 1.2, 0.4, 0.5, name, nonfinite_tokens=1, out_of_range_tokens=2, tokens=3
+    )
 
 
 def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:
@@ -124,5 +209,5 @@ def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:
 
 
 def test_an_extension_of_another_version_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ImportError, match=r"compiled from version 0\.0\.9.*run `pip install -e .`"):
+    with pytest.raises(ImportError, match=r"compiled from version 0\.0\.9.*run `pip install"):
         extension.check_build("0.0.9")

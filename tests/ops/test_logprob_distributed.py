@@ -1,86 +1,81 @@
-"""Vocabulary-sharded log-probs over gloo equal the unsharded ones."""
+"""Vocabulary-sharded log-probs over gloo equal the unsharded ones.
+
+Shape legend: N = rows of the logits, V = vocabulary columns, T = tokens.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch import Tensor
 
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.reference import logprobs_and_entropy
+from tests.distributed_launch import run_ranks
+from tests.ops import logprob_ranks
+from tests.ops.logprob_ranks import COLUMNS, KERNELS, TEMPERATURE, VOCAB_SIZE, RankResult
+from tests.oracles.logprob import logits_gradient, token_logprobs
 
-VOCAB_SIZE, COLUMNS = 41, 64
-"""The second of two ranks holds 9 true columns and 23 of padding; the last of four holds padding
-only."""
+pytestmark = pytest.mark.distributed
 
-
-def check_rank(rank: int, num_ranks: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    try:
-        for num_tokens in (33, 1, 0):
-            check_tokens(rank, num_ranks, num_tokens)
-        check_poison(rank, num_ranks)
-    finally:
-        dist.destroy_process_group()
+TOKEN_COUNTS = [33, 1, 0]
 
 
-def check_tokens(rank: int, num_ranks: int, num_tokens: int) -> None:
-    """Values and gradients of this rank's columns against the float64 reference."""
-    generator = torch.Generator().manual_seed(num_tokens)
-    whole_NV = 4 * torch.randn(num_tokens + 5, COLUMNS, generator=generator) + 30
-    rows_T = torch.randperm(num_tokens + 5, generator=generator)[:num_tokens]
-    target_T = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
-    weight_T = torch.randn(num_tokens, generator=generator)
-
-    mine = slice(rank * COLUMNS // num_ranks, (rank + 1) * COLUMNS // num_ranks)
-    local_NV = whole_NV[:, mine].clone().requires_grad_()
-    actual = vocab_parallel_logprobs(
-        local_NV,
-        target_T,
-        vocab_size=VOCAB_SIZE,
-        rows_T=rows_T,
-        temperature=0.9,
-        group=dist.group.WORLD,
-    )
-    (weight_T * (actual.logprob_T + 0.5 * actual.entropy_T)).sum().backward()
-
-    exact_NV = whole_NV.double().requires_grad_()
-    logprob_T, entropy_T = logprobs_and_entropy(
-        exact_NV[rows_T], target_T, vocab_size=VOCAB_SIZE, temperature=0.9
-    )
-    (weight_T * (logprob_T + 0.5 * entropy_T)).sum().backward()
-    assert exact_NV.grad is not None
-    for ours, wanted in (
-        (actual.logprob_T, logprob_T),
-        (actual.entropy_T, entropy_T),
-        (local_NV.grad, exact_NV.grad[:, mine]),
-    ):
-        assert ours is not None
-        limit = 2e-6 * wanted.abs().clamp(min=1.0)
-        assert bool(((ours.double() - wanted).abs() <= limit).all())
-
-    gathered = [torch.empty_like(actual.logprob_T) for _ in range(num_ranks)]
-    dist.all_gather(gathered, actual.logprob_T.detach())
-    assert all(torch.equal(other, gathered[0]) for other in gathered)
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda num_ranks: f"{num_ranks} ranks")
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, RankResult]]:
+    return run_ranks(logprob_ranks.compute, request.param, request.param, TOKEN_COUNTS)
 
 
-def check_poison(rank: int, num_ranks: int) -> None:
-    """A NaN in one rank's columns reaches every rank, and that token only."""
-    local_NV = torch.zeros(2, COLUMNS // num_ranks)
-    if rank == 0:
-        local_NV[1, 3] = torch.nan
-    actual = vocab_parallel_logprobs(
-        local_NV, torch.tensor([0, 0]), vocab_size=VOCAB_SIZE, group=dist.group.WORLD
-    )
-    assert torch.isnan(actual.logprob_T).tolist() == [False, True]
-    assert torch.isnan(actual.entropy_T).tolist() == [False, True]
+def assert_close(actual: Tensor, wanted: Tensor) -> None:
+    """|actual − wanted| ≤ 2e-6 · max(1, |wanted|), element by element."""
+    assert actual.shape == wanted.shape
+    limit = 2e-6 * wanted.abs().clamp(min=1.0)
+    assert bool(((actual.double() - wanted).abs() <= limit).all())
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_sharded_logprobs_and_gradients_equal_the_unsharded(num_ranks: int, tmp_path: Path) -> None:
-    mp.spawn(check_rank, args=(num_ranks, str(tmp_path / "store")), nprocs=num_ranks)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
+def test_values_and_gradients_equal_the_unsharded_in_float64(
+    ranks: list[dict[str, RankResult]], num_tokens: int, kernels: str
+) -> None:
+    problem = logprob_ranks.make_problem(num_tokens)
+    whole_TV = problem.logits_NV[problem.rows_T, :VOCAB_SIZE]
+    wanted = token_logprobs(whole_TV, problem.target_T, TEMPERATURE)
+    grad_NV = torch.zeros(len(problem.logits_NV), COLUMNS, dtype=torch.float64)
+    grad_NV[problem.rows_T, :VOCAB_SIZE] = logits_gradient(
+        whole_TV, problem.target_T, problem.grad_logprob_T, problem.grad_entropy_T, TEMPERATURE
+    ).gradient_TV
+    results = [rank[f"{kernels} {num_tokens}"] for rank in ranks]
+    for result in results:
+        assert_close(result.logprob_T, wanted.logprob_T)
+        assert_close(result.entropy_T, wanted.entropy_T)
+    assert_close(torch.cat([result.grad_NV for result in results], dim=1), grad_NV)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_rank_has_the_same_bits(ranks: list[dict[str, RankResult]], kernels: str) -> None:
+    first, *others = (rank[f"{kernels} 33"] for rank in ranks)
+    for other in others:
+        assert torch.equal(other.logprob_T, first.logprob_T)
+        assert torch.equal(other.entropy_T, first.entropy_T)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
+def test_one_small_all_gather_forward_and_none_backward(
+    ranks: list[dict[str, RankResult]], num_tokens: int, kernels: str
+) -> None:
+    """Also with zero tokens, where a rank that stayed away would hold up the others."""
+    expected = [len(ranks) * num_tokens * 4] if len(ranks) > 1 else []
+    for rank in ranks:
+        result = rank[f"{kernels} {num_tokens}"]
+        assert result.forward_gathers == expected
+        assert result.backward_gathers == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_nan_in_one_rank_reaches_every_rank_and_that_token_only(
+    ranks: list[dict[str, RankResult]], kernels: str
+) -> None:
+    for rank in ranks:
+        result = rank[f"{kernels} poisoned"]
+        assert torch.isnan(result.logprob_T).tolist() == [False, True, False]
+        assert torch.isnan(result.entropy_T).tolist() == [False, True, False]

@@ -1,0 +1,98 @@
+"""What ``torch.ops.bapo`` returns for tensors without data: shapes, types and devices.
+
+torch.compile, export and ``opcheck`` run these. Shape legend: T = tokens, P = ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NUM_BOUNDS_FIELDS = 8
+NUM_LOSS_SUMS = 11
+
+
+@torch.library.register_fake("bapo::logprob_partials")  # type: ignore[untyped-decorator]
+def _logprob_partials(
+    logits: Tensor,
+    rows: Tensor | None,
+    target_T: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+) -> Tensor:
+    return logits.new_empty((target_T.shape[0], 4), dtype=torch.float32)
+
+
+@torch.library.register_fake("bapo::logprob_combine")  # type: ignore[untyped-decorator]
+def _logprob_combine(
+    partials_PT4: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def new() -> Tensor:
+        return partials_PT4.new_empty(partials_PT4.shape[1])
+
+    return new(), new(), new(), new()
+
+
+@torch.library.register_fake("bapo::logits_backward_")  # type: ignore[untyped-decorator]
+def _logits_backward_(
+    logits: Tensor,
+    rows: Tensor | None,
+    target: Tensor,
+    max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("bapo::contributions_")  # type: ignore[untyped-decorator]
+def _contributions_(
+    table: Tensor,
+    grid: Tensor,
+    logprob: Tensor,
+    behaviour_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    weight: str,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("bapo::search_bounds")  # type: ignore[untyped-decorator]
+def _search_bounds(
+    table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
+) -> Tensor:
+    return table.new_empty(NUM_BOUNDS_FIELDS, dtype=torch.float64)
+
+
+@torch.library.register_fake("bapo::policy_loss")  # type: ignore[untyped-decorator]
+def _policy_loss(
+    logprob_T: Tensor,
+    entropy: Tensor | None,
+    behaviour_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    weight: Tensor,
+    bounds: Tensor,
+    dual_clip: float | None,
+) -> tuple[Tensor, Tensor]:
+    sums = logprob_T.new_empty(NUM_LOSS_SUMS, dtype=torch.float64)
+    return sums, torch.empty_like(logprob_T)
+
+
+_FAKES = {
+    "logprob_partials": _logprob_partials,
+    "logprob_combine": _logprob_combine,
+    "logits_backward_": _logits_backward_,
+    "contributions_": _contributions_,
+    "search_bounds": _search_bounds,
+    "policy_loss": _policy_loss,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"bapo::{_name}", _fake)

@@ -1,0 +1,122 @@
+// What the CPU and the CUDA version of each op are called with: plain pointers and numbers, checked
+// by torch_ops/. Shapes: N rows of logits, V local columns, T tokens, P tensor-parallel ranks.
+// Arrays are contiguous except the rows of the logits.
+#pragma once
+
+#include <cstdint>
+
+#include "common/clip_grid.h"
+#include "common/contribution.h"
+#include "common/search.h"
+
+namespace bapo {
+
+enum class LogitType { kFloat32, kBFloat16, kFloat16 };
+
+// [N, V] logits of this rank. Row i starts at element i * row_stride, its columns are adjacent.
+struct Logits {
+  void* data;
+  LogitType type;
+  int64_t num_rows;
+  int64_t num_columns;
+  int64_t row_stride;
+  int64_t vocab_start;  // vocabulary id of column 0
+  int64_t vocab_size;   // true size: columns of ids from here on are padding
+  float temperature;
+};
+
+// Columns of this rank that are not padding.
+BAPO_HD int64_t num_true_columns(const Logits& logits) {
+  const int64_t left = logits.vocab_size - logits.vocab_start;
+  if (left <= 0) return 0;
+  return left < logits.num_columns ? left : logits.num_columns;
+}
+
+struct LogprobPartialsParams {
+  Logits logits;          // read only
+  const int64_t* rows;    // [T] row of each token, or null: row t
+  const int64_t* target;  // [T] vocabulary ids
+  int64_t num_tokens;
+  float* partials;  // [T, 4] out: Partials
+};
+
+struct LogprobCombineParams {
+  const float* partials;  // [P, T, 4]
+  int64_t num_ranks;
+  int64_t num_tokens;
+  float temperature;
+  float* logprob;  // [T] out, like the next three
+  float* entropy;
+  float* max;
+  float* log_sum;
+};
+
+struct LogitsBackwardParams {
+  Logits logits;          // overwritten by its gradient
+  const int64_t* rows;    // [T], each row at most once, or null: row t
+  const int64_t* target;  // [T]
+  int64_t num_tokens;
+  const float* max;           // [T], from logprob_combine, like the next two
+  const float* log_sum;       // [T]
+  const float* entropy;       // [T]
+  const float* grad_logprob;  // [T] or null: 0
+  const float* grad_entropy;  // [T] or null: 0
+  int32_t* token_of_row;      // [N] scratch: token of each row, -1 none, -2 several
+};
+
+struct ContributionsParams {
+  const float* logprob;  // [T], like the next three
+  const float* behaviour_logprob;
+  const float* advantage;
+  const float* mask;
+  int64_t num_tokens;
+  ClipGrid grid;
+  WeightKind weight;
+  int64_t* table;  // [num_slots(grid)], added to
+};
+
+// What search_bounds writes, as float64.
+enum BoundsField : int {
+  kBoundsLow,
+  kBoundsHigh,
+  kBoundsShareStart,
+  kBoundsShare,
+  kBoundsExit,        // BoundsExit
+  kBoundsNonFinite,   // tokens that were not finite
+  kBoundsOutOfRange,  // tokens with |w A| >= 2^8 or a mask that is neither 0 nor 1
+  kBoundsTokens,      // tokens with A != 0
+  kNumBoundsFields
+};
+
+enum class BoundsExit {
+  kStart,
+  kMet,
+  kExhausted,
+  kNoSearch,  // no token has a sign: the first pair, without shares
+  kRefused,   // the table cannot be trusted: [0, inf], without shares
+};
+
+struct SearchBoundsParams {
+  const int64_t* table;  // [num_slots(grid)], summed over all ranks
+  ClipGrid grid;
+  uint64_t target_units;  // target in units of 2^-24
+  Contribution contribution;
+  Measure measure;
+  double* bounds;  // [kNumBoundsFields] out
+};
+
+struct PolicyLossParams {
+  const float* logprob;  // [T], like the next six
+  const float* entropy;  // or null: 0
+  const float* behaviour_logprob;
+  const float* advantage;
+  const float* mask;
+  const float* weight;  // over the global denominators
+  int64_t num_tokens;
+  const double* bounds;  // [kNumBoundsFields]; low and high are read
+  float dual_clip;       // infinity: none
+  double* sums;          // [kNumLossSums] out
+  float* coefficient;    // [T] out: d loss / d logprob
+};
+
+}  // namespace bapo

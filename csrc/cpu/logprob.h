@@ -1,0 +1,26 @@
+// Log-probs and entropies from logits, and the gradient of the logits, on the CPU.
+//
+// Each function does tokens (or rows) begin <= i < end, so that a caller can share them out;
+// results do not depend on how. Shapes are in common/params.h.
+#pragma once
+
+#include <cstdint>
+
+#include "common/params.h"
+#include "cpu/isa.h"
+
+namespace bapo {
+
+// partials[t] = Partials of the token over this rank's true columns. Rows and targets are in range.
+void logprob_partials(const LogprobPartialsParams& params, Isa isa, int64_t begin, int64_t end);
+
+// The token's log-prob, entropy, maximum and log-sum by combine_partials.
+void logprob_combine(const LogprobCombineParams& params, int64_t begin, int64_t end);
+
+// Fills token_of_row. False where a row has two tokens.
+bool assign_tokens_to_rows(const LogitsBackwardParams& params);
+
+// Overwrites rows begin <= row < end by their gradient, zeros where no token has a gradient.
+void logits_backward(const LogitsBackwardParams& params, Isa isa, int64_t begin, int64_t end);
+
+}  // namespace bapo

@@ -1,0 +1,207 @@
+"""A small language-model head with tokens, its loss by the three ways, and how to compare them.
+
+Shape legend: N = rows of hidden states, H = hidden size, V = padded vocabulary, T = response
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.ops.chunked import OutputHead, chunked_policy_loss
+from bapo_megatron.ops.contributions import constant_bounds
+from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from tests.oracles.policy_loss import policy_loss
+
+VOCAB_SIZE, PADDED_VOCAB, HIDDEN_SIZE = 41, 64, 24
+TEMPERATURE = 0.9
+LOW, HIGH, DUAL_CLIP = 0.8, 1.25, 3.0
+EARLIER_GRADIENT = 2.0**-6
+"""What ``main_grad`` holds before the loss, as from a micro-batch before."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """[T] each."""
+
+    rows_T: Tensor
+    target_T: Tensor
+    behaviour_logprob_T: Tensor
+    advantage_T: Tensor
+    mask_T: Tensor
+    loss_weight_T: Tensor
+
+    def select(self, index: Any) -> Tokens:
+        return Tokens(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Problem:
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    tokens: Tokens
+
+    def to(self, device: str, dtype: torch.dtype) -> Problem:
+        return Problem(
+            self.hidden_NH.to(device, dtype),
+            self.weight_VH.to(device, dtype),
+            replace(
+                self.tokens,
+                **{f.name: getattr(self.tokens, f.name).to(device) for f in fields(self.tokens)},
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A loss with everything that comes of it; gradients are those of weight and hidden states."""
+
+    loss: Tensor
+    sums: Tensor | None
+    logprob_T: Tensor
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+
+
+def make_problem(num_rows: int = 90, num_tokens: int = 61, seed: int = 0) -> Problem:
+    """Tokens in random order, on both sides of both bounds, one in six with mask 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden_NH, weight_VH = normal(num_rows, HIDDEN_SIZE), normal(PADDED_VOCAB, HIDDEN_SIZE) / 3
+    rows_T = torch.randperm(num_rows, generator=generator)[:num_tokens]
+    target_T = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
+    logits_TV = (hidden_NH @ weight_VH.t())[rows_T, :VOCAB_SIZE] / TEMPERATURE
+    logprob_T = logits_TV.log_softmax(1).gather(1, target_T[:, None]).squeeze(1)
+    mask_T = (torch.arange(num_tokens) % 6 != 5).float()
+    tokens = Tokens(
+        rows_T=rows_T,
+        target_T=target_T,
+        behaviour_logprob_T=logprob_T + 0.4 * normal(num_tokens),
+        advantage_T=normal(num_tokens),
+        mask_T=mask_T,
+        loss_weight_T=mask_T * torch.rand(num_tokens, generator=generator) / max(num_tokens, 1),
+    )
+    return Problem(hidden_NH, weight_VH, tokens)
+
+
+def leaves(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight as leaves with gradients."""
+    return (
+        problem.hidden_NH.detach().clone().requires_grad_(),
+        problem.weight_VH.detach().clone().requires_grad_(),
+    )
+
+
+def with_main_grad(weight_VH: Tensor, **attributes: Any) -> Tensor:
+    """As Megatron's data parallelism prepares a parameter."""
+    parameter: Any = torch.nn.Parameter(weight_VH.clone())
+    parameter.main_grad = torch.full(weight_VH.shape, EARLIER_GRADIENT)
+    parameter.grad_added_to_main_grad = False
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+def chunked_loss(
+    hidden_MH: Tensor, head: OutputHead, tokens: Tokens, **changes: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``chunked_policy_loss`` with this module's settings."""
+    settings: dict[str, Any] = {
+        "rows_T": tokens.rows_T,
+        "vocab_size": VOCAB_SIZE,
+        "temperature": TEMPERATURE,
+        "behaviour_logprob_T": tokens.behaviour_logprob_T,
+        "advantage_T": tokens.advantage_T,
+        "mask_T": tokens.mask_T,
+        "loss_weight_T": tokens.loss_weight_T,
+        "bounds": constant_bounds(LOW, HIGH, hidden_MH.device),
+        "dual_clip": DUAL_CLIP,
+        "entropy_coefficient": 0.0,
+        "chunk_tokens": 16,
+    }
+    return chunked_policy_loss(hidden_MH, head, tokens.target_T, **{**settings, **changes})
+
+
+def run_chunked(problem: Problem, **changes: Any) -> Outcome:
+    hidden_NH, weight_VH = leaves(problem)
+    loss, sums, logprob_T = chunked_loss(
+        hidden_NH, OutputHead(weight_VH), problem.tokens, **changes
+    )
+    loss.backward()
+    return Outcome(loss.detach(), sums, logprob_T, hidden_NH.grad, weight_VH.grad)
+
+
+def run_unchunked(problem: Problem, *, entropy_coefficient: float, kernels: Any = None) -> Outcome:
+    """All logits at once, through the ops that the chunked path replaces."""
+    hidden_NH, weight_VH = leaves(problem)
+    tokens = problem.tokens
+    logprob_T, entropy_T = vocab_parallel_logprobs(
+        hidden_NH @ weight_VH.t(),
+        tokens.target_T,
+        vocab_size=VOCAB_SIZE,
+        rows_T=tokens.rows_T,
+        temperature=TEMPERATURE,
+        kernels=kernels,
+    )
+    loss, sums = clipped_policy_loss(
+        logprob_T,
+        behaviour_logprob_T=tokens.behaviour_logprob_T,
+        advantage_T=tokens.advantage_T,
+        mask_T=tokens.mask_T,
+        loss_weight_T=tokens.loss_weight_T,
+        bounds=constant_bounds(LOW, HIGH, hidden_NH.device),
+        dual_clip=DUAL_CLIP,
+        entropy_T=entropy_T,
+        entropy_coefficient=entropy_coefficient,
+        kernels=kernels,
+    )
+    loss.backward()
+    return Outcome(loss.detach(), sums, logprob_T.detach(), hidden_NH.grad, weight_VH.grad)
+
+
+def run_oracle(problem: Problem, *, entropy_coefficient: float) -> Outcome:
+    """Autograd in float64, without any op of the package."""
+    hidden_NH, weight_VH = leaves(problem.to("cpu", torch.float64))
+    tokens = problem.tokens
+    logits_TV = (hidden_NH @ weight_VH.t())[tokens.rows_T, :VOCAB_SIZE] / TEMPERATURE
+    all_TV = logits_TV.log_softmax(1)
+    logprob_T = all_TV.gather(1, tokens.target_T[:, None]).squeeze(1)
+    loss = policy_loss(
+        logprob_T,
+        tokens.behaviour_logprob_T,
+        tokens.advantage_T,
+        tokens.mask_T,
+        tokens.loss_weight_T,
+        low=LOW,
+        high=HIGH,
+        dual_clip=DUAL_CLIP,
+        entropy_T=-(all_TV.exp() * all_TV).sum(1),
+        entropy_coefficient=entropy_coefficient,
+    ).loss
+    loss.backward()
+    return Outcome(loss.detach(), None, logprob_T.detach(), hidden_NH.grad, weight_VH.grad)
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """‖actual − expected‖ / ‖expected‖ over the whole tensor."""
+    assert actual is not None
+    assert expected is not None
+    assert actual.shape == expected.shape
+    difference = (actual.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp(min=1e-30))
+
+
+def worst_error(actual: Outcome, expected: Outcome) -> float:
+    """The largest relative error of loss, sums, log-probs and gradients."""
+    names = ["loss", "logprob_T", "hidden_NH", "weight_VH"]
+    if expected.sums is not None:
+        names.append("sums")
+    return max(relative_error(getattr(actual, name), getattr(expected, name)) for name in names)

@@ -1,0 +1,158 @@
+"""What the ranks of test_chunked_distributed.py do; each returns its errors by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
+from tests.distributed_launch import joined
+from tests.ops.chunked_problem import (
+    EARLIER_GRADIENT,
+    TEMPERATURE,
+    VOCAB_SIZE,
+    Problem,
+    chunked_loss,
+    make_problem,
+    relative_error,
+    run_chunked,
+    with_main_grad,
+)
+
+ENTROPY_COEFFICIENT = 0.03
+
+
+def two_ranks() -> dict[str, dict[str, float]]:
+    """Every division over two ranks, each against the whole problem on one."""
+    results = {}
+    with joined(tensor=2) as groups:
+        for num_tokens in (61, 5, 0):
+            for sequence_parallel in (False, True):
+                name = f"{num_tokens} tokens, sequence parallel {sequence_parallel}"
+                results[name] = _divide_vocabulary(groups.tensor, num_tokens, sequence_parallel)
+        results["collectives"] = {
+            "per chunk": _count_collectives(groups.tensor, chunk_tokens=16),
+            "in one chunk": _count_collectives(groups.tensor, chunk_tokens=1000),
+        }
+    with joined() as groups:
+        results["context"] = _divide_tokens(groups.data)
+    return results
+
+
+def _divide_vocabulary(
+    group: dist.ProcessGroup, num_tokens: int, sequence_parallel: bool
+) -> dict[str, float]:
+    problem = make_problem(num_tokens=num_tokens)
+    whole = run_chunked(problem, entropy_coefficient=ENTROPY_COEFFICIENT)
+    rank = dist.get_rank(group)
+    rows = _part(problem.hidden_NH, rank) if sequence_parallel else slice(None)
+    columns = _part(problem.weight_VH, rank)
+    weight_VH: Any = with_main_grad(problem.weight_VH[columns])
+    hidden_MH = problem.hidden_NH[rows].clone().requires_grad_()
+    head = OutputHead(weight_VH, group, sequence_parallel)
+
+    collected = chunked_logprobs(
+        hidden_MH,
+        head,
+        problem.tokens.target_T,
+        rows_T=problem.tokens.rows_T,
+        vocab_size=VOCAB_SIZE,
+        temperature=TEMPERATURE,
+        chunk_tokens=16,
+    )
+    loss, sums, logprob_T = chunked_loss(
+        hidden_MH, head, problem.tokens, entropy_coefficient=ENTROPY_COEFFICIENT
+    )
+    loss.backward()
+    assert whole.hidden_NH is not None
+    assert whole.weight_VH is not None
+    assert whole.sums is not None
+    return {
+        "loss": relative_error(loss.detach(), whole.loss),
+        "sums": relative_error(sums, whole.sums),
+        "logprob": relative_error(logprob_T, whole.logprob_T),
+        "collected": relative_error(collected.logprob_T, whole.logprob_T),
+        "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
+        "weight": relative_error(weight_VH.main_grad - EARLIER_GRADIENT, whole.weight_VH[columns]),
+    }
+
+
+def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
+    """As context parallelism does: each rank has half of the rows, and the tokens they predict.
+
+    The halves hold different numbers of tokens, so the ranks walk different numbers of chunks.
+    """
+    problem = make_problem(num_tokens=80)
+    whole = run_chunked(problem, entropy_coefficient=ENTROPY_COEFFICIENT)
+    rank = dist.get_rank(group)
+    boundary = 20
+    first_T = problem.tokens.rows_T < boundary
+    own = Problem(
+        problem.hidden_NH[:boundary] if rank == 0 else problem.hidden_NH[boundary:],
+        problem.weight_VH,
+        problem.tokens.select(first_T if rank == 0 else ~first_T),
+    )
+    own.tokens.rows_T.sub_(0 if rank == 0 else boundary)
+    part = run_chunked(own, entropy_coefficient=ENTROPY_COEFFICIENT)
+    assert whole.hidden_NH is not None
+    assert whole.weight_VH is not None
+    assert whole.sums is not None
+    assert part.weight_VH is not None
+    assert part.sums is not None
+    for summed in (part.loss, part.sums, part.weight_VH):
+        dist.all_reduce(summed, group=group)
+    return {
+        "loss": relative_error(part.loss, whole.loss),
+        "sums": relative_error(part.sums, whole.sums),
+        "hidden": relative_error(
+            part.hidden_NH,
+            whole.hidden_NH[:boundary] if rank == 0 else whole.hidden_NH[boundary:],
+        ),
+        "weight": relative_error(part.weight_VH, whole.weight_VH),
+    }
+
+
+def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int) -> Any:
+    """Names of the collectives of a collection pass and of a loss with sequence parallelism."""
+    problem = make_problem()
+    rank = dist.get_rank(group)
+    hidden_MH = problem.hidden_NH[_part(problem.hidden_NH, rank)].requires_grad_()
+    weight_VH = problem.weight_VH[_part(problem.weight_VH, rank)].requires_grad_()
+    head = OutputHead(weight_VH, group, sequence_parallel=True)
+    with _RecordCollectives() as record:
+        chunked_loss(hidden_MH, head, problem.tokens, chunk_tokens=chunk_tokens)[0].backward()
+    return record.names
+
+
+class _RecordCollectives:
+    """Notes which functions of torch.distributed are called, in order."""
+
+    NAMES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._originals = {name: getattr(dist, name) for name in self.NAMES}
+
+    def __enter__(self) -> _RecordCollectives:
+        for name, original in self._originals.items():
+
+            def call(
+                *args: Any, _name: str = name, _original: Any = original, **kwargs: Any
+            ) -> Any:
+                self.names.append(_name)
+                return _original(*args, **kwargs)
+
+            setattr(dist, name, call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+
+def _part(whole: Tensor, rank: int) -> slice:
+    """Half of the first dimension."""
+    size = whole.shape[0] // 2
+    return slice(rank * size, (rank + 1) * size)

@@ -1,0 +1,120 @@
+"""Short calls of ``torch.ops.bapo`` for the kernel tests, with the usual arguments filled in.
+
+Shape legend: N = rows of logits, V = columns, T = tokens, P = tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.ops import extension
+
+ISAS: list[str] = extension.build_info()["available_isas"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Run the CPU ops with one instruction set."""
+    extension.use_isa(name)
+    try:
+        yield
+    finally:
+        extension.use_isa("auto")
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Run torch's operators with this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class TokenResults(NamedTuple):
+    """What ``logprob_combine`` returns; each [T] float32."""
+
+    logprob: Tensor
+    entropy: Tensor
+    max: Tensor
+    log_sum: Tensor
+
+
+def partials(
+    logits_NV: Tensor,
+    target_T: Tensor,
+    *,
+    rows_T: Tensor | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """[T, 4] partials of one rank; the vocabulary is all columns unless its size is given."""
+    size = logits_NV.shape[1] if vocab_size is None else vocab_size
+    return torch.ops.bapo.logprob_partials(
+        logits_NV, rows_T, target_T, vocab_start, size, temperature
+    )
+
+
+def token_results(
+    logits_NV: Tensor, target_T: Tensor, *, temperature: float = 1.0, **where: object
+) -> TokenResults:
+    """Log-probs of one rank that holds the whole vocabulary."""
+    part_T4 = partials(logits_NV, target_T, temperature=temperature, **where)  # type: ignore[arg-type]
+    return TokenResults(*torch.ops.bapo.logprob_combine(part_T4[None], temperature))
+
+
+def gradient_(
+    logits_NV: Tensor,
+    target_T: Tensor,
+    results: TokenResults,
+    grad_logprob_T: Tensor | None,
+    grad_entropy_T: Tensor | None,
+    *,
+    rows_T: Tensor | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Overwrite the logits by their gradient and return them."""
+    torch.ops.bapo.logits_backward_(
+        logits_NV,
+        rows_T,
+        target_T,
+        results.max,
+        results.log_sum,
+        results.entropy,
+        grad_logprob_T,
+        grad_entropy_T,
+        vocab_start,
+        logits_NV.shape[1] if vocab_size is None else vocab_size,
+        temperature,
+    )
+    return logits_NV
+
+
+def random_logits(
+    num_rows: int, num_columns: int, dtype: torch.dtype, *, scale: float = 4.0, seed: int = 0
+) -> Tensor:
+    """Normal logits of the given spread."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, num_columns, generator=generator) * scale).to(dtype)
+
+
+def random_targets(num_tokens: int, vocab_size: int, *, seed: int = 0) -> Tensor:
+    """Uniform vocabulary ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+
+
+def grid_tensor(grid: extension.ClipGrid) -> Tensor:
+    """The grid as the ops take it."""
+    return torch.frombuffer(bytearray(grid.to_bytes()), dtype=torch.uint8)

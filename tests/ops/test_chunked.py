@@ -1,0 +1,361 @@
+"""The token-chunked path against all logits at once and against float64 autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
+from bapo_megatron.ops.policy_loss import LOSS_SUMS
+from tests.ops.chunked_problem import (
+    EARLIER_GRADIENT,
+    HIDDEN_SIZE,
+    PADDED_VOCAB,
+    TEMPERATURE,
+    VOCAB_SIZE,
+    chunked_loss,
+    leaves,
+    make_problem,
+    relative_error,
+    run_chunked,
+    run_oracle,
+    run_unchunked,
+    with_main_grad,
+    worst_error,
+)
+
+CHUNK_TOKENS = [1, 7, 64, 1000]
+"""make_problem has 61 tokens: one at a time, a last chunk of 5, and all of them in one chunk."""
+
+BACKENDS = ["reference", "cpu"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
+@pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
+def test_float32_equals_all_logits_at_once(
+    chunk_tokens: int, entropy_coefficient: float, backend: Any
+) -> None:
+    problem = make_problem()
+    kernels = select_kernels(backend, torch.device("cpu"))
+    actual = run_chunked(
+        problem,
+        chunk_tokens=chunk_tokens,
+        entropy_coefficient=entropy_coefficient,
+        kernels=kernels,
+    )
+    expected = run_unchunked(problem, entropy_coefficient=entropy_coefficient, kernels=kernels)
+    assert worst_error(actual, expected) < 1e-6
+    assert actual.sums is not None
+    counts = dict(zip(LOSS_SUMS, actual.sums.tolist(), strict=True))
+    assert counts["tokens"] == 51  # 61, less every sixth
+    assert min(counts["clipped_high"], counts["clipped_low"], counts["kl_behaviour"]) > 0
+
+
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
+@pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
+def test_float32_is_near_autograd_in_float64(chunk_tokens: int, entropy_coefficient: float) -> None:
+    problem = make_problem(seed=1)
+    actual = run_chunked(
+        problem, chunk_tokens=chunk_tokens, entropy_coefficient=entropy_coefficient
+    )
+    expected = run_oracle(problem, entropy_coefficient=entropy_coefficient)
+    assert worst_error(actual, expected) < 3e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_as_good_as_without_chunks(dtype: torch.dtype, backend: Any) -> None:
+    """Against float64 with the same rounded inputs; some tokens' sides of a bound may differ."""
+    problem = make_problem(num_rows=400, num_tokens=300).to("cpu", dtype)
+    kernels = select_kernels(backend, torch.device("cpu"))
+    expected = run_oracle(problem, entropy_coefficient=0.03)
+    settings: Any = {"entropy_coefficient": 0.03, "kernels": kernels}
+    unchunked = run_unchunked(problem, **settings)
+    actual = run_chunked(problem, chunk_tokens=64, **settings)
+    limit = 0.05
+    assert worst_error(actual, expected) < limit
+    assert worst_error(actual, expected) < 1.2 * worst_error(unchunked, expected)
+    assert actual.hidden_NH is not None
+    assert actual.hidden_NH.dtype is dtype
+    assert actual.logprob_T.dtype is torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_equals_the_cpu() -> None:
+    problem = make_problem(num_rows=400, num_tokens=300)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        expected = run_chunked(problem.to("cpu", dtype), entropy_coefficient=0.03)
+        actual = run_chunked(problem.to("cuda", dtype), entropy_coefficient=0.03)
+        for name in ("loss", "logprob_T", "hidden_NH", "weight_VH"):
+            error = relative_error(getattr(actual, name).cpu(), getattr(expected, name))
+            assert error < limit, (dtype, name, error)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
+def test_logprobs_equal_those_of_all_logits(chunk_tokens: int, backend: Any) -> None:
+    problem = make_problem(seed=2)
+    hidden_NH, weight_VH = leaves(problem)
+    logprob_T, entropy_T = chunked_logprobs(
+        hidden_NH,
+        OutputHead(weight_VH),
+        problem.tokens.target_T,
+        rows_T=problem.tokens.rows_T,
+        vocab_size=VOCAB_SIZE,
+        temperature=TEMPERATURE,
+        chunk_tokens=chunk_tokens,
+        kernels=select_kernels(backend, torch.device("cpu")),
+    )
+    logits_TV = (hidden_NH @ weight_VH.t()).detach().double()[problem.tokens.rows_T, :VOCAB_SIZE]
+    all_TV = (logits_TV / TEMPERATURE).log_softmax(1)
+    expected_T = all_TV.gather(1, problem.tokens.target_T[:, None]).squeeze(1)
+    assert relative_error(logprob_T, expected_T) < 1e-6
+    assert relative_error(entropy_T, -(all_TV.exp() * all_TV).sum(1)) < 1e-6
+    assert not logprob_T.requires_grad
+    assert not entropy_T.requires_grad
+
+
+def test_the_collection_pass_and_the_loss_pass_have_the_same_logprobs() -> None:
+    """With the same chunks: the ratio of a token to itself is exactly 1."""
+    problem = make_problem(seed=3)
+    collected_T = chunked_logprobs(
+        problem.hidden_NH,
+        OutputHead(problem.weight_VH),
+        problem.tokens.target_T,
+        rows_T=problem.tokens.rows_T,
+        vocab_size=VOCAB_SIZE,
+        temperature=TEMPERATURE,
+        chunk_tokens=16,
+    ).logprob_T
+    assert torch.equal(collected_T, run_chunked(problem, chunk_tokens=16).logprob_T)
+
+
+def test_without_response_tokens_everything_is_0() -> None:
+    problem = make_problem(num_tokens=0)
+    for entropy_coefficient in (0.0, 0.03):
+        outcome = run_chunked(problem, entropy_coefficient=entropy_coefficient)
+        assert outcome.loss.item() == 0.0
+        assert outcome.sums is not None
+        assert outcome.sums.tolist() == [0.0] * 11
+        assert outcome.logprob_T.shape == (0,)
+        assert outcome.hidden_NH is not None
+        assert torch.equal(outcome.hidden_NH, torch.zeros(90, HIDDEN_SIZE))
+        assert outcome.weight_VH is not None
+        assert torch.equal(outcome.weight_VH, torch.zeros(PADDED_VOCAB, HIDDEN_SIZE))
+
+
+def test_rows_without_a_token_and_padded_vocabulary_get_no_gradient() -> None:
+    problem = make_problem()
+    outcome = run_chunked(problem, entropy_coefficient=0.03)
+    assert outcome.hidden_NH is not None
+    assert outcome.weight_VH is not None
+    used_N = torch.zeros(90, dtype=torch.bool)
+    used_N[problem.tokens.rows_T[problem.tokens.mask_T > 0]] = True
+    assert torch.equal(outcome.hidden_NH.abs().sum(1) > 0, used_N)
+    assert not outcome.weight_VH[VOCAB_SIZE:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_that_is_not_finite_is_counted_and_moves_nothing(backend: Any) -> None:
+    problem = make_problem()
+    settings: Any = {
+        "entropy_coefficient": 0.03,
+        "kernels": select_kernels(backend, torch.device("cpu")),
+    }
+    problem.tokens.behaviour_logprob_T[7] = torch.nan
+    outcome = run_chunked(problem, **settings)
+    problem.tokens.behaviour_logprob_T[7] = 0.0
+    problem.tokens.mask_T[7] = 0.0
+    expected = run_chunked(problem, **settings)
+    assert outcome.sums is not None
+    assert dict(zip(LOSS_SUMS, outcome.sums.tolist(), strict=True))["nonfinite_tokens"] == 1
+    assert torch.equal(outcome.loss, expected.loss)
+    assert relative_error(outcome.hidden_NH, expected.hidden_NH) == 0.0
+    assert relative_error(outcome.weight_VH, expected.weight_VH) == 0.0
+
+
+class _CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = ("mm", "addmm", "addmm_", "matmul")
+        self.products += func.overloadpacket.__name__ in products
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_takes_three_matrix_products(dtype: torch.dtype) -> None:
+    problem = make_problem().to("cpu", dtype)
+    with _CountProducts() as counted:
+        run_chunked(problem, chunk_tokens=16)
+    assert counted.products == 3 * 4  # 61 tokens
+
+
+def test_the_loss_can_end_a_pipeline_stage() -> None:
+    """Megatron frees the output's data, which it refuses for a view."""
+    problem = make_problem()
+    hidden_NH, weight_VH = leaves(problem)
+    for entropy_coefficient in (0.0, 0.03):
+        loss, sums, logprob_T = chunked_loss(
+            hidden_NH,
+            OutputHead(weight_VH),
+            problem.tokens,
+            entropy_coefficient=entropy_coefficient,
+        )
+        assert loss.shape == ()
+        assert loss.dtype is torch.float32
+        assert not loss._is_view()
+        assert not sums.requires_grad
+        assert not logprob_T.requires_grad
+
+
+def test_a_loss_scale_multiplies_the_gradients_and_not_the_loss() -> None:
+    problem = make_problem()
+    plain = run_chunked(problem, entropy_coefficient=0.03)
+    hidden_NH, weight_VH = leaves(problem)
+    loss, _, _ = chunked_loss(
+        hidden_NH,
+        OutputHead(weight_VH),
+        problem.tokens,
+        entropy_coefficient=0.03,
+        loss_scale=1024.0,
+    )
+    (loss * 1024.0).backward()
+    assert torch.equal(loss.detach(), plain.loss)
+    assert plain.hidden_NH is not None
+    assert plain.weight_VH is not None
+    assert hidden_NH.grad is not None
+    assert weight_VH.grad is not None
+    assert torch.equal(hidden_NH.grad, 1024.0 * plain.hidden_NH)
+    assert torch.equal(weight_VH.grad, 1024.0 * plain.weight_VH)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_added_to_main_grad_in_float32(dtype: torch.dtype) -> None:
+    problem = make_problem().to("cpu", dtype)
+    expected = run_oracle(problem, entropy_coefficient=0.0).weight_VH
+    assert expected is not None
+    weight_VH: Any = with_main_grad(problem.weight_VH)
+    hidden_NH, _ = leaves(problem)
+    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, chunk_tokens=7)
+    loss.backward()
+    limit = 3e-6 if dtype is torch.float32 else 0.05
+    assert relative_error(weight_VH.main_grad - EARLIER_GRADIENT, expected) < limit
+    assert weight_VH.main_grad.dtype is torch.float32
+    assert weight_VH.grad_added_to_main_grad
+    # A gradient must arrive so that Megatron's hook runs; the hook drops its values.
+    assert weight_VH.grad.shape == weight_VH.shape
+    assert weight_VH.grad.dtype is dtype
+
+
+def test_a_tied_weight_gets_the_embeddings_gradient_beside_the_heads() -> None:
+    problem = make_problem()
+    weight_VH: Any = with_main_grad(problem.weight_VH, zero_out_wgrad=True)
+    hidden_NH, _ = leaves(problem)
+    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    embedded = torch.nn.functional.embedding(torch.tensor([3, 5, 3]), weight_VH)
+    (loss + embedded.sum()).backward()
+    # Megatron's hook adds the .grad of such a weight: it must hold the embedding's part and no
+    # more.
+    embedding_VH = torch.zeros(PADDED_VOCAB, HIDDEN_SIZE)
+    embedding_VH[3], embedding_VH[5] = 2.0, 1.0
+    assert torch.equal(weight_VH.grad, embedding_VH)
+    expected = run_oracle(problem, entropy_coefficient=0.0).weight_VH
+    assert relative_error(weight_VH.main_grad - EARLIER_GRADIENT, expected) < 3e-6
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    problem = make_problem()
+    hidden_NH, _ = leaves(problem)
+    weight_VH: Any = with_main_grad(problem.weight_VH).requires_grad_(False)
+    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss.backward()
+    assert bool((weight_VH.main_grad == EARLIER_GRADIENT).all())
+    assert not weight_VH.grad_added_to_main_grad
+    assert weight_VH.grad is None
+    expected = run_oracle(problem, entropy_coefficient=0.0)
+    assert relative_error(hidden_NH.grad, expected.hidden_NH) < 3e-6
+
+
+def test_frozen_hidden_states_get_no_gradient() -> None:
+    problem = make_problem()
+    _, weight_VH = leaves(problem)
+    loss, _, _ = chunked_loss(problem.hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss.backward()
+    expected = run_oracle(problem, entropy_coefficient=0.0)
+    assert relative_error(weight_VH.grad, expected.weight_VH) < 3e-6
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    problem = make_problem()
+    hidden_NH, weight_VH = leaves(problem)
+    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"ran twice.*compute the loss again"):
+        loss.backward()
+
+
+def test_a_loss_that_is_scaled_otherwise_is_refused() -> None:
+    problem = make_problem()
+    hidden_NH, weight_VH = leaves(problem)
+    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, loss_scale=2.0)
+    with pytest.raises(RuntimeError, match=r"loss_scale=2\.0, but its loss arrives"):
+        loss.backward()
+    assert hidden_NH.grad is None
+
+
+def test_gradients_switched_off_are_refused_before_anything_is_added() -> None:
+    problem = make_problem()
+    weight_VH: Any = with_main_grad(problem.weight_VH)
+    hidden_NH, _ = leaves(problem)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="call chunked_logprobs"):
+        chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    frozen: Any = with_main_grad(problem.weight_VH).requires_grad_(False)
+    with pytest.raises(ValueError, match="neither hidden states nor weight"):
+        chunked_loss(problem.hidden_NH, OutputHead(frozen), problem.tokens)
+    for weight in (weight_VH, frozen):
+        assert bool((weight.main_grad == EARLIER_GRADIENT).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature must be > 0 and finite, got 0.0"),
+        ({"vocab_size": 65}, r"vocab_size must lie in 1 … 64 \(rows of the head × ranks\), got 65"),
+        ({"rows_T": torch.arange(5)}, r"rows must be int64 of shape \[T\].*got torch.int64 \[5\]"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    problem = make_problem()
+    hidden_NH, weight_VH = leaves(problem)
+    with pytest.raises(ValueError, match=message):
+        chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, **changes)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    problem = make_problem()
+    tokens = problem.tokens
+    hidden_NH, weight_VH = leaves(problem)
+    with pytest.raises(ValueError, match="drop the batch dimension"):
+        chunked_loss(hidden_NH[None], OutputHead(weight_VH), tokens)
+    with pytest.raises(ValueError, match="float64"):
+        chunked_loss(hidden_NH.double(), OutputHead(weight_VH.double()), tokens)
+    with pytest.raises(ValueError, match=r"must be torch.float32 of shape \[V, 24\]"):
+        chunked_loss(hidden_NH, OutputHead(weight_VH.bfloat16()), tokens)
+    with pytest.raises(ValueError, match=r"must be torch.float32 of shape \[V, 24\]"):
+        chunked_loss(hidden_NH, OutputHead(weight_VH[:, :23]), tokens)
+    rounded: Any = with_main_grad(problem.weight_VH)
+    rounded.main_grad = rounded.main_grad.bfloat16()
+    with pytest.raises(ValueError, match="set grad_reduce_in_fp32=True"):
+        chunked_loss(hidden_NH, OutputHead(rounded), tokens)

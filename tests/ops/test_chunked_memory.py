@@ -1,0 +1,91 @@
+"""What the token-chunked path allocates, counted by PyTorch's profiler on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
+from tests.ops.chunked_problem import Problem, chunked_loss, make_problem, with_main_grad
+
+NUM_COLUMNS, HIDDEN_SIZE = 9728, 448
+
+
+def _large_problem(dtype: torch.dtype) -> tuple[Problem, dict[str, Any]]:
+    """A vocabulary of the size that one of eight ranks holds, with few tokens and hidden units."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = make_problem(num_rows=1200, num_tokens=1100).tokens
+    hidden_NH = torch.randn(1200, HIDDEN_SIZE, generator=generator)
+    weight_VH = torch.randn(NUM_COLUMNS, HIDDEN_SIZE, generator=generator) / 30
+    return (
+        Problem(hidden_NH.to(dtype), weight_VH.to(dtype), tokens),
+        {"vocab_size": NUM_COLUMNS, "entropy_coefficient": 0.03},
+    )
+
+
+def _peak_bytes(run: Any) -> int:
+    """Most bytes above the start that PyTorch's CPU allocator had out while ``run`` ran."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    result = profiler.profiler.kineto_results
+    assert result is not None
+    allocations = sorted(
+        ((event.start_ns(), event.nbytes()) for event in result.events() if event.nbytes()),
+        key=lambda allocation: allocation[0],
+    )
+    now, peak = 0, 0
+    for _, num_bytes in allocations:
+        now += num_bytes
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("chunk_tokens", [128, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_memory_is_that_of_a_chunk(dtype: torch.dtype, chunk_tokens: int) -> None:
+    problem, settings = _large_problem(dtype)
+    weight_VH: Any = with_main_grad(problem.weight_VH)
+    hidden_NH = problem.hidden_NH.requires_grad_()
+
+    def run() -> None:
+        loss, _, _ = chunked_loss(
+            hidden_NH,
+            OutputHead(weight_VH),
+            problem.tokens,
+            **settings,
+            chunk_tokens=chunk_tokens,
+            kernels=select_kernels("cpu", torch.device("cpu")),
+        )
+        loss.backward()
+
+    chunk_logits = chunk_tokens * NUM_COLUMNS * dtype.itemsize
+    weight_gradient = NUM_COLUMNS * HIDDEN_SIZE * dtype.itemsize
+    hidden_gradient = 4 * hidden_NH.numel()
+    beyond = _peak_bytes(run) - hidden_gradient
+    # Measured at all: the logits of a chunk are there.
+    assert beyond > 0.9 * chunk_logits
+    assert beyond <= 1.1 * (chunk_logits + weight_gradient)
+
+
+def test_the_collection_pass_holds_the_logits_of_one_chunk() -> None:
+    problem, _ = _large_problem(torch.bfloat16)
+
+    def run() -> None:
+        chunked_logprobs(
+            problem.hidden_NH,
+            OutputHead(problem.weight_VH),
+            problem.tokens.target_T,
+            rows_T=problem.tokens.rows_T,
+            vocab_size=NUM_COLUMNS,
+            temperature=1.0,
+            chunk_tokens=128,
+            kernels=select_kernels("cpu", torch.device("cpu")),
+        )
+
+    chunk_logits = 128 * NUM_COLUMNS * 2
+    assert chunk_logits < _peak_bytes(run) < 1.3 * chunk_logits  # and hidden states of a chunk

@@ -1,0 +1,314 @@
+"""contributions_ and search_bounds against the table and the search of ``bapo_megatron._C``.
+
+Shape legend: T = tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+from bapo_megatron.ops import extension
+from tests.ops.kernel_calls import ISAS, grid_tensor, instruction_set, threads
+from tests.oracles.bound_search import Rule, Tokens, exact_search
+from tests.oracles.token_batches import few_values_tokens, paper_rule, random_tokens
+
+LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
+START, MET, EXHAUSTED, NO_SEARCH, REFUSED = range(5)
+EXIT_NUMBERS = {"start": START, "met": MET, "exhausted": EXHAUSTED}
+GRID = extension.ClipGrid(LOWER, UPPER)
+NONFINITE, OUT_OF_RANGE, POSITIVE, NEGATIVE = range(-4, 0)
+"""Slots at the end of the table."""
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with instruction_set(request.param):
+        yield request.param
+
+
+def exact_table(tokens: Tokens, grid: extension.ClipGrid, weight: str) -> Tensor:
+    table = extension.ContributionTable(grid)
+    table.accumulate(*tokens.arrays(), weight=weight)  # type: ignore[arg-type]
+    return torch.from_numpy(np.frombuffer(table, dtype=np.int64).copy())
+
+
+def op_table(
+    tokens: Tokens, grid: extension.ClipGrid, weight: str = "uniform", table: Tensor | None = None
+) -> Tensor:
+    if table is None:
+        table = torch.zeros(len(extension.ContributionTable(grid)), dtype=torch.int64)
+    arrays = [torch.from_numpy(array) for array in tokens.arrays()]
+    torch.ops.bapo.contributions_(table, grid_tensor(grid), *arrays, weight)
+    return table
+
+
+def op_search(table: Tensor, grid: extension.ClipGrid, rule: Rule) -> list[float]:
+    bounds = torch.ops.bapo.search_bounds(
+        table, grid_tensor(grid), rule.target, rule.contribution, rule.measure
+    )
+    assert bounds.dtype == torch.float64
+    return bounds.tolist()
+
+
+@pytest.mark.parametrize("weight", ["uniform", "behaviour_prob"])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 4097])
+def test_the_table_is_that_of_the_extension_bit_for_bit(
+    isa: str, num_tokens: int, dual_clip: float | None, weight: str
+) -> None:
+    rule = paper_rule(dual_clip=dual_clip)
+    tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, rule)
+    if num_tokens > 30:
+        tokens.logprob[3], tokens.advantage[5] = np.nan, np.inf
+        tokens.advantage[7], tokens.mask[9] = 300.0, 0.5
+    grid = extension.ClipGrid(LOWER, UPPER, dual_clip=dual_clip)
+    assert torch.equal(op_table(tokens, grid, weight), exact_table(tokens, grid, weight)), isa
+
+
+def test_contributions_are_added_to_what_the_table_holds() -> None:
+    first, second = (random_tokens(np.random.default_rng(s), 100, paper_rule()) for s in (1, 2))
+    table = op_table(second, GRID, table=op_table(first, GRID))
+    assert torch.equal(table, op_table(first, GRID) + op_table(second, GRID))
+
+
+def test_one_thread_and_eight_give_the_same_bits() -> None:
+    tokens = random_tokens(np.random.default_rng(0), 100_001, paper_rule())
+    with threads(1):
+        alone = op_table(tokens, GRID)
+    with threads(8):
+        shared = op_table(tokens, GRID)
+    assert torch.equal(alone, shared)
+
+
+@pytest.mark.parametrize("measure", ["share", "ratio"])
+@pytest.mark.parametrize("advantage", [255.0, -255.0])
+def test_a_million_tokens_at_the_limits_do_not_overflow(advantage: float, measure: str) -> None:
+    # r = e^20 and |A| = 255: a·q is 2^85 almost, its sum beyond 2^104.
+    num_tokens = 2**20
+    twenty = np.full(num_tokens, 20.0, dtype=np.float32)
+    zeros, ones = np.zeros_like(twenty), np.ones_like(twenty)
+    table = op_table(Tokens(twenty, zeros, ones * np.float32(advantage), ones), GRID)
+    a, q = 255 * 2**24, round(float(np.float32(math.exp(20.0))) * 2**24)
+    positive = advantage > 0
+    bins = table[:-4].reshape(-1, 4)
+    bin_index = 37 if positive else len(bins) - 1
+    limbs = [int(value) for value in bins[bin_index]]
+    assert limbs[0] == num_tokens * a
+    assert sum(limb << (32 * i) for i, limb in enumerate(limbs[1:])) == num_tokens * a * q
+    assert int(bins.count_nonzero()) == sum(limb != 0 for limb in limbs)
+
+    rule = paper_rule(target=0.4, measure=measure)
+    low, high, share_start, share, exit_number, *_, signed = op_search(table, GRID, rule)
+    expected = (0.6, 1.2, START, 1.0) if positive else (0.9, 3.0, EXHAUSTED, 0.0)
+    assert (low, high) == pytest.approx(expected[:2], abs=1e-6)
+    assert exit_number == expected[2]
+    assert share_start == share == expected[3]
+    assert signed == num_tokens
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_tokens=st.integers(0, 60),
+    few_values=st.booleans(),
+    contribution=st.sampled_from(["surrogate", "gradient"]),
+    measure=st.sampled_from(["share", "ratio"]),
+    target=st.sampled_from([0.05, 0.3, 0.4, 0.5, 0.95]),
+    order=st.sampled_from(["upper_first", "lower_first"]),
+    dual_clip=st.sampled_from([None, 3.0]),
+)
+def test_the_decision_is_that_of_the_extension_and_of_exact_arithmetic(
+    seed: int,
+    num_tokens: int,
+    few_values: bool,
+    contribution: str,
+    measure: str,
+    target: float,
+    order: str,
+    dual_clip: float | None,
+) -> None:
+    rule = paper_rule(
+        contribution=contribution,
+        measure=measure,
+        target=target,
+        order=order,
+        dual_clip=dual_clip,
+    )
+    rng = np.random.default_rng(seed)
+    tokens = (
+        few_values_tokens(rng, num_tokens) if few_values else random_tokens(rng, num_tokens, rule)
+    )
+    grid = extension.ClipGrid(LOWER, UPPER, order=order, dual_clip=dual_clip)  # type: ignore[arg-type]
+    found = op_search(op_table(tokens, grid), grid, rule)
+    signed = int(((tokens.mask == 1) & (tokens.advantage != 0)).sum())
+    assert found[5:] == [0.0, 0.0, float(signed)]
+    if signed == 0:
+        assert found[:2] == [grid.path[0][0], grid.path[0][1]]
+        assert found[4] == NO_SEARCH
+        assert all(math.isnan(share) for share in found[2:4])
+        return
+    table = extension.ContributionTable(grid)
+    table.accumulate(*tokens.arrays())
+    wanted = extension.search(table, grid, target, contribution, measure)  # type: ignore[arg-type]
+    assert found[:5] == [
+        wanted.clip_low,
+        wanted.clip_high,
+        wanted.positive_share_start,
+        wanted.positive_share,
+        EXIT_NUMBERS[wanted.exit],
+    ]
+    exact = exact_search(tokens, rule)
+    assert (found[0], found[1], found[4]) == (
+        exact.clip_low,
+        exact.clip_high,
+        EXIT_NUMBERS[exact.exit],
+    )
+
+
+@pytest.mark.parametrize(
+    ("slot", "value", "reported"),
+    [
+        (NONFINITE, 3, [3.0, 0.0, 100.0]),
+        (OUT_OF_RANGE, 2, [0.0, 2.0, 100.0]),
+        (POSITIVE, 2**31 - 60, [0.0, 0.0, 2.0**31]),
+        (NEGATIVE, -1, [0.0, 0.0, 39.0]),
+        (0, -1, [0.0, 0.0, 100.0]),
+    ],
+)
+def test_a_table_that_cannot_be_trusted_is_refused(
+    slot: int, value: int, reported: list[float]
+) -> None:
+    table = torch.ones(len(extension.ContributionTable(GRID)), dtype=torch.int64)
+    table[-4:] = torch.tensor([0, 0, 40, 60])
+    table[slot] = value
+    found = op_search(table, GRID, paper_rule())
+    assert found[:2] == [0.0, math.inf]
+    assert all(math.isnan(share) for share in found[2:4])
+    assert found[4] == REFUSED
+    assert found[5:] == reported
+
+
+def test_a_table_one_token_below_the_limit_is_searched() -> None:
+    table = torch.ones(len(extension.ContributionTable(GRID)), dtype=torch.int64)
+    table[-4:] = torch.tensor([0, 0, 2**31 - 61, 60])
+    assert op_search(table, GRID, paper_rule())[4] in (START, MET, EXHAUSTED)
+
+
+def test_grid_bytes_are_equal_for_equal_grids_and_differ_otherwise() -> None:
+    assert GRID.to_bytes() == extension.ClipGrid(LOWER, UPPER).to_bytes()
+    others = [
+        extension.ClipGrid(LOWER, UPPER, order="lower_first"),
+        extension.ClipGrid(LOWER, UPPER, dual_clip=3.0),
+        extension.ClipGrid((0.6, 0.88, 0.02), UPPER),
+    ]
+    assert len({grid.to_bytes() for grid in (GRID, *others)}) == 4
+
+
+def test_the_ops_are_registered_as_torch_wants_them() -> None:
+    tokens = random_tokens(np.random.default_rng(0), 50, paper_rule())
+    table = op_table(tokens, GRID)
+    arrays = [torch.from_numpy(array) for array in tokens.arrays()]
+    grid = grid_tensor(GRID)
+    opcheck(torch.ops.bapo.contributions_.default, (table.clone(), grid, *arrays, "uniform"))
+    opcheck(torch.ops.bapo.search_bounds.default, (table, grid, 0.4, "surrogate", "share"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table": torch.zeros(224)}, "table must be int64, got float32"),
+        ({"table": torch.zeros(7, dtype=torch.int64)}, r"table must have shape \[224\], got \[7\]"),
+        ({"logprob": torch.zeros(2, 2)}, r"logprob must have shape \[T\], got \[2, 2\]"),
+        ({"behaviour_logprob": torch.zeros(3)}, r"behaviour_logprob must have shape \[4\], got"),
+        ({"advantage": torch.zeros(4).double()}, "advantage must be float32, got float64"),
+        ({"mask": torch.zeros(8)[::2]}, "mask must be contiguous, got stride 2"),
+        ({"weight": "none"}, "weight must be uniform or behaviour_prob, got 'none'"),
+    ],
+)
+def test_bad_tokens_are_refused_and_the_table_stays(
+    changes: dict[str, object], message: str
+) -> None:
+    table = torch.zeros(224, dtype=torch.int64)
+    names = ("logprob", "behaviour_logprob", "advantage", "mask")
+    arguments: dict[str, object] = {
+        "table": table,
+        "grid": grid_tensor(GRID),
+        **{name: torch.ones(4) for name in names},
+        "weight": "uniform",
+    }
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.bapo.contributions_(**{**arguments, **changes})
+    assert not table.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": 1.0}, "target must lie between 0 and 1 with measure share, got 1"),
+        ({"target": 300.0, "measure": "ratio"}, "target must lie between 0 and 256 .* got 300"),
+        ({"target": 1e-9}, r"target must be at least 2\^-25, got 1e-09"),
+        ({"target": math.nan}, "target must lie between 0 and 1 .* got nan"),
+        ({"contribution": "loss"}, "contribution must be surrogate or gradient, got 'loss'"),
+        ({"measure": "sum"}, "measure must be share or ratio, got 'sum'"),
+    ],
+)
+def test_a_bad_search_is_refused(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "table": torch.zeros(224, dtype=torch.int64),
+        "grid": grid_tensor(GRID),
+        "target": 0.4,
+        "contribution": "surrogate",
+        "measure": "share",
+    }
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.bapo.search_bounds(**{**arguments, **changes})
+
+
+def broken_grid(offset: int, value: int | float) -> Tensor:
+    """The grid's bytes with one 4-byte number replaced."""
+    content = bytearray(GRID.to_bytes())
+    kind = np.int32 if isinstance(value, int) else np.float32
+    content[offset : offset + 4] = np.array([value], dtype=kind).tobytes()
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+FIRST_UPPER, FIRST_LOWER = 16, 16 + 4 * 256
+"""Offsets in the grid's bytes, behind two counts, a flag and the order."""
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (torch.zeros(10, dtype=torch.uint8), r"grid must be the 2068 bytes of .* got shape \[10\]"),
+        (grid_tensor(GRID).to(torch.int8), "grid must be uint8, got int8"),
+        (torch.zeros(2068, dtype=torch.uint8), "1 to 256 candidates per side, got 0 lower and 0"),
+        (broken_grid(0, 257), "1 to 256 candidates per side, got 16 lower and 257 upper"),
+        (broken_grid(4, -1), "1 to 256 candidates per side, got -1 lower and 37 upper"),
+        (broken_grid(8, 2), "got 2 for a yes or no"),
+        (broken_grid(12, 7), "known order, got 7"),
+        (broken_grid(FIRST_UPPER + 4, 9.0), "upper candidates must ascend, got 9 before 1.3"),
+        (broken_grid(FIRST_UPPER + 4, math.nan), "upper candidates must ascend, got 1.2 before"),
+        (broken_grid(FIRST_UPPER, 0.9), "upper candidates must lie between 1 and 256, got 0.9"),
+        (broken_grid(FIRST_LOWER, 0.1), "lower candidates must lie between 0.5 and 1, got 0.1"),
+        (broken_grid(8, 1), "dual_clip must be > 1 and finite, got 0"),
+    ],
+)
+def test_bytes_that_are_no_grid_are_refused(grid: Tensor, message: str) -> None:
+    table = torch.zeros(224, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.bapo.search_bounds(table, grid, 0.4, "surrogate", "share")
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"isa must be one of auto, portable.*, got 'sse9'"):
+        extension.use_isa("sse9")
+    assert extension.build_info()["isa"] == ISAS[-1]

@@ -1,0 +1,155 @@
+"""The gradient in the memory of the logits: what is written, and what autograd then refuses.
+
+Shape legend: N = rows of the logits, V = columns, T = tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.ops import compiled, reference
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+
+pytestmark = pytest.mark.parametrize(
+    "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
+)
+
+ROWS_T, TARGET_T = torch.tensor([4, 1, 2]), torch.tensor([0, 30, 7])
+
+
+def random_weight(dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(6, 33, generator=generator).to(dtype).requires_grad_()
+
+
+def make_logits(weight_NV: Tensor) -> Tensor:
+    """Logits that something computes, but does not need for its own gradient."""
+    return weight_NV + 1
+
+
+def logprobs(logits_NV: Tensor, kernels: Kernels, *, overwrite: bool = True) -> TokenLogprobs:
+    return vocab_parallel_logprobs(
+        logits_NV,
+        TARGET_T,
+        vocab_size=31,
+        rows_T=ROWS_T,
+        temperature=0.7,
+        kernels=kernels,
+        overwrite_logits=overwrite,
+    )
+
+
+def loss_of(result: TokenLogprobs) -> Tensor:
+    return (result.logprob_T - 0.3 * result.entropy_T).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_producer_gets_the_very_memory_of_the_logits(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    logits_NV = make_logits(random_weight(dtype))
+    address = logits_NV.data_ptr()
+    seen: list[tuple[int, Tensor]] = []
+    logits_NV.register_hook(lambda grad_NV: seen.append((grad_NV.data_ptr(), grad_NV.clone())))
+    loss_of(logprobs(logits_NV, kernels)).backward()
+    ((grad_address, grad_NV),) = seen
+    assert grad_address == address
+    assert torch.equal(logits_NV.detach(), grad_NV)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_has_the_bits_of_the_one_beside_the_logits(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    gradients = []
+    for overwrite in (True, False):
+        weight_NV = random_weight(dtype)
+        loss_of(logprobs(make_logits(weight_NV), kernels, overwrite=overwrite)).backward()
+        gradients.append(weight_NV.grad)
+    assert torch.equal(*gradients)
+    assert torch.count_nonzero(gradients[0]) > 0
+
+
+def test_the_version_of_overwritten_logits_rises(kernels: Kernels) -> None:
+    logits_NV = make_logits(random_weight())
+    result = logprobs(logits_NV, kernels)
+    before = logits_NV._version
+    loss_of(result).backward()
+    assert logits_NV._version > before
+
+
+def test_a_second_backward_is_refused(kernels: Kernels) -> None:
+    weight_NV = random_weight()
+    loss = loss_of(logprobs(make_logits(weight_NV), kernels))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_whatever_else_needs_the_logits_for_its_gradient_is_refused(kernels: Kernels) -> None:
+    logits_NV = make_logits(random_weight())
+    penalty = logits_NV.square().sum()
+    loss_of(logprobs(logits_NV, kernels)).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+def test_a_leaf_that_requires_a_gradient_is_refused(kernels: Kernels) -> None:
+    with pytest.raises(ValueError, match="logits must be computed from something, not a leaf"):
+        logprobs(random_weight(), kernels)
+
+
+def test_a_leaf_without_gradient_is_only_read(kernels: Kernels) -> None:
+    logits_NV = random_weight().detach()
+    before_NV = logits_NV.clone()
+    assert not logprobs(logits_NV, kernels).logprob_T.requires_grad
+    assert torch.equal(logits_NV, before_NV)
+
+
+def test_without_overwriting_the_logits_stay_and_backward_can_run_twice(kernels: Kernels) -> None:
+    weight_NV = random_weight()
+    logits_NV = make_logits(weight_NV)
+    before_NV, version = logits_NV.detach().clone(), logits_NV._version
+    loss = loss_of(logprobs(logits_NV, kernels, overwrite=False))
+    loss.backward(retain_graph=True)
+    assert weight_NV.grad is not None
+    once_NV = weight_NV.grad.clone()
+    loss.backward()
+    assert torch.equal(weight_NV.grad, 2 * once_NV)
+    assert torch.equal(logits_NV.detach(), before_NV)
+    assert logits_NV._version == version
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_zero_tokens_give_a_gradient_of_zeros(kernels: Kernels, overwrite: bool) -> None:
+    weight_NV = random_weight()
+    none_T = torch.zeros(0, dtype=torch.int64)
+    result = vocab_parallel_logprobs(
+        make_logits(weight_NV),
+        none_T,
+        vocab_size=31,
+        rows_T=none_T,
+        kernels=kernels,
+        overwrite_logits=overwrite,
+    )
+    result.logprob_T.sum().backward()
+    assert weight_NV.grad is not None
+    assert torch.equal(weight_NV.grad, torch.zeros(6, 33))
+
+
+def test_logits_that_are_part_of_a_wider_tensor_are_written_there(kernels: Kernels) -> None:
+    """As the sequence of a batch of one: [N, 1, V] without its middle dimension."""
+    weight_NV = random_weight()
+    wide_NV = torch.cat([make_logits(weight_NV), torch.full((6, 5), 9.0)], dim=1)
+    whole_N1V = wide_NV[:, None, :33]
+    loss_of(logprobs(whole_N1V.squeeze(1), kernels)).backward()
+    plain_NV = random_weight()
+    loss_of(logprobs(make_logits(plain_NV), kernels, overwrite=False)).backward()
+    assert weight_NV.grad is not None
+    assert plain_NV.grad is not None
+    assert torch.equal(weight_NV.grad, plain_NV.grad)
+    assert torch.equal(wide_NV[:, :33].detach(), plain_NV.grad)
+    assert torch.equal(wide_NV[:, 33:].detach(), torch.full((6, 5), 9.0))
