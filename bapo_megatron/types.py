@@ -173,7 +173,14 @@ class ClipBounds:
     positive_share: float
     """P / (P + N) at the chosen pair; nan where no search was made."""
     exit: str
-    """``start``, ``met`` or ``exhausted``; ``fixed`` where no search was made."""
+    """``start``, ``met`` or ``exhausted``; ``fixed`` where no search was made; ``refused`` where
+    the tokens were not fit for one (no such update is ever applied)."""
+    nonfinite_tokens: int = 0
+    """Tokens of the search with a log-prob or advantage that is NaN or infinite."""
+    out_of_range_tokens: int = 0
+    """Tokens of the search with |w·A| ≥ 256, or a mask that is neither 0 nor 1."""
+    tokens: int = 0
+    """Tokens of the search with A ≠ 0."""
 
 
 @dataclass(frozen=True, slots=True)

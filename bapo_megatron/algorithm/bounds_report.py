@@ -5,12 +5,15 @@ Shape legend: T = tokens of the file, K = pairs of bounds on the path.
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from rich.console import Console
@@ -116,7 +119,8 @@ def bounds_from_file(
     table = ContributionTable(config, dual_clip)
     logprob, behaviour, advantage, mask = (torch.from_numpy(column) for column in columns.values())
     accumulate(table, logprob, behaviour, advantage, mask)
-    if table.out_of_range_tokens:
+    counted = table.to_host()
+    if counted.out_of_range_tokens:
         _fail_out_of_range(path, columns, config)
     result = search_path(table, config)
     return BoundsReport(
@@ -137,8 +141,8 @@ def bounds_from_file(
             for pair in result.candidates
         ),
         chosen=result.index,
-        positive_tokens=table.sums.positive_tokens,
-        negative_tokens=table.sums.negative_tokens,
+        positive_tokens=counted.positive_tokens,
+        negative_tokens=counted.negative_tokens,
     )
 
 
@@ -170,13 +174,16 @@ def _read_tokens(path: Path) -> dict[str, FloatArray]:
 
 def _read_columns(path: Path) -> dict[str, Array]:
     wanted = (*COLUMNS, "mask")
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in wanted if name in archive.files}
-    if path.suffix == ".parquet":
-        names = [name for name in pq.read_schema(path).names if name in wanted]
-        table = pq.read_table(path, columns=names)
-        return {name: table[name].to_numpy() for name in names}
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                return {name: archive[name] for name in wanted if name in archive.files}
+        if path.suffix == ".parquet":
+            names = [name for name in pq.read_schema(path).names if name in wanted]
+            table = pq.read_table(path, columns=names)
+            return {name: table[name].to_numpy() for name in names}
+    except (zipfile.BadZipFile, zlib.error, pa.ArrowInvalid, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); write the file again") from error
     raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")
 
 

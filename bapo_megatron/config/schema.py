@@ -6,6 +6,7 @@ into one line; ``check.check_config`` holds rules that cross sections.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -199,6 +200,10 @@ BAPO_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+MAX_CANDIDATES = 256
+"""Candidates of each bound at most: the table of the search stays small (csrc/README.md)."""
+
+
 class BapoConfig(Section):
     """The bound search of BAPO (docs/algorithm.md). ``preset`` fills what is not given."""
 
@@ -244,8 +249,18 @@ class BapoConfig(Section):
             raise ValueError(
                 f"needs 1 <= upper.start <= upper.max < 256, got {high.start} and {high.max}"
             )
-        if self.measure == "share" and self.target >= 1:
-            raise ValueError(f"target must be below 1 with measure: share, got {self.target}")
+        limit = 1 if self.measure == "share" else 256
+        if self.target >= limit:
+            raise ValueError(
+                f"target must be below {limit} with measure: {self.measure}, got {self.target}"
+            )
+        for name, side in (("lower", low), ("upper", high)):
+            candidates = math.floor((side.max - side.start) / side.step + 1e-6) + 1
+            if candidates > MAX_CANDIDATES:
+                raise ValueError(
+                    f"{name} has {candidates} candidates from {side.start} to {side.max} by "
+                    f"{side.step}, at most {MAX_CANDIDATES} are searched; raise {name}.step"
+                )
         return self
 
 
@@ -267,7 +282,7 @@ class AlgorithmConfig(Section):
     """Settings of ``clip: bapo``."""
     fixed: FixedClipConfig = FixedClipConfig()
     """Settings of ``clip: fixed``."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, ge=1.0001)
     """Upper limit of the ratio for negative advantages (3 in the recipe), or none."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
     """Group-relative advantage."""
@@ -295,6 +310,18 @@ class AlgorithmConfig(Section):
         if given["bapo"].get("preset") != "recipe":
             return given
         return {"behaviour": "recomputed", "dual_clip": 3.0, **given}
+
+
+class OpsConfig(Section):
+    """The kernels of the loss stage (docs/kernels.md)."""
+
+    backend: Literal["auto", "cpu", "cuda", "reference"] = "auto"
+    """``auto`` takes the compiled kernels of the device; ``reference`` is readable PyTorch, slow
+    and for checks. A backend that is named and missing is an error."""
+    logits_chunk_tokens: int = Field(0, ge=0)
+    """Make logits for this many response tokens at a time, and their gradient at once, so that
+    memory does not grow with the length (long contexts; 1024 or more keeps the speed). 0: make all
+    logits of a micro-batch."""
 
 
 class TrainConfig(Section):
@@ -372,6 +399,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig.model_validate({})
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()

@@ -27,6 +27,7 @@ from bapo_megatron.policy.optimizer import (
     step_optimizer,
     wrap_for_data_parallel,
 )
+from bapo_megatron.policy.output_head import output_head, return_hidden_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.policy.hf_config import HfConfig
     from bapo_megatron.types import MicroBatch
 
@@ -61,6 +63,8 @@ class MegatronPolicy:
         device: Where inputs and logits live.
         vocab_size: True size of the vocabulary; logits may have more columns, over all
             tensor-parallel ranks, and those are padding and mean nothing.
+        head: The language-model head, on the last stage of a model that returns hidden states;
+            else None.
         num_updates: Optimizer updates made so far.
     """
 
@@ -73,8 +77,11 @@ class MegatronPolicy:
         *,
         total_updates: int,
         groups: ProcessGroups,
+        returns_hidden_states: bool = False,
     ) -> None:
         """Wrap a model that already holds its weights; use ``build``."""
+        # Its loss is added inside the model, from logits that the loss stage overwrites.
+        assert not gpt.mtp_process, "multi-token prediction is not supported"
         self.hf = hf
         self.model_dir = model_dir
         self.gpt = gpt
@@ -84,6 +91,10 @@ class MegatronPolicy:
         self.num_updates = 0
         self._optimizer_config = optimizer
         self._total_updates = total_updates
+        self.head: OutputHead | None = None
+        if returns_hidden_states and groups.is_last_stage:
+            return_hidden_states(gpt)
+            self.head = output_head(gpt, groups.tensor)
         self.ddp = wrap_for_data_parallel(gpt)
         # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
         self._forward_options = {"fp32_output": False} if gpt.config.bf16 else {}
@@ -99,6 +110,7 @@ class MegatronPolicy:
         total_updates: int,
         seed: int,
         groups: ProcessGroups,
+        returns_hidden_states: bool = False,
     ) -> MegatronPolicy:
         """Build the model that ``model.path`` describes, with its weights.
 
@@ -109,6 +121,8 @@ class MegatronPolicy:
             total_updates: Updates of the whole run: where a decaying schedule ends.
             seed: Seed of every random stream; ranks derive their own from it.
             groups: From ``init_distributed``.
+            returns_hidden_states: The model ends before its language-model head, which the loss
+                stage applies chunk by chunk (``ops.logits_chunk_tokens``).
 
         Raises:
             ValueError: The directory is not a usable model, or the model cannot be divided so.
@@ -117,7 +131,15 @@ class MegatronPolicy:
         seed_everything(seed, groups)
         gpt = build_gpt_model(hf, model, parallel, groups)
         hf_weights.load_weights(gpt, hf, model.path, groups)
-        return cls(hf, model.path, gpt, optimizer, total_updates=total_updates, groups=groups)
+        return cls(
+            hf,
+            model.path,
+            gpt,
+            optimizer,
+            total_updates=total_updates,
+            groups=groups,
+            returns_hidden_states=returns_hidden_states,
+        )
 
     @property
     def lr(self) -> float:
@@ -133,8 +155,9 @@ class MegatronPolicy:
 
         Args:
             micro_batches: This rank's, on any device; they are moved to ``device``.
-            fn: Called with the logits [N, V] in the model's dtype and the micro-batch, on
-                ``device``; it may use collectives of ``groups.tensor``.
+            fn: Called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
+                [N / tensor, H] under sequence parallel) and the micro-batch, on ``device``; it may
+                use collectives of ``groups.tensor``.
 
         Returns:
             The results of ``fn`` in order on ranks of the last stage, elsewhere [].
@@ -177,14 +200,20 @@ class MegatronPolicy:
 
         return self._run_schedule(micro_batches, on_output, forward_only=False)
 
-    def optimizer_step(self) -> OptimizerStep:
+    def optimizer_step(self, faults: Tensor | None = None) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
-        With a non-finite norm nothing is changed, and the result says so. A caller that skips an
-        update does not call this, and neither moments nor schedule move.
+        With a non-finite norm or a fault nothing is changed, and the result says so. A caller that
+        skips an update does not call this, and neither moments nor schedule move.
+
+        Args:
+            faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
         """
         result = step_optimizer(
-            self.optimizer, lr=self.lr, clip_grad=self._optimizer_config.clip_grad
+            self.optimizer,
+            lr=self.lr,
+            clip_grad=self._optimizer_config.clip_grad,
+            faults=faults,
         )
         if result.applied:
             self.num_updates += 1

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from torch import Tensor
 
     from bapo_megatron.config.schema import OptimizerConfig
 
@@ -31,9 +32,12 @@ class OptimizerStep:
     """Outcome of one optimizer step, equal on every rank."""
 
     applied: bool
-    """False where the gradient norm was not finite: weights and optimizer are untouched."""
+    """False where the gradient norm was not finite or a fault was counted: weights and optimizer
+    are untouched."""
     grad_norm: float
     """Global gradient norm before clipping."""
+    faults: tuple[float, ...] = ()
+    """The caller's faults, read from the device."""
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -93,20 +97,30 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
 
 
 @torch.no_grad()
-def step_optimizer(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> OptimizerStep:
-    """Clip by the global norm and step, unless the norm is not finite.
+def step_optimizer(
+    optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, faults: Tensor | None = None
+) -> OptimizerStep:
+    """Clip by the global norm and step, unless the norm is not finite or there is a fault.
 
     Megatron's own ``step`` clips by whatever norm it finds, and would write a NaN into all weights.
+    This is where the host waits for the device: for the norm, with the faults ready beside it.
+
+    Args:
+        optimizer: Holds the reduced gradients.
+        lr: Learning rate.
+        clip_grad: Largest global norm.
+        faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
     """
     optimizer.prepare_grads()  # its return value is about loss scaling, which bfloat16 does not use
     grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
-        return OptimizerStep(applied=False, grad_norm=grad_norm)
+    counted = () if faults is None else tuple(faults.tolist())
+    if not math.isfinite(grad_norm) or any(count != 0 for count in counted):
+        return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step_with_ready_grads()
-    return OptimizerStep(applied=True, grad_norm=grad_norm)
+    return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
 
 
 def _torch_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:

@@ -23,11 +23,11 @@ BEFORE_TRAINING = -1
 """The step of an evaluation that comes before the first one."""
 
 _PER_TOKEN = {
-    "clip/fraction_high": "clip/high",
-    "clip/fraction_low": "clip/low",
-    "clip/fraction_dual": "clip/dual",
-    "policy/entropy": "policy/entropy",
-    "policy/kl_behaviour": "policy/kl_behaviour",
+    "clip/fraction_high": "clipped_high",
+    "clip/fraction_low": "clipped_low",
+    "clip/fraction_dual": "clipped_dual",
+    "policy/entropy": "entropy",
+    "policy/kl_behaviour": "kl_behaviour",
     "rollout/staleness_mean": "staleness",
 }
 """Metric name → name of the sum that is divided by the number of training tokens."""
@@ -119,22 +119,22 @@ def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         "train/nonfinite_tokens": sums.get("nonfinite_tokens", 0.0),
     }
     if stepped:
-        values["loss/policy"] = sums["loss/policy"] / len(stepped)
+        values["loss/policy"] = sums["policy_loss"] / len(stepped)
         values["policy/grad_norm"] = math.fsum(r.grad_norm for r in stepped) / len(stepped)
     tokens = sums.get("tokens", 0.0)
     if tokens > 0:
         values |= {name: sums[source] / tokens for name, source in _PER_TOKEN.items()}
         values["rollout/staleness_max"] = sums[f"{MAX_PREFIX}staleness"]
-    signed = sums.get("tokens/signed", 0.0)
+    signed = sums.get("signed_tokens", 0.0)
     if signed > 0:
-        values["tokens/positive_share"] = sums["tokens/positive"] / signed
-    compared = sums.get("mismatch/tokens", 0.0)
+        values["tokens/positive_share"] = sums["positive_tokens"] / signed
+    compared = sums.get("mismatch_tokens", 0.0)
     if compared > 0:
-        values["mismatch/logprob_abs_mean"] = sums["mismatch/abs"] / compared
-        values["mismatch/logprob_abs_max"] = sums[f"{MAX_PREFIX}mismatch/abs"]
-    slots = sums.get("packing/slots", 0.0)
+        values["mismatch/logprob_abs_mean"] = sums["mismatch_abs"] / compared
+        values["mismatch/logprob_abs_max"] = sums[f"{MAX_PREFIX}mismatch_abs"]
+    slots = sums.get("packing_slots", 0.0)
     if slots > 0:
-        values["train/packing_share"] = sums["packing/real"] / slots
+        values["train/packing_share"] = sums["packing_real"] / slots
     return values
 
 

@@ -1,71 +1,55 @@
-"""What the last pipeline stage does with the logits of a micro-batch.
+"""What the last pipeline stage does with the model's output for a micro-batch.
 
-Shape legend: N = packed tokens, V = local vocabulary columns, T = response tokens.
+The output is the logits [N, V], or with ``ops.logits_chunk_tokens`` the hidden states [N, H] from
+which logits are made chunk by chunk. Nothing here waits for the device.
+
+Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from bapo_megatron.algorithm.clipping import make_clip_rule
-from bapo_megatron.algorithm.loss import policy_loss
 from bapo_megatron.algorithm.masked import masked_max, masked_sum
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.chunked import chunked_logprobs, chunked_policy_loss
 from bapo_megatron.ops.contributions import accumulate
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.types import ClipBounds
+from bapo_megatron.ops.policy_loss import LOSS_SUMS, clipped_policy_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bapo_megatron.algorithm.clipping import ClipRule
-    from bapo_megatron.algorithm.loss import LossSums
-    from bapo_megatron.config.schema import AlgorithmConfig
+    from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.ops.chunked import OutputHead
+    from bapo_megatron.ops.logprob import TokenLogprobs
     from bapo_megatron.types import MicroBatch
 
-SUM_NAMES = (
-    "tokens",
-    "tokens/positive",
-    "tokens/signed",
-    "loss/policy",
-    "policy/entropy",
-    "policy/kl_behaviour",
-    "clip/high",
-    "clip/low",
-    "clip/dual",
-    "staleness",
-    "mismatch/tokens",
-    "mismatch/abs",
-    "nonfinite_tokens",
-)
+SUM_NAMES = (*LOSS_SUMS, "staleness", "mismatch_tokens", "mismatch_abs")
 """What ``TokenReport.sums`` holds, in order."""
 
-MAX_NAMES = ("staleness", "mismatch/abs")
+MAX_NAMES = ("staleness", "mismatch_abs")
 """What ``TokenReport.maxima`` holds, in order."""
-
-_REFUSED = ClipBounds(
-    low=0.0, high=math.inf, positive_share_start=math.nan, positive_share=math.nan, exit="fixed"
-)
-"""Stands in where a value is not finite, so that every rank reaches every collective; the update
-is refused afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """What one micro-batch reports beside its loss."""
+    """What one micro-batch reports beside its loss; all of it on the device, without gradient."""
 
     sums: Tensor
-    """[len(SUM_NAMES)] float64, on the device."""
+    """[len(SUM_NAMES)] float64."""
     maxima: Tensor
-    """[len(MAX_NAMES)] float64, on the device."""
+    """[len(MAX_NAMES)] float64."""
+    bounds: Tensor
+    """[len(BOUNDS_FIELDS)] float64: the bounds that held."""
     logprob_T: Tensor
-    """[T] ℓ, without gradient; read only to explain a failure."""
-    bounds: ClipBounds
-    """The bounds that held."""
+    """[T] ℓ; read only to explain a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +63,64 @@ class UpdateContext:
     compared with the trainer's log-probs. None once the weights have moved."""
 
 
-@dataclass(frozen=True, slots=True)
 class LossStage:
-    """Log-probs and loss of a micro-batch, on the ranks that hold logits."""
+    """Log-probs and loss of a micro-batch, on the ranks that hold the model's output."""
 
-    config: AlgorithmConfig
-    vocab_size: int
-    """True size of the vocabulary."""
-    temperature: float
-    tensor_group: dist.ProcessGroup | None
-    data_group: dist.ProcessGroup
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        ops: OpsConfig,
+        *,
+        vocab_size: int,
+        temperature: float,
+        groups: ProcessGroups,
+        head: OutputHead | None,
+    ) -> None:
+        """Choose kernels and clip rule.
+
+        Args:
+            config: The algorithm section.
+            ops: The ops section.
+            vocab_size: True size of the vocabulary.
+            temperature: Sampling temperature of the rollouts; logits are divided by it.
+            groups: This rank's process groups.
+            head: The language-model head where the model returns hidden states, else None.
+
+        Raises:
+            ValueError: ``ops.backend`` names kernels that this machine does not have.
+        """
+        self.config = config
+        self.data_group = groups.data
+        self._kernels = select_kernels(ops.backend, groups.device)
+        self._rule = make_clip_rule(config, groups.device)
+        self._chunk_tokens = ops.logits_chunk_tokens
+        self._vocab_size = vocab_size
+        self._temperature = temperature
+        self._tensor_group = groups.tensor
+        self._head = head
 
     @property
-    def rule(self) -> ClipRule:
-        """The clip rule of the run."""
-        return make_clip_rule(self.config)
+    def searches_whole_update(self) -> bool:
+        """Whether the bounds need every token of the update before the first backward."""
+        return self.config.clip == "bapo" and self.config.bapo.scope == "update"
 
-    def logprobs(self, logits_NV: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def logprobs(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
         """ℓ [T] of the response tokens, without gradient."""
-        return vocab_parallel_logprobs(
-            logits_NV,
+        if self._head is None:
+            with torch.no_grad():
+                return self._token_logprobs(output, micro_batch).logprob_T
+        return chunked_logprobs(
+            output,
+            self._head,
             micro_batch.target_T,
-            vocab_size=self.vocab_size,
             rows_T=micro_batch.rows_T,
-            temperature=self.temperature,
-            group=self.tensor_group,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            kernels=self._kernels,
         ).logprob_T
 
-    def search(
-        self, logprobs: list[Tensor], micro_batches: tuple[MicroBatch, ...]
-    ) -> ClipBounds | None:
+    def search(self, logprobs: list[Tensor], micro_batches: tuple[MicroBatch, ...]) -> Tensor:
         """Choose the bounds for these tokens of this rank and those of all others.
 
         A collective over the data-parallel group: one integer all-reduce where the rule searches.
@@ -118,113 +130,126 @@ class LossStage:
             micro_batches: This rank's micro-batches.
 
         Returns:
-            The bounds, equal on all ranks; None if a value on any of them is not finite.
+            The bounds, equal on all ranks. Tokens that are not finite or too large are counted in
+            them, and refused by the trainer before the optimizer step.
         """
-        rule = self.rule
-        table = rule.new_table()
+        table = self._rule.new_table(self._kernels)
         if table is not None:
             for logprob_T, micro_batch in zip(logprobs, micro_batches, strict=True):
                 accumulate(
                     table,
                     logprob_T,
-                    micro_batch.behaviour_logprob_T,
-                    micro_batch.advantage_T,
-                    micro_batch.mask_T,
+                    micro_batch.behaviour_logprob_T.to(logprob_T.device),
+                    micro_batch.advantage_T.to(logprob_T.device),
+                    micro_batch.mask_T.to(logprob_T.device),
                 )
-            # The table lives on the host, a group over NCCL reduces on the device.
-            total = table.tensor.to(logprobs[0].device)
-            dist.all_reduce(total, group=self.data_group)
-            table.tensor.copy_(total)
-            if table.nonfinite_tokens > 0:
-                return None
-            if table.trained_tokens == 0:
-                # Nothing to search over (a micro-batch without signal): it counts as no search.
-                return replace(
-                    rule.bounds(table),
-                    positive_share_start=math.nan,
-                    positive_share=math.nan,
-                    exit="fixed",
-                )
-        return rule.bounds(table)
+            dist.all_reduce(table.tensor, group=self.data_group)
+        return self._rule.bounds(table)
 
     def loss(
         self,
-        logits_NV: Tensor,
+        output: Tensor,
         micro_batch: MicroBatch,
         *,
-        bounds: ClipBounds | None,
+        bounds: Tensor | None,
         context: UpdateContext,
     ) -> tuple[Tensor, TokenReport]:
         """The loss of one micro-batch over the global denominators, and its report.
 
         Args:
-            logits_NV: [N, V] this rank's columns of the logits.
+            output: Logits [N, V], overwritten by their gradient; or hidden states.
             micro_batch: The tokens.
             bounds: The bounds of the update; None: choose them for the micro-batches that all
                 data-parallel ranks hold at this position (``scope: micro_batch``, fixed clips).
             context: Where the update stands.
         """
-        logprob_T, entropy_T = vocab_parallel_logprobs(
-            logits_NV,
+        if self._head is None:
+            return self._loss_from_logits(output, micro_batch, bounds, context)
+        if bounds is None:
+            # A search needs all log-probs before the first gradient: one more pass over the chunks.
+            searches = self.config.clip == "bapo"
+            current = [self.logprobs(output, micro_batch)] if searches else []
+            bounds = self.search(current, (micro_batch,) if searches else ())
+        loss, loss_sums, logprob_T = chunked_policy_loss(
+            output,
+            self._head,
             micro_batch.target_T,
-            vocab_size=self.vocab_size,
             rows_T=micro_batch.rows_T,
-            temperature=self.temperature,
-            group=self.tensor_group,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            behaviour_logprob_T=micro_batch.behaviour_logprob_T,
+            advantage_T=micro_batch.advantage_T,
+            mask_T=micro_batch.mask_T,
+            loss_weight_T=micro_batch.loss_weight_T,
+            bounds=bounds,
+            dual_clip=self.config.dual_clip,
+            entropy_coefficient=self.config.entropy_coefficient,
+            chunk_tokens=self._chunk_tokens,
+            kernels=self._kernels,
         )
+        return loss, _report(logprob_T, micro_batch, context, bounds, loss_sums)
+
+    def _loss_from_logits(
+        self,
+        logits_NV: Tensor,
+        micro_batch: MicroBatch,
+        bounds: Tensor | None,
+        context: UpdateContext,
+    ) -> tuple[Tensor, TokenReport]:
+        logprob_T, entropy_T = self._token_logprobs(logits_NV, micro_batch)
         current_T = logprob_T.detach()
         if bounds is None:
-            bounds = self.search([current_T], (micro_batch,)) or _REFUSED
-        result = policy_loss(
+            bounds = self.search([current_T], (micro_batch,))
+        loss, loss_sums = clipped_policy_loss(
             logprob_T,
             behaviour_logprob_T=micro_batch.behaviour_logprob_T,
             advantage_T=micro_batch.advantage_T,
             mask_T=micro_batch.mask_T,
             loss_weight_T=micro_batch.loss_weight_T,
-            rule=self.rule,
             bounds=bounds,
+            dual_clip=self.config.dual_clip,
             entropy_T=entropy_T,
             entropy_coefficient=self.config.entropy_coefficient,
+            kernels=self._kernels,
         )
-        return result.loss, _report(current_T, micro_batch, context, bounds, result.sums)
+        return loss, _report(current_T, micro_batch, context, bounds, loss_sums)
+
+    def _token_logprobs(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        return vocab_parallel_logprobs(
+            logits_NV,
+            micro_batch.target_T,
+            vocab_size=self._vocab_size,
+            rows_T=micro_batch.rows_T,
+            temperature=self._temperature,
+            group=self._tensor_group,
+            kernels=self._kernels,
+            overwrite_logits=True,
+        )
 
 
 def _report(
     current_T: Tensor,
     micro_batch: MicroBatch,
     context: UpdateContext,
-    bounds: ClipBounds,
-    sums: LossSums,
+    bounds: Tensor,
+    loss_sums: Tensor,
 ) -> TokenReport:
     """Sums and maxima over the tokens with mask 1; ``current_T`` [T] is ℓ without gradient."""
     staleness_T = (context.num_updates - micro_batch.version_T).double()
-    mask_T, advantage_T = micro_batch.mask_T, micro_batch.advantage_T
+    mask_T = micro_batch.mask_T
     mismatch_T, compared_T = _mismatch(current_T, micro_batch, context)
-    finite_T = (
-        torch.isfinite(current_T)
-        & torch.isfinite(micro_batch.behaviour_logprob_T)
-        & torch.isfinite(advantage_T)
+    further = torch.stack(
+        [
+            masked_sum(staleness_T, mask_T),
+            compared_T.sum(dtype=torch.float64),
+            masked_sum(mismatch_T, compared_T),
+        ]
     )
-    reported = {
-        "tokens": sums.tokens,
-        "tokens/positive": sums.positive_tokens,
-        "tokens/signed": masked_sum(advantage_T != 0, mask_T),
-        "loss/policy": sums.policy_loss,
-        "policy/entropy": sums.entropy,
-        "policy/kl_behaviour": sums.kl_behaviour,
-        "clip/high": sums.clipped_high,
-        "clip/low": sums.clipped_low,
-        "clip/dual": sums.clipped_dual,
-        "staleness": masked_sum(staleness_T, mask_T),
-        "mismatch/tokens": compared_T.sum(dtype=torch.float64),
-        "mismatch/abs": masked_sum(mismatch_T, compared_T),
-        "nonfinite_tokens": masked_sum(~finite_T, mask_T),
-    }
     return TokenReport(
-        sums=torch.stack([reported[name] for name in SUM_NAMES]),
+        sums=torch.cat([loss_sums, further]),
         maxima=torch.stack([masked_max(staleness_T, mask_T), masked_max(mismatch_T, compared_T)]),
-        logprob_T=current_T,
         bounds=bounds,
+        logprob_T=current_T,
     )
 
 

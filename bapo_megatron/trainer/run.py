@@ -63,6 +63,7 @@ class Run:
         self.trainer = BatchTrainer(
             policy,
             config.algorithm,
+            config.ops,
             temperature=config.rollout.temperature,
             max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
             pad_to_multiple=config.parallel.tensor if config.parallel.sequence else 1,
@@ -82,7 +83,7 @@ class Run:
         The server starts first and warms up while the model is built.
         """
         rank = int(os.environ.get("RANK", "0"))
-        check_config(config, int(os.environ.get("WORLD_SIZE", "1")))
+        check_config(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
         with ExitStack() as stack:
             source: RolloutSource | None = None
             if rank == 0:
@@ -100,6 +101,7 @@ class Run:
                 total_updates=config.train.steps * updates,
                 seed=config.seed,
                 groups=groups,
+                returns_hidden_states=config.ops.logits_chunk_tokens > 0,
             )
             run = cls(config, groups, policy, source, stack)
             if source is not None:

@@ -129,6 +129,15 @@ def test_nulls_and_nested_rows_of_parquet_are_refused(tmp_path: Path) -> None:
         bounds_from_file(path, CONFIG)
 
 
+@pytest.mark.parametrize("name", ["tokens.npz", "tokens.parquet"])
+def test_a_truncated_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, columns())
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"cannot be read .* write the file again") as caught:
+        bounds_from_file(path, CONFIG)
+    assert "\n" not in str(caught.value)
+
+
 def test_other_file_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in \.npz or \.parquet"):
         bounds_from_file(tmp_path / "tokens.csv", CONFIG)

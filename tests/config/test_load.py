@@ -170,6 +170,20 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "algorithm: {bapo: {lower: {start: 0.1}}}",
             "'algorithm.bapo' needs 0.5 <= lower.start <= lower.max <= 1, got 0.1 and 0.9",
         ),
+        (
+            "algorithm: {bapo: {upper: {step: 0.001}}}",
+            "'algorithm.bapo' upper has 1801 candidates from 1.2 to 3.0 by 0.001, at most 256 are "
+            "searched; raise upper.step",
+        ),
+        (
+            "algorithm: {bapo: {measure: ratio, target: 256}}",
+            "'algorithm.bapo' target must be below 256 with measure: ratio, got 256.0",
+        ),
+        (
+            "algorithm: {dual_clip: 1.00000001}",
+            "'algorithm.dual_clip' must be greater than or equal to 1.0001, got 1.00000001; its "
+            "default is null",
+        ),
         ("run_dir: ${nope}", "Interpolation key 'nope' not found; correct this key"),
         (
             "inherit: [base.yaml]",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,22 +52,22 @@ def _batch() -> RolloutBatch:
 def _sums(tokens: float, loss: float, staleness_max: float) -> dict[str, float]:
     return {
         "tokens": tokens,
-        "tokens/positive": tokens / 4,
-        "tokens/signed": tokens / 2,
-        "loss/policy": loss,
-        "policy/entropy": 2 * tokens,
-        "policy/kl_behaviour": 0.5 * tokens,
-        "clip/high": 3.0,
-        "clip/low": 0.0,
-        "clip/dual": 0.0,
+        "positive_tokens": tokens / 4,
+        "signed_tokens": tokens / 2,
+        "policy_loss": loss,
+        "entropy": 2 * tokens,
+        "kl_behaviour": 0.5 * tokens,
+        "clipped_high": 3.0,
+        "clipped_low": 0.0,
+        "clipped_dual": 0.0,
         "staleness": tokens,
         "max:staleness": staleness_max,
-        "mismatch/tokens": 0.0,
-        "mismatch/abs": 0.0,
-        "max:mismatch/abs": 0.0,
+        "mismatch_tokens": 0.0,
+        "mismatch_abs": 0.0,
+        "max:mismatch_abs": 0.0,
         "nonfinite_tokens": 0.0,
-        "packing/real": 6.0,
-        "packing/slots": 8.0,
+        "packing_real": 6.0,
+        "packing_slots": 8.0,
     }
 
 
@@ -160,6 +162,27 @@ def test_tensorboard_events_are_written(tmp_path) -> None:
     sinks.write(StepMetrics(0, {"reward/mean": 0.5}))
     sinks.close()
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_resumed_run_goes_on_at_weights_and_biases_under_the_same_id(
+    tmp_path, monkeypatch
+) -> None:
+    opened: list[dict[str, object]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    client = SimpleNamespace(
+        log=lambda values, step: logged.append((values, step)), finish=lambda: None
+    )
+    module = SimpleNamespace(init=lambda **options: opened.append(options) or client)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = LogConfig(console=False, tensorboard=False, wandb_project="p")
+    for first_step in (0, 1):
+        sinks = MetricsSinks(tmp_path, "run", config, first_step=first_step, total_steps=2)
+        sinks.write(StepMetrics(first_step, {"reward/mean": 0.5, "x": math.nan}))
+        sinks.close()
+    assert logged == [({"reward/mean": 0.5}, 1), ({"reward/mean": 0.5}, 2)]
+    assert opened[0]["project"] == "p"
+    assert opened[0]["id"]
+    assert opened[0]["id"] == opened[1]["id"]
 
 
 def test_dynamics_figure_is_a_png_and_needs_metrics(tmp_path) -> None:

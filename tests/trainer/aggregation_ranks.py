@@ -1,4 +1,4 @@
-"""What the ranks of test_invariance.py do."""
+"""What the ranks of test_invariance.py and test_kernel_paths.py do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from bapo_megatron.config.schema import (
     AlgorithmConfig,
     ModelConfig,
+    OpsConfig,
     OptimizerConfig,
     ParallelConfig,
 )
@@ -27,43 +28,79 @@ def gradients_of_each_aggregation(
     """Loss, bounds and whole gradients of one update, by aggregation and token budget."""
     with joined(tensor) as groups:
         return {
-            (aggregation, budget): _one_update(model_dir, dump, groups, aggregation, budget)
+            (aggregation, budget): _one_update(
+                model_dir, dump, groups, {"loss_aggregation": aggregation}, budget, OpsConfig()
+            )
             for aggregation in AGGREGATIONS
             for budget in budgets
         }
 
 
+def gradients_of_each_path(
+    model_dir: Path,
+    dump: Path,
+    tensor: int,
+    sequence: bool,
+    paths: dict[str, dict[str, Any]],
+    algorithm: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Loss, bounds and whole gradients of one update, by name of the ``ops`` section."""
+    with joined(tensor, sequence) as groups:
+        return {
+            name: _one_update(
+                model_dir,
+                dump,
+                groups,
+                algorithm,
+                128,
+                OpsConfig(**section),
+                sequence=sequence,
+            )
+            for name, section in paths.items()
+        }
+
+
 def _one_update(
-    model_dir: Path, dump: Path, groups: ProcessGroups, aggregation: str, budget: int
+    model_dir: Path,
+    dump: Path,
+    groups: ProcessGroups,
+    algorithm: dict[str, Any],
+    budget: int,
+    ops: OpsConfig,
+    *,
+    sequence: bool = False,
 ) -> dict[str, Any]:
     policy = MegatronPolicy.build(
         ModelConfig(path=model_dir, dtype="float32"),
-        ParallelConfig(tensor=groups.tensor_size),
+        ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
         # Nothing scales the gradients before they are compared.
         OptimizerConfig(lr=0.0, clip_grad=1e9),
         total_updates=1,
         seed=0,
         groups=groups,
+        returns_hidden_states=ops.logits_chunk_tokens > 0,
     )
     config = AlgorithmConfig.model_validate(
         {
-            "loss_aggregation": aggregation,
             "token_sum_norm_constant": 20.0,
             "entropy_coefficient": 0.01,
             "bapo": {"target": 0.38},
+            **algorithm,
         }
     )
     trainer = BatchTrainer(
         policy,
         config,
+        ops,
         temperature=0.7,
         max_tokens_per_micro_batch=budget,
-        pad_to_multiple=1,
+        pad_to_multiple=groups.tensor_size if sequence else 1,
     )
     (result,) = trainer.train(read_batch(dump))
     return {
-        "loss": result.sums["loss/policy"],
-        "slots": result.sums["packing/slots"],
+        "loss": result.sums["policy_loss"],
+        "entropy": result.sums["entropy"],
+        "slots": result.sums["packing_slots"],
         "bounds": (result.bounds[0].low, result.bounds[0].high),
         "gradients": hf_gradients(policy),
     }

@@ -1,0 +1,293 @@
+"""Times contenders side by side and writes what was measured, with everything needed to repeat it.
+
+Machines are shared and noisy, so contenders take turns in random order, and what counts is the
+ratio of their medians in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bapo_megatron.ops import extension
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "liger-kernel", "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to do the work."""
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    """Called before each timed run, outside the clock."""
+    num_bytes: int = 0
+    """What a run must at least move through memory; 0: not of interest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one contender took."""
+
+    name: str
+    median_s: float
+    min_s: float
+    max_s: float
+    rounds: int
+    num_bytes: int
+    peak_bytes: int
+    """Most bytes that a run had allocated at a time, beyond what was there before it."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth that the median amounts to."""
+        return self.num_bytes / self.median_s
+
+
+@dataclass(slots=True)
+class Section:
+    """One table of a report."""
+
+    title: str
+    timings: list[Timing]
+    baseline: str
+    """The contender that the others are divided by."""
+    bandwidth: tuple[str, float] | None = None
+    """Name and bytes per second of what bandwidths are shares of."""
+    remarks: list[str] = field(default_factory=list)
+
+    def ratio(self, name: str) -> float:
+        """Median of a contender over that of the baseline."""
+        medians = {timing.name: timing.median_s for timing in self.timings}
+        return medians[name] / medians[self.baseline]
+
+
+def interleave(
+    contenders: Sequence[Contender], device: torch.device, *, rounds: int, warmup: int = 2
+) -> list[Timing]:
+    """Time every contender ``rounds`` times, in turns whose order is random but reproducible."""
+    order = random.Random(0)
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    gc.collect()
+    gc.disable()
+    for number in range(warmup + rounds):
+        for contender in order.sample(list(contenders), len(contenders)):
+            contender.prepare()
+            elapsed_s = _time(contender.run, device)
+            if number >= warmup:
+                samples[contender.name].append(elapsed_s)
+    gc.enable()
+    return [
+        Timing(
+            contender.name,
+            statistics.median(samples[contender.name]),
+            min(samples[contender.name]),
+            max(samples[contender.name]),
+            rounds,
+            contender.num_bytes,
+            peak_bytes(contender, device),
+        )
+        for contender in contenders
+    ]
+
+
+def _time(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin_s = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elapsed_s = time.perf_counter() - begin_s
+    del result
+    return elapsed_s
+
+
+def peak_bytes(contender: Contender, device: torch.device) -> int:
+    """Most bytes beyond the start that PyTorch's allocator of the device had out during a run."""
+    contender.prepare()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        contender.run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        contender.run()
+    assert profiler.profiler is not None
+    result = profiler.profiler.kineto_results
+    assert result is not None
+    events = [(event.start_ns(), event.nbytes()) for event in result.events() if event.nbytes()]
+    now = peak = 0
+    for _, num_bytes in sorted(events, key=lambda event: event[0]):
+        now += num_bytes
+        peak = max(peak, now)
+    return peak
+
+
+def read_bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes per second of the fastest of PyTorch's plain reductions over 256 MB."""
+    floats = torch.ones(1 << 26, device=device)
+    integers = floats.view(torch.int64)
+    contenders = [
+        Contender("sum", floats.sum, num_bytes=floats.nbytes),
+        Contender("amax", floats.amax, num_bytes=floats.nbytes),
+        Contender("integer sum", integers.sum, num_bytes=floats.nbytes),
+    ]
+    return max(timing.bytes_per_s for timing in interleave(contenders, device, rounds=rounds))
+
+
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes read and written per second by a copy of 256 MB."""
+    source = torch.ones(1 << 26, device=device)
+    target = torch.empty_like(source)
+    copy = Contender("copy", lambda: target.copy_(source), num_bytes=2 * source.nbytes)
+    return interleave([copy], device, rounds=rounds)[0].bytes_per_s
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--out", type=Path, help="write the report to OUT.md and OUT.json (no suffix)"
+    )
+    return parser
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Where and with what a report was made."""
+    build = extension.build_info()
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}",
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "instruction_set": build["isa"],
+        "compiler": build["compiler"],
+    }
+
+
+def publish(
+    title: str, sections: Sequence[Section], options: argparse.Namespace, device: torch.device
+) -> None:
+    """Print the report and, if asked, write it."""
+    report = {
+        "title": title,
+        "machine": machine(device),
+        "sections": [
+            {
+                "title": section.title,
+                "baseline": section.baseline,
+                "bandwidth": section.bandwidth,
+                "remarks": section.remarks,
+                "timings": [
+                    asdict(timing) | {"ratio": section.ratio(timing.name)}
+                    for timing in section.timings
+                ],
+            }
+            for section in sections
+        ],
+    }
+    text = _markdown(title, report["machine"], sections)
+    as_json = json.dumps(report, indent=1)
+    print(as_json if options.json else text)  # noqa: T201
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".md").write_text(text)
+        options.out.with_suffix(".json").write_text(as_json + "\n")
+
+
+def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) -> str:
+    packages = ", ".join(f"{k} {v}" for k, v in where["packages"].items() if v != "not installed")
+    lines = [
+        f"# {title}",
+        "",
+        f"{where['date']}, commit {where['commit']}, {where['processor']}, device "
+        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; Python "
+        f"{where['python']}, {packages}; {where['compiler']}.",
+        "",
+        f"    {where['command']}",
+        "",
+        "Medians of interleaved rounds; the machine is shared, so ratios count and times do not. "
+        "Memory is what a run allocates beyond its inputs.",
+    ]
+    for section in sections:
+        lines += ["", f"## {section.title}", ""]
+        share = section.bandwidth is not None
+        head = ["", "median", "min – max", f"× {section.baseline}", "memory"]
+        head += [f"share of {section.bandwidth[0]}"] if section.bandwidth is not None else []
+        lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        for timing in section.timings:
+            cells = [
+                timing.name,
+                f"{timing.median_s * 1e3:.3g} ms",
+                f"{timing.min_s * 1e3:.3g} – {timing.max_s * 1e3:.3g}",
+                f"{section.ratio(timing.name):.2f}",
+                f"{timing.peak_bytes / 1e6:.1f} MB",
+            ]
+            if share and section.bandwidth is not None:
+                value = timing.bytes_per_s / section.bandwidth[1]
+                cells.append(f"{value:.0%}" if timing.num_bytes else "")
+            lines.append("| " + " | ".join(cells) + " |")
+        lines += ["", *section.remarks] if section.remarks else []
+    return "\n".join(lines) + "\n"
+
+
+def _commit() -> str:
+    answer = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return platform.processor()
+
+
+def _module() -> str:
+    path = Path(sys.argv[0]).resolve()
+    if path.is_relative_to(REPOSITORY):
+        return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return path.stem

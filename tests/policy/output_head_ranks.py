@@ -1,0 +1,191 @@
+"""What the ranks of test_output_head.py do.
+
+Shape legend: N = packed tokens, H = hidden size, V = local vocabulary columns, T = response tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops.chunked import chunked_logprobs, chunked_policy_loss
+from bapo_megatron.ops.contributions import constant_bounds
+from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from bapo_megatron.types import MicroBatch
+from tests.distributed_launch import joined
+from tests.policy.parity_ranks import hf_gradients
+from tests.policy.tiny_models import VOCAB_SIZE, make_problems
+
+CHUNK_TOKENS = 3
+ENTROPY_COEFFICIENT = 0.03
+
+
+def run_layout(models: dict[str, Path], tensor: int, sequence: bool) -> dict[str, Any]:
+    """Each model with logits and with hidden states, on the same tokens and weights."""
+    with joined(tensor) as groups:
+        return {
+            name: {
+                "logits": _train(_build(directory, groups, sequence, hidden=False)),
+                "hidden": _train(_build(directory, groups, sequence, hidden=True)),
+            }
+            for name, directory in models.items()
+        }
+
+
+def two_ranks(models: dict[str, Path]) -> dict[str, Any]:
+    """Tensor parallel without and with sequence parallel."""
+    return {
+        "tensor": run_layout(models, 2, sequence=False),
+        "sequence": run_layout(models, 2, sequence=True),
+    }
+
+
+def one_rank(models: dict[str, Path]) -> dict[str, Any]:
+    """A single rank, what the model returns there, and bfloat16."""
+    results: dict[str, Any] = {"single": run_layout(models, 1, sequence=False)}
+    with joined() as groups:
+        for name, directory in models.items():
+            policy = _build(directory, groups, sequence=False, hidden=True, dtype="bfloat16")
+            results[f"returned {name}"] = _look_at_the_output(policy)
+    return results
+
+
+def _build(
+    directory: Path,
+    groups: ProcessGroups,
+    sequence: bool,
+    *,
+    hidden: bool,
+    dtype: str = "float32",
+) -> MegatronPolicy:
+    return MegatronPolicy.build(
+        ModelConfig(path=directory, dtype=dtype),
+        ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
+        OptimizerConfig(lr=1e-3),
+        total_updates=10,
+        seed=0,
+        groups=groups,
+        returns_hidden_states=hidden,
+    )
+
+
+def _train(policy: MegatronPolicy) -> dict[str, Any]:
+    """Log-probs, then the gradients of two micro-batches, through Megatron's schedule."""
+    batches = [_with_responses(p.micro_batch) for p in make_problems()]
+    logprobs = policy.forward_only(batches, lambda output, b: _logprobs(policy, output, b))
+
+    def loss_fn(output: Tensor, batch: MicroBatch) -> LossOutput[Tensor]:
+        return LossOutput(*_loss(policy, output, batch))
+
+    sums = policy.forward_backward(batches, loss_fn)
+    return {
+        "logprobs": logprobs,
+        "sums": sums,
+        "gradients": hf_gradients(policy),
+        "grad_norm": policy.optimizer_step().grad_norm,
+        "parameters": sorted(name for name, _ in policy.gpt.named_parameters()),
+    }
+
+
+def _with_responses(batch: MicroBatch) -> MicroBatch:
+    """Every second token of the batch is a response token; the values are arbitrary."""
+    num_tokens = batch.num_tokens
+    rows_T = torch.arange(0, num_tokens - 1, 2)
+    generator = torch.Generator().manual_seed(num_tokens)
+    sign_T = 1.0 - 2.0 * (torch.arange(len(rows_T)) % 2)
+    return MicroBatch(
+        token_ids_N=batch.token_ids_N,
+        position_ids_N=batch.position_ids_N,
+        cu_seqlens=batch.cu_seqlens,
+        rows_T=rows_T,
+        target_T=batch.token_ids_N[rows_T + 1],
+        behaviour_logprob_T=torch.full((len(rows_T),), -4.5),
+        rollout_logprob_T=torch.zeros(len(rows_T)),
+        advantage_T=sign_T * (0.5 + torch.rand(len(rows_T), generator=generator)),
+        mask_T=torch.ones(len(rows_T)),
+        loss_weight_T=torch.full((len(rows_T),), 0.1),
+        sample_T=torch.zeros(len(rows_T), dtype=torch.int64),
+        position_T=torch.zeros(len(rows_T), dtype=torch.int64),
+        version_T=torch.zeros(len(rows_T), dtype=torch.int64),
+    )
+
+
+def _logprobs(policy: MegatronPolicy, output: Tensor, batch: MicroBatch) -> Tensor:
+    if policy.head is None:
+        return vocab_parallel_logprobs(
+            output,
+            batch.target_T,
+            rows_T=batch.rows_T,
+            vocab_size=VOCAB_SIZE,
+            group=policy.groups.tensor,
+        ).logprob_T
+    return chunked_logprobs(
+        output,
+        policy.head,
+        batch.target_T,
+        rows_T=batch.rows_T,
+        vocab_size=VOCAB_SIZE,
+        temperature=1.0,
+        chunk_tokens=CHUNK_TOKENS,
+    ).logprob_T
+
+
+def _loss(policy: MegatronPolicy, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    shared: dict[str, Any] = {
+        "behaviour_logprob_T": batch.behaviour_logprob_T,
+        "advantage_T": batch.advantage_T,
+        "mask_T": batch.mask_T,
+        "loss_weight_T": batch.loss_weight_T,
+        "bounds": constant_bounds(0.5, 4.0, output.device),
+        "dual_clip": None,
+        "entropy_coefficient": ENTROPY_COEFFICIENT,
+    }
+    if policy.head is None:
+        logprob_T, entropy_T = vocab_parallel_logprobs(
+            output,
+            batch.target_T,
+            rows_T=batch.rows_T,
+            vocab_size=VOCAB_SIZE,
+            group=policy.groups.tensor,
+        )
+        return clipped_policy_loss(logprob_T, entropy_T=entropy_T, **shared)
+    loss, sums, _ = chunked_policy_loss(
+        output,
+        policy.head,
+        batch.target_T,
+        rows_T=batch.rows_T,
+        vocab_size=VOCAB_SIZE,
+        temperature=1.0,
+        chunk_tokens=CHUNK_TOKENS,
+        **shared,
+    )
+    return loss, sums
+
+
+def _look_at_the_output(policy: MegatronPolicy) -> dict[str, Any]:
+    """Where the output lives, and where the decoder's result did."""
+    seen: dict[str, Any] = {}
+
+    def remember(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        del module, inputs
+        seen["decoder"] = output.data_ptr()
+
+    policy.gpt.decoder.register_forward_hook(remember)
+    (problem, *_) = make_problems()
+
+    def look(output: Tensor, batch: MicroBatch) -> None:
+        del batch
+        seen.update(shape=tuple(output.shape), dtype=output.dtype, output=output.data_ptr())
+
+    policy.forward_only([problem.micro_batch], look)
+    assert policy.head is not None
+    weights = dict(policy.gpt.named_parameters())
+    seen["head"] = [name for name, weight in weights.items() if weight is policy.head.weight]
+    return seen

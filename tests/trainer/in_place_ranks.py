@@ -1,0 +1,84 @@
+"""What the rank of test_in_place.py does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.schema import (
+    AlgorithmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from bapo_megatron.trainer.plan import Layout, plan_step
+from bapo_megatron.types import MicroBatch
+from tests.distributed_launch import joined
+from tests.policy.parity_ranks import hf_gradients
+
+
+def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
+    """Train once in bfloat16 with and without overwriting; tell where the logits lived."""
+    with joined() as groups:
+        policy = MegatronPolicy.build(
+            ModelConfig(path=model_dir, dtype="bfloat16"),
+            ParallelConfig(),
+            OptimizerConfig(lr=0.0),
+            total_updates=1,
+            seed=0,
+            groups=groups,
+        )
+        (update,) = plan_step(
+            read_batch(dump), AlgorithmConfig.model_validate({}), Layout(0, 1, 4096, 1)
+        )
+        watch = _Watch(policy)
+        gradients = {}
+        for overwrite in (False, True):
+            policy.forward_backward(update.micro_batches, watch.loss_function(overwrite))
+            gradients[overwrite] = hf_gradients(policy)
+        return {"gradients": gradients, "seen": watch.seen}
+
+
+class _Watch:
+    """Remembers the output linear's result and compares the logits with it."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self.policy = policy
+        self.seen: dict[str, Any] = {}
+        self._produced: Tensor | None = None
+        policy.gpt.output_layer.register_forward_hook(self._remember)
+
+    def _remember(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        self._produced = output[0]
+
+    def loss_function(self, overwrite: bool) -> Any:
+        def loss_fn(logits_NV: Tensor, micro_batch: MicroBatch) -> LossOutput[None]:
+            produced = self._produced
+            assert produced is not None
+            assert produced.grad_fn is not None
+            saved = produced.grad_fn.saved_tensors
+            logprob_T, entropy_T = vocab_parallel_logprobs(
+                logits_NV,
+                micro_batch.target_T,
+                vocab_size=self.policy.vocab_size,
+                rows_T=micro_batch.rows_T,
+                group=self.policy.groups.tensor,
+                overwrite_logits=overwrite,
+            )
+            loss = (logprob_T * micro_batch.advantage_T).sum() + 0.1 * entropy_T.sum()
+            self.seen = {
+                "dtype": logits_NV.dtype,
+                "same_storage": logits_NV.data_ptr() == produced.data_ptr(),
+                "saved_by_linear": [t.data_ptr() == produced.data_ptr() for t in saved],
+                "loss_is_view": loss._is_view(),
+            }
+            return LossOutput(loss, None)
+
+        return loss_fn

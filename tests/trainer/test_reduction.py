@@ -1,0 +1,32 @@
+"""Every rank learns what an update measured, and of its faults, before the optimizer step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed_launch import run_ranks
+from tests.trainer.reduction_ranks import reduce_on_two_stages, reduce_over_data_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_stage_without_logits_learns_the_sums_and_bounds_of_the_last_stage() -> None:
+    first, last = run_ranks(reduce_on_two_stages, 2, 0.0, False)
+    assert first == last
+    assert first["sums"]["tokens"] == 11.0
+    assert first["sums"]["max:staleness"] == 10.0
+    assert [bounds.low for bounds in first["bounds"]] == [1.0, 10.0]
+    assert first["faults"] == [0.0, 0.0]
+
+
+def test_faults_of_the_last_stage_reach_the_other_stages() -> None:
+    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, True):
+        assert rank["faults"] == [3.0, 1.0]
+        assert [bounds.exit for bounds in rank["bounds"]] == ["start", "refused"]
+
+
+def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
+    for rank in run_ranks(reduce_over_data_ranks, 2):
+        assert rank["sums"]["tokens"] == 3.0
+        assert rank["sums"]["max:staleness"] == 2.0
+        assert len(rank["bounds"]) == 1
