@@ -250,7 +250,7 @@ class BuildExtension(build_ext):
                 )
             except CompileError as error:
                 raise CompileError(
-                    "bapo_megatron needs a C++17 compiler (GCC >= 9 or Clang >= 10) and found none "
+                    "bapo_megatron needs a C++17 compiler (GCC >= 9 or Clang >= 11) and found none "
                     f"that works: {error}; install one (Debian: apt-get install g++) or set CXX"
                 ) from None
 
