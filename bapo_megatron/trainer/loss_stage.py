@@ -136,13 +136,15 @@ class LossStage:
         table = self._rule.new_table(self._kernels)
         if table is not None:
             for logprob_T, micro_batch in zip(logprobs, micro_batches, strict=True):
-                accumulate(
-                    table,
-                    logprob_T,
-                    micro_batch.behaviour_logprob_T.to(logprob_T.device),
-                    micro_batch.advantage_T.to(logprob_T.device),
-                    micro_batch.mask_T.to(logprob_T.device),
+                behaviour_T, advantage_T, mask_T = (
+                    values_T.to(logprob_T.device, non_blocking=True)
+                    for values_T in (
+                        micro_batch.behaviour_logprob_T,
+                        micro_batch.advantage_T,
+                        micro_batch.mask_T,
+                    )
                 )
+                accumulate(table, logprob_T, behaviour_T, advantage_T, mask_T)
             dist.all_reduce(table.tensor, group=self.data_group)
         return self._rule.bounds(table)
 
