@@ -17,15 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.ops import extension
+from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from tests.benchmarks.harness import (
     Contender,
     Section,
     arguments,
-    copy_bandwidth,
     interleave,
     publish,
     read_bandwidth,
+    write_bandwidth,
 )
 
 LogprobFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -155,6 +156,28 @@ def contenders(
     return [contender(name, function) for name, function in functions.items()]
 
 
+def gradient_alone(logits_TV: Tensor, target_T: Tensor) -> Contender:
+    """Only the kernel that overwrites the logits."""
+    kernels = select_kernels("auto", logits_TV.device)
+    columns = (0, logits_TV.shape[1], 1.0)
+    partials_T4 = kernels.logprob_partials(logits_TV, None, target_T, *columns)
+    _, entropy_T, max_T, log_sum_T = kernels.logprob_combine(partials_T4[None], 1.0)
+    grad_T = torch.randn(target_T.shape, device=logits_TV.device)
+    work_TV = torch.empty_like(logits_TV)
+
+    def run() -> None:
+        kernels.logits_backward_(
+            work_TV, None, target_T, max_T, log_sum_T, entropy_T, grad_T, None, *columns
+        )
+
+    return Contender(
+        "ours, gradient kernel alone",
+        run,
+        lambda: work_TV.copy_(logits_TV),
+        2 * logits_TV.nbytes,
+    )
+
+
 def main() -> None:
     """Run and report."""
     parser = arguments(__doc__ or "")
@@ -164,12 +187,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     join_one_rank(device)
-    read = read_bandwidth(device, options.rounds)
-    copy = copy_bandwidth(device, options.rounds)
+    read = ("read bandwidth", read_bandwidth(device, options.rounds))
+    write = write_bandwidth(device, options.rounds)
     sections = []
     for dtype in (torch.bfloat16, torch.float32):
         for backward in (False, True):
-            sections.append(_section(options, device, dtype, (read, copy), backward=backward))
+            bandwidth = write if backward else read
+            sections.append(_section(options, device, dtype, bandwidth, backward=backward))
     publish("Log-prob and entropy", sections, options, device)
 
 
@@ -177,7 +201,7 @@ def _section(
     options: argparse.Namespace,
     device: torch.device,
     dtype: torch.dtype,
-    bandwidths: tuple[float, float],
+    bandwidth: tuple[str, float],
     *,
     backward: bool,
 ) -> Section:
@@ -199,14 +223,11 @@ def _section(
     for name, function in alone.items():
         functions[f"{name} (no entropy)"] = _negated(function)
         functions[f"{name} + entropy"] = _with_entropy(function)
-    timings = interleave(
-        contenders(logits_TV, target_T, functions, backward=backward),
-        device,
-        rounds=options.rounds,
-    )
-    read, copy = bandwidths
+    competing = contenders(logits_TV, target_T, functions, backward=backward)
+    if backward:
+        competing.append(gradient_alone(logits_TV, target_T))
+    timings = interleave(competing, device, rounds=options.rounds)
     what = "Forward and backward of log-prob" if backward else "Forward"
-    bandwidth = ("copy bandwidth", copy) if backward else ("read bandwidth", read)
     return Section(
         f"{what}, {str(dtype).removeprefix('torch.')}, {shape[0]} × {shape[1]}",
         timings,
