@@ -222,6 +222,8 @@ class BuildExtension(build_ext):
     def build_extensions(self) -> None:
         """Check the compiler, compile what nvcc compiles, then build the rest."""
         self.check_compiler()
+        # setuptools would compare sources and headers only: not csrc/cuda, architectures or torch.
+        self.force = True
         toolkit = CudaToolkit.find()
         if toolkit is not None:
             self.add_cuda(toolkit)

@@ -137,7 +137,8 @@ def _judge_extension(machine: Machine) -> list[Finding]:
         Finding(
             "extension",
             "ok",
-            f"version {__version__}, commit {build['git_commit']}, {build['compiler']}",
+            f"version {__version__}, commit {build['git_commit']}, {build['compiler']}, "
+            f"{build['flags']}",
         ),
         Finding("CPU kernels", "ok", f"{build['isa']} of {sets}"),
     ]
@@ -156,32 +157,46 @@ def _judge_gpus(machine: Machine) -> list[Finding]:
         f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
     )
     findings = [Finding("torch", "ok", torch_text)]
-    if not machine.gpus:
-        return [*findings, Finding("GPU", "note", "none that torch can use")]
     build = machine.build or {}
-    archs = [int(arch.rstrip("af")) for arch in build.get("cuda_archs", "").split(";") if arch]
+    archs = [arch for arch in build.get("cuda_archs", "").split(";") if arch]
+    if not machine.gpus:
+        findings.append(Finding("GPU", "note", "none that torch can use"))
     for gpu in machine.gpus:
         text = f"{gpu.name}, compute capability {gpu.capability / 10:.1f}"
-        # A binary runs on later minor versions of its generation, PTX on everything later.
-        same = any(a <= gpu.capability and a // 10 == gpu.capability // 10 for a in archs)
-        later = bool(archs) and archs[-1] <= gpu.capability
-        if archs and not same and not later:
+        if archs and not _runs_on(archs, gpu.capability):
             remedy = f"BAPO_CUDA_ARCHS='{gpu.capability}' {REBUILD}"
             findings.append(Finding("GPU", "problem", f"{text}: no kernels for it", remedy))
         else:
             findings.append(Finding("GPU", "ok", text))
     runtime, driver = build.get("cuda_runtime", 0), build.get("cuda_driver", 0)
-    if runtime:
-        text = f"driver up to CUDA {_cuda(driver)}, kernels linked with CUDA {_cuda(runtime)}"
-        if driver // 1000 < runtime // 1000:
-            remedy = (
-                f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer), or build "
-                "with an older CUDA_HOME"
-            )
-            findings.append(Finding("driver", "problem", text, remedy))
-        else:
-            findings.append(Finding("driver", "ok", text))
+    if runtime and (driver or machine.gpus):
+        findings.append(_judge_driver(runtime, driver))
     return findings
+
+
+def _judge_driver(runtime: int, driver: int) -> Finding:
+    text = f"driver up to CUDA {_cuda(driver)}, kernels linked with CUDA {_cuda(runtime)}"
+    if driver // 1000 >= runtime // 1000:
+        return Finding("driver", "ok", text)
+    remedy = (
+        f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer), or build with an "
+        "older CUDA_HOME"
+    )
+    return Finding("driver", "problem", text, remedy)
+
+
+def _runs_on(archs: list[str], capability: int) -> bool:
+    """Whether code for these architectures, the last one as PTX too, runs on a GPU.
+
+    A binary runs on later minor versions of its generation, PTX on everything later; with the
+    suffix ``a`` both run on that one architecture only, with ``f`` on its generation.
+    """
+    for arch in archs:
+        number = int(arch.rstrip("af"))
+        same = number // 10 == capability // 10 and number <= capability
+        if number == capability or (same and not arch.endswith("a")):
+            return True
+    return archs[-1].isdigit() and int(archs[-1]) <= capability
 
 
 def _judge_backend(machine: Machine) -> Finding:
@@ -200,7 +215,7 @@ def _judge_version(name: str, machine: Machine, wanted: str | None, missing: Ver
     version = machine.packages[name]
     if version is None:
         text = "not installed" if missing == "problem" else "not installed; needed where it serves"
-        return Finding(name, missing, text, f"pip install {name}=={wanted}" if wanted else "")
+        return Finding(name, missing, text, f"pip install {name}{f'=={wanted}' if wanted else ''}")
     if wanted is not None and version != wanted:
         text = f"{version}, but this code was measured with {wanted}"
         return Finding(name, missing, text, f"pip install {name}=={wanted}")

@@ -15,6 +15,7 @@ from tests.launch import run
 BUILD: dict[str, Any] = {
     "git_commit": "abc",
     "compiler": "GCC 12",
+    "flags": "-O3",
     "isa": "avx2",
     "available_isas": ["portable", "avx2"],
     "cuda": True,
@@ -79,6 +80,8 @@ def test_a_driver_older_than_the_linked_runtime_is_a_problem() -> None:
     assert found.verdict == "problem"
     assert found.text == "driver up to CUDA 12.8, kernels linked with CUDA 13.0"
     assert "580" in found.remedy
+    # torch sees no GPU then, if it needs the same driver.
+    assert finding(replace(CPU_ONLY, build={**BUILD, "cuda_driver": 12080}), "driver") == found
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,8 @@ def test_a_driver_older_than_the_linked_runtime_is_a_problem() -> None:
         ("80;90;100", 120, "ok"),  # by PTX
         ("90", 80, "problem"),
         ("80;90;100", 75, "problem"),
+        ("90a", 90, "ok"),
+        ("90a", 100, "problem"),  # neither its binary nor its PTX is for another architecture
     ],
 )
 def test_a_gpu_needs_a_binary_of_its_generation_or_older_ptx(
