@@ -22,6 +22,7 @@
 #include "cpu/accumulate.h"
 #include "cpu/bound_search.h"
 #include "cpu/isa.h"
+#include "torch_ops/parallel.h"
 
 #if defined(BAPO_WITH_CUDA)
 #include "cuda/launch.h"
@@ -165,7 +166,7 @@ class ContributionTable {
     std::vector<int64_t> sums(slots_.size(), 0);
     {
       const py::gil_scoped_release release;
-      accumulate(tokens, grid_, kind, chosen, num_threads, sums.data());
+      accumulate(tokens, grid_, kind, chosen, num_threads, for_each_part, sums.data());
     }
     for (size_t slot = 0; slot < slots_.size(); ++slot) slots_[slot] += sums[slot];
   }

@@ -1,9 +1,6 @@
 #include "cpu/accumulate.h"
 
 #include <algorithm>
-#include <functional>
-#include <thread>
-#include <utility>
 #include <vector>
 
 namespace bapo {
@@ -123,26 +120,10 @@ RangeFunction select_function(Isa isa) {
   return accumulate_portable;
 }
 
-// Threads that are joined on every way out.
-class ThreadGroup {
- public:
-  ~ThreadGroup() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-
-  template <typename... Args>
-  void start(Args&&... args) {
-    threads_.emplace_back(std::forward<Args>(args)...);
-  }
-
- private:
-  std::vector<std::thread> threads_;
-};
-
 }  // namespace
 
 void accumulate(const TokenArrays& tokens, const ClipGrid& grid, WeightKind weight, Isa isa,
-                int num_threads, int64_t* table) {
+                int num_threads, ForEachPart for_each_part, int64_t* table) {
   const RangeFunction function = select_function(isa);
   const int64_t useful = (tokens.num_tokens + kMinTokensPerThread - 1) / kMinTokensPerThread;
   const int64_t num_parts = std::max<int64_t>(1, std::min<int64_t>(num_threads, useful));
@@ -151,17 +132,13 @@ void accumulate(const TokenArrays& tokens, const ClipGrid& grid, WeightKind weig
     return;
   }
 
-  const int64_t part = (tokens.num_tokens + num_parts - 1) / num_parts;
+  const int64_t part_size = (tokens.num_tokens + num_parts - 1) / num_parts;
   std::vector<std::vector<int64_t>> partial(num_parts, std::vector<int64_t>(num_slots(grid), 0));
-  {
-    ThreadGroup threads;
-    for (int64_t index = 0; index < num_parts; ++index) {
-      const int64_t begin = std::min(index * part, tokens.num_tokens);
-      const int64_t end = std::min(begin + part, tokens.num_tokens);
-      threads.start(function, std::cref(tokens), begin, end, std::cref(grid), weight,
-                    partial[index].data());
-    }
-  }
+  for_each_part(num_parts, [&](int64_t part) {
+    const int64_t begin = std::min(part * part_size, tokens.num_tokens);
+    const int64_t end = std::min(begin + part_size, tokens.num_tokens);
+    function(tokens, begin, end, grid, weight, partial[part].data());
+  });
   for (const std::vector<int64_t>& sums : partial) {
     for (int slot = 0; slot < num_slots(grid); ++slot) table[slot] += sums[slot];
   }

@@ -8,6 +8,7 @@
 #include "cpu/accumulate.h"
 #include "torch_ops/checks.h"
 #include "torch_ops/cuda_launch.h"
+#include "torch_ops/parallel.h"
 
 namespace bapo {
 namespace {
@@ -52,7 +53,7 @@ void contributions_cpu(const Tensor& table, const Tensor& grid, const Tensor& lo
   const TokenArrays tokens{params.logprob, params.behaviour_logprob, params.advantage, params.mask,
                            params.num_tokens};
   accumulate(tokens, params.grid, params.weight, active_isa(),
-             static_cast<int>(torch::stable::get_num_threads()), params.table);
+             static_cast<int>(torch::stable::get_num_threads()), for_each_part, params.table);
 }
 
 #if defined(BAPO_WITH_CUDA)
