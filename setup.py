@@ -220,19 +220,28 @@ class BuildExtension(build_ext):
     """Compiles with the flags above, after checking that the compiler can do C++17."""
 
     def build_extensions(self) -> None:
-        """Check the compiler, compile what nvcc compiles, then build the rest."""
+        """Check what is needed, compile what nvcc compiles, then build the rest."""
+        jobs = num_jobs()
+        self.add_torch(find_torch())
         self.check_compiler()
         # setuptools would compare sources and headers only: not csrc/cuda, architectures or torch.
         self.force = True
         toolkit = CudaToolkit.find()
         if toolkit is not None:
-            self.add_cuda(toolkit)
+            self.add_cuda(toolkit, jobs)
         super().build_extensions()
 
-    def add_cuda(self, toolkit: CudaToolkit) -> None:
+    def add_torch(self, torch: Path) -> None:
+        """Compile and link against this torch."""
+        (extension,) = self.extensions
+        extension.extra_compile_args += ["-isystem", str(torch / "include")]
+        extension.library_dirs.append(str(torch / "lib"))
+        extension.libraries += ["torch_cpu", "c10"]
+
+    def add_cuda(self, toolkit: CudaToolkit, jobs: int) -> None:
         """Compile csrc/cuda and link it with the static CUDA runtime."""
         (extension,) = self.extensions
-        extension.extra_objects += toolkit.compile_all(Path(self.build_temp) / "cuda", num_jobs())
+        extension.extra_objects += toolkit.compile_all(Path(self.build_temp) / "cuda", jobs)
         extension.define_macros += [
             ("BAPO_WITH_CUDA", "1"),
             ("BAPO_CUDA_ARCHS", f'"{";".join(toolkit.archs)}"'),
@@ -258,17 +267,14 @@ class BuildExtension(build_ext):
 
 
 def make_extension() -> Pybind11Extension:
-    """The extension without its CUDA part."""
-    torch = find_torch()
+    """The extension without torch and CUDA, which are looked for when it is built."""
     return Pybind11Extension(
         "bapo_megatron._C",
         sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.cpp")),
         depends=sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h")),
         include_dirs=["csrc"],
-        library_dirs=[str(torch / "lib")],
-        libraries=["torch_cpu", "c10"],
         cxx_std=17,
-        extra_compile_args=[*FLAGS, "-isystem", str(torch / "include")],
+        extra_compile_args=FLAGS.copy(),
         extra_link_args=["-pthread"],
         define_macros=[
             ("BAPO_VERSION", f'"{read_version()}"'),

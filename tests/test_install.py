@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, no GPU")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -42,6 +46,49 @@ def test_what_is_missing_is_named_in_one_line(
     assert result.returncode != 0
     assert result.stderr.splitlines()[0].startswith(expected)
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"BAPO_SKIP_CUDA_BUILD": "yes"}, "BAPO_SKIP_CUDA_BUILD must be 0 or 1, got 'yes'"),
+        (
+            {"BAPO_SKIP_CUDA_BUILD": "1", "BAPO_FORCE_CUDA_BUILD": "1"},
+            "BAPO_SKIP_CUDA_BUILD and BAPO_FORCE_CUDA_BUILD are both 1; unset one of them",
+        ),
+        ({"MAX_JOBS": "many"}, "MAX_JOBS must be a number from 1 on, got 'many'"),
+        (
+            {"CXX": "/no/such/c++", "CC": "/no/such/cc"},
+            "bapo_megatron needs a C++17 compiler (GCC >= 9 or Clang >= 11) and found none",
+        ),
+        pytest.param(
+            {"BAPO_CUDA_ARCHS": "8.0"},
+            "BAPO_CUDA_ARCHS must look like 80;90;100",
+            marks=NEEDS_NVCC,
+        ),
+        pytest.param(
+            {"BAPO_CUDA_ARCHS": "30"},
+            "cannot compile for compute capability 30; it knows",
+            marks=NEEDS_NVCC,
+        ),
+    ],
+)
+def test_a_build_that_cannot_be_made_says_why_in_one_line(
+    tmp_path: Path, variables: dict[str, str], expected: str
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "-t", tmp_path, "-b", tmp_path],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert expected in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
 
 
 def test_a_python_without_venv_is_named(tmp_path: Path) -> None:
