@@ -100,6 +100,11 @@ class LossStage:
         self._head = head
 
     @property
+    def kernels_name(self) -> str:
+        """Which kernels ``ops.backend`` came to: ``cpu``, ``cuda`` or ``reference``."""
+        return self._kernels.name
+
+    @property
     def searches_whole_update(self) -> bool:
         """Whether the bounds need every token of the update before the first backward."""
         return self.config.clip == "bapo" and self.config.bapo.scope == "update"

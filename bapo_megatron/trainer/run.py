@@ -134,6 +134,8 @@ class Run:
                 total_steps=self.config.train.steps,
             )
             self._stack.callback(self._sinks.close)
+            if self.config.log.console:
+                Console().print(f"loss stage: {self.trainer.kernels_name} kernels", highlight=False)
         with self.timer.phase("weight_sync"):
             self.sync_weights()
         if self.config.eval.at_start and self.first_step == 0:

@@ -85,6 +85,11 @@ class BatchTrainer:
             head=policy.head,
         )
 
+    @property
+    def kernels_name(self) -> str:
+        """Which kernels the loss stage runs."""
+        return self._stage.kernels_name
+
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
 
