@@ -235,8 +235,10 @@ class BuildExtension(build_ext):
         """Compile and link against this torch."""
         (extension,) = self.extensions
         extension.extra_compile_args += ["-isystem", str(torch / "include")]
-        extension.library_dirs.append(str(torch / "lib"))
-        extension.libraries += ["torch_cpu", "c10"]
+        # libtorch has no symbol that is used here, but it is what leads to libtorch_cuda where there
+        # is one: without it the weak symbol of the current CUDA stream would stay null.
+        extension.extra_link_args += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed"]
+        extension.extra_link_args += ["-ltorch", "-ltorch_cpu", "-lc10"]
 
     def add_cuda(self, toolkit: CudaToolkit, jobs: int) -> None:
         """Compile csrc/cuda and link it with the static CUDA runtime."""

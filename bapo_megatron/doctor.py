@@ -204,6 +204,9 @@ def _judge_backend(machine: Machine) -> Finding:
         return Finding("ops.backend: auto", "problem", "nothing can run", REBUILD)
     if not machine.gpus:
         return Finding("ops.backend: auto", "ok", f"runs cpu ({machine.build['isa']})")
+    if machine.build["cuda"] and not machine.build["cuda_streams"]:
+        text = "would run cuda, but the kernels cannot ask this torch for its stream"
+        return Finding("ops.backend: auto", "problem", text, REBUILD)
     if machine.build["cuda"]:
         return Finding("ops.backend: auto", "ok", "runs cuda")
     return Finding(

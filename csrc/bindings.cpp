@@ -26,6 +26,7 @@
 
 #if defined(BAPO_WITH_CUDA)
 #include "cuda/launch.h"
+#include "torch_ops/cuda_launch.h"
 #endif
 
 namespace py = pybind11;
@@ -219,11 +220,13 @@ py::dict build_info() {
   info["max_candidates"] = kMaxCandidates;
 #if defined(BAPO_WITH_CUDA)
   info["cuda"] = true;
+  info["cuda_streams"] = torch_has_cuda_streams();
   info["cuda_archs"] = BAPO_CUDA_ARCHS;
   info["cuda_runtime"] = bapo_cuda_runtime_version();
   info["cuda_driver"] = bapo_cuda_driver_version();
 #else
   info["cuda"] = false;
+  info["cuda_streams"] = false;
   info["cuda_archs"] = "";
   info["cuda_runtime"] = 0;
   info["cuda_driver"] = 0;

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from bapo_megatron.doctor import Finding, Gpu, Machine, diagnose, probe
 from tests.launch import run
@@ -20,6 +21,7 @@ BUILD: dict[str, Any] = {
     "isa": "avx2",
     "available_isas": ["portable", "avx2"],
     "cuda": True,
+    "cuda_streams": True,
     "cuda_archs": "80;90;100",
     "cuda_runtime": 13000,
     "cuda_driver": 13000,
@@ -74,6 +76,19 @@ def test_cuda_kernels_that_were_not_built_matter_only_with_a_gpu() -> None:
     on_gpu = replace(ON_A_GPU, build=build)
     assert finding(on_gpu, "CUDA kernels").verdict == "problem"
     assert "slow reference" in finding(on_gpu, "ops.backend: auto").text
+
+
+def test_kernels_that_cannot_ask_torch_for_its_stream_are_a_problem() -> None:
+    machine = replace(ON_A_GPU, build={**BUILD, "cuda_streams": False})
+    assert finding(machine, "ops.backend: auto").verdict == "problem"
+
+
+def test_the_kernels_find_the_stream_of_a_torch_that_has_cuda() -> None:
+    build = probe().build
+    assert build is not None
+    if build["cuda"]:
+        # True without a GPU too: it takes a torch that was built with CUDA, and the right link.
+        assert build["cuda_streams"] == (torch.version.cuda is not None)
 
 
 def test_a_driver_older_than_the_linked_runtime_is_a_problem() -> None:

@@ -5,6 +5,9 @@ torch.compile, export and ``opcheck`` run these. Shape legend: T = tokens, P = r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,6 @@ NUM_BOUNDS_FIELDS = 8
 NUM_LOSS_SUMS = 11
 
 
-@torch.library.register_fake("bapo::logprob_partials")  # type: ignore[untyped-decorator]
 def _logprob_partials(
     logits: Tensor,
     rows: Tensor | None,
@@ -24,7 +26,6 @@ def _logprob_partials(
     return logits.new_empty((target_T.shape[0], 4), dtype=torch.float32)
 
 
-@torch.library.register_fake("bapo::logprob_combine")  # type: ignore[untyped-decorator]
 def _logprob_combine(
     partials_PT4: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +35,6 @@ def _logprob_combine(
     return new(), new(), new(), new()
 
 
-@torch.library.register_fake("bapo::logits_backward_")  # type: ignore[untyped-decorator]
 def _logits_backward_(
     logits: Tensor,
     rows: Tensor | None,
@@ -51,7 +51,6 @@ def _logits_backward_(
     return None
 
 
-@torch.library.register_fake("bapo::contributions_")  # type: ignore[untyped-decorator]
 def _contributions_(
     table: Tensor,
     grid: Tensor,
@@ -64,14 +63,12 @@ def _contributions_(
     return None
 
 
-@torch.library.register_fake("bapo::search_bounds")  # type: ignore[untyped-decorator]
 def _search_bounds(
     table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
 ) -> Tensor:
     return table.new_empty(NUM_BOUNDS_FIELDS, dtype=torch.float64)
 
 
-@torch.library.register_fake("bapo::policy_loss")  # type: ignore[untyped-decorator]
 def _policy_loss(
     logprob_T: Tensor,
     entropy: Tensor | None,
@@ -86,7 +83,7 @@ def _policy_loss(
     return sums, torch.empty_like(logprob_T)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "logprob_partials": _logprob_partials,
     "logprob_combine": _logprob_combine,
     "logits_backward_": _logits_backward_,

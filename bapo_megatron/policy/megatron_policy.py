@@ -80,8 +80,11 @@ class MegatronPolicy:
         returns_hidden_states: bool = False,
     ) -> None:
         """Wrap a model that already holds its weights; use ``build``."""
-        # Its loss is added inside the model, from logits that the loss stage overwrites.
-        assert not gpt.mtp_process, "multi-token prediction is not supported"
+        if gpt.mtp_process:
+            raise ValueError(
+                "multi-token prediction adds its loss inside the model, from logits that the loss "
+                "stage overwrites, and is not supported; build the model without it"
+            )
         self.hf = hf
         self.model_dir = model_dir
         self.gpt = gpt

@@ -1,7 +1,7 @@
 """What the last pipeline stage does with the model's output for a micro-batch.
 
 The output is the logits [N, V], or with ``ops.logits_chunk_tokens`` the hidden states [N, H] from
-which logits are made chunk by chunk. Nothing here waits for the device.
+which logits are made chunk by chunk. With compiled kernels nothing here waits for the device.
 
 Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens.
 """
@@ -90,7 +90,7 @@ class LossStage:
             ValueError: ``ops.backend`` names kernels that this machine does not have.
         """
         self.config = config
-        self.data_group = groups.data
+        self._data_group = groups.data
         self._kernels = select_kernels(ops.backend, groups.device)
         self._rule = make_clip_rule(config, groups.device)
         self._chunk_tokens = ops.logits_chunk_tokens
@@ -150,7 +150,7 @@ class LossStage:
                     )
                 )
                 accumulate(table, logprob_T, behaviour_T, advantage_T, mask_T)
-            dist.all_reduce(table.tensor, group=self.data_group)
+            dist.all_reduce(table.tensor, group=self._data_group)
         return self._rule.bounds(table)
 
     def loss(

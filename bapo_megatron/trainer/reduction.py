@@ -41,9 +41,10 @@ class Measurement:
     def faults(self) -> Tensor:
         """[len(FAULTS)] float64, on the device."""
         refused_K = self.bounds[:, BOUNDS_FIELDS.index("exit")] == REFUSED
-        return torch.stack(
-            [self.sums[SUM_NAMES.index("nonfinite_tokens")], refused_K.sum(dtype=torch.float64)]
-        )
+        # The search saw the log-probs of another pass than the loss where it came before it.
+        in_search = self.bounds[:, BOUNDS_FIELDS.index("nonfinite_tokens")].sum()
+        in_loss = self.sums[SUM_NAMES.index("nonfinite_tokens")]
+        return torch.stack([torch.maximum(in_loss, in_search), refused_K.sum(dtype=torch.float64)])
 
 
 def reduce_reports(

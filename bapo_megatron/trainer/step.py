@@ -3,8 +3,8 @@
 plan → (recompute μ) → for each epoch and update: collect ℓ → search the bounds →
 forward and backward → check → optimizer step
 
-The host waits for the device once per update, where the gradient norm and the faults of the update
-are read, and once at the end of the step for its metrics.
+The host waits for the device in one place per update, where the gradient norm and the faults of the
+update are read, and once at the end of the step for its metrics.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class BatchTrainer:
     def _recompute_behaviour(self, update: PlannedUpdate) -> PlannedUpdate:
         """Replace μ by the trainer's own log-probs at the start of the step."""
         logprobs = self._policy.forward_only(update.micro_batches, self._stage.logprobs)
+        if not self._groups.is_last_stage:
+            return update
         micro_batches = tuple(
             replace(micro_batch, behaviour_logprob_T=logprob_T)
             for micro_batch, logprob_T in zip(update.micro_batches, logprobs, strict=True)
@@ -177,7 +179,9 @@ class BatchTrainer:
         if self._config.on_nonfinite == "skip_update":
             return _Outcome(measurement=None, sums={"nonfinite_tokens": nonfinite_tokens})
         found = _describe_nonfinite(batch, update, reports)
-        place = first_message(found, self._groups)
+        place = first_message(found, self._groups) or (
+            "the log-probs of the collection pass are not finite, those of the loss pass are"
+        )
         raise NonFiniteError(
             f"step {batch.step}: {place} ({nonfinite_tokens:.0f} such tokens in the update); set "
             "algorithm.on_nonfinite=skip_update to leave such updates out"
@@ -211,9 +215,14 @@ def _explain_refusal(measurement: Measurement) -> str:
             f"{refused.out_of_range_tokens} tokens have |weight · advantage| >= 256 or a mask "
             "other than 0 and 1, beyond the exact sums of the bound search; scale the rewards down"
         )
+    if refused.tokens >= 1 << 31:
+        return (
+            f"the bound search saw {refused.tokens} tokens, 2^31 or more; use smaller batches or "
+            "raise algorithm.updates_per_batch"
+        )
     return (
-        f"the bound search saw {refused.tokens} tokens, 2^31 or more; use smaller batches or raise "
-        "algorithm.updates_per_batch"
+        "the contribution table holds a negative sum, which no tokens can give; its all-reduce "
+        "went wrong, so check that all ranks run the same version"
     )
 
 

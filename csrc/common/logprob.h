@@ -89,13 +89,6 @@ BAPO_HD ShiftedSums rescale(const ShiftedSums& sums, float new_max, float scale)
   return {new_max, factor * sums.sum, factor * fused_multiply_add(step, sums.sum, sums.weighted)};
 }
 
-BAPO_HD ShiftedSums merge(const ShiftedSums& a, const ShiftedSums& b, float scale) {
-  const float max = a.max < b.max ? b.max : a.max;
-  const ShiftedSums left = rescale(a, max, scale);
-  const ShiftedSums right = rescale(b, max, scale);
-  return {max, left.sum + right.sum, left.weighted + right.weighted};
-}
-
 // Partials from the sums over all true columns of this rank; a NaN or +inf logit is seen as a NaN
 // maximum and sum.
 BAPO_HD Partials finish_partials(const ShiftedSums& sums, float target, float scale) {

@@ -18,6 +18,9 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace bapo {
 
+// Whether the torch in this process can tell its CUDA stream.
+inline bool torch_has_cuda_streams() { return aoti_torch_get_current_cuda_stream != nullptr; }
+
 // Makes the tensor's device the current one for as long as it lives.
 class LaunchScope {
  public:
@@ -25,7 +28,7 @@ class LaunchScope {
       : device_index_(tensor.get_device_index()), guard_(device_index_) {}
 
   void* stream() const {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+    STD_TORCH_CHECK(torch_has_cuda_streams(),
                     "tensors are on a CUDA device, but this torch was built without CUDA");
     void* stream = nullptr;
     const AOTITorchError error = aoti_torch_get_current_cuda_stream(device_index_, &stream);

@@ -33,7 +33,10 @@ Call prepare(const Tensor& logits, const OptionalTensor& rows, const Tensor& tar
                   num_tokens, " tokens for ", checked.num_rows, " rows");
 
   checked.data = logits.mutable_data_ptr();  // copies what is shared until the first write
-  const Tensor token_of_row = torch::stable::new_empty(logits, {checked.num_rows}, ScalarType::Int);
+  // On a GPU rows that are in order need no map.
+  const bool needs_map = rows.has_value() || logits.is_cpu();
+  const Tensor token_of_row =
+      torch::stable::new_empty(logits, {needs_map ? checked.num_rows : 0}, ScalarType::Int);
   const LogitsBackwardParams params{checked,
                                     optional_data<int64_t>(rows),
                                     data<int64_t>(target),

@@ -15,7 +15,9 @@ from bapo_megatron.config.schema import (
     ParallelConfig,
 )
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.ops.contributions import constant_bounds
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from bapo_megatron.ops.policy_loss import clipped_policy_loss
 from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
 from bapo_megatron.trainer.plan import Layout, plan_step
 from bapo_megatron.types import MicroBatch
@@ -72,7 +74,17 @@ class _Watch:
                 group=self.policy.groups.tensor,
                 overwrite_logits=overwrite,
             )
-            loss = (logprob_T * micro_batch.advantage_T).sum() + 0.1 * entropy_T.sum()
+            loss, _ = clipped_policy_loss(
+                logprob_T,
+                behaviour_logprob_T=micro_batch.behaviour_logprob_T,
+                advantage_T=micro_batch.advantage_T,
+                mask_T=micro_batch.mask_T,
+                loss_weight_T=micro_batch.loss_weight_T,
+                bounds=constant_bounds(0.8, 1.2, logits_NV.device),
+                dual_clip=None,
+                entropy_T=entropy_T,
+                entropy_coefficient=0.1,
+            )
             self.seen = {
                 "dtype": logits_NV.dtype,
                 "same_storage": logits_NV.data_ptr() == produced.data_ptr(),
@@ -82,3 +94,29 @@ class _Watch:
             return LossOutput(loss, None)
 
         return loss_fn
+
+
+def refuse_multi_token_prediction(model_dir: Path) -> str:
+    """What a policy says about a model with multi-token prediction."""
+    with joined() as groups:
+        policy = MegatronPolicy.build(
+            ModelConfig(path=model_dir, dtype="float32"),
+            ParallelConfig(),
+            OptimizerConfig(lr=0.0),
+            total_updates=1,
+            seed=0,
+            groups=groups,
+        )
+        policy.gpt.mtp_process = True
+        try:
+            MegatronPolicy(
+                policy.hf,
+                model_dir,
+                policy.gpt,
+                OptimizerConfig(lr=0.0),
+                total_updates=1,
+                groups=groups,
+            )
+        except ValueError as error:
+            return str(error)
+        return ""
