@@ -235,8 +235,8 @@ class BuildExtension(build_ext):
         """Compile and link against this torch."""
         (extension,) = self.extensions
         extension.extra_compile_args += ["-isystem", str(torch / "include")]
-        # libtorch has no symbol that is used here, but it is what leads to libtorch_cuda where there
-        # is one: without it the weak symbol of the current CUDA stream would stay null.
+        # No symbol of libtorch is used here, but it leads to libtorch_cuda where there is one:
+        # without it the weak symbol of the current CUDA stream would stay null.
         extension.extra_link_args += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed"]
         extension.extra_link_args += ["-ltorch", "-ltorch_cpu", "-lc10"]
 

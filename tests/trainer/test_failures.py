@@ -138,6 +138,36 @@ def test_updates_with_nan_are_skipped_if_asked(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("scope", ["update", "micro_batch"])
+def test_advantages_beyond_the_exact_sums_are_refused(
+    replay_config: Path, random_model: Path, tmp_path: Path, scope: str
+) -> None:
+    directory = write_dumps(tmp_path / "dumps", random_model, steps=1)
+    path = directory / "step_000000.parquet"
+    batch = read_batch(path)
+    # Without a division by the group's deviation, advantages are ± 500.
+    groups = tuple(
+        replace(group, samples=tuple(replace(s, reward=1000 * s.reward) for s in group.samples))
+        for group in batch.groups
+    )
+    path.unlink()
+    write_batch(path, replace(batch, groups=groups))
+    status, line = _first_line(
+        [
+            str(replay_config),
+            f"run_dir={tmp_path / 'run'}",
+            f"replay={directory}",
+            "algorithm.advantage=grpo_no_std",
+            f"algorithm.bapo.scope={scope}",
+        ]
+    )
+    assert status == 1
+    assert "step 0: " in line
+    assert "tokens have |weight · advantage| >= 256" in line
+    assert "scale the rewards down" in line
+
+
+@pytest.mark.distributed
 def test_a_replay_that_ends_too_early_is_named(replay_config: Path, tmp_path: Path) -> None:
     status, line = _first_line([str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=9"])
     assert status == 1
