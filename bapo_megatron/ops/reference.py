@@ -102,7 +102,9 @@ class ReferenceKernels:
         self, table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
     ) -> Tensor:
         """See ``Kernels``; waits for the device."""
-        bounds = compiled.CPU.search_bounds(table.cpu(), grid, target, contribution, measure)
+        bounds: Tensor = compiled.CPU.search_bounds(
+            table.cpu(), grid, target, contribution, measure
+        )
         return bounds.to(table.device)
 
     def policy_loss(

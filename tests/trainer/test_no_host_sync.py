@@ -10,21 +10,43 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss_stage import LossStage, UpdateContext
 from bapo_megatron.trainer.plan import Layout, plan_step
+from bapo_megatron.trainer.reduction import reduce_reports
 
-READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
-"""Ways to bring a tensor's value to the host."""
+METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+"""Ways to bring a tensor's value to the host that no operator shows on a CPU."""
+
+OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
+"""Operators whose result on the host, or whose size, depends on values."""
 
 CPU = torch.device("cpu")
+GPU = pytest.param(
+    torch.device("cuda"),
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+class _RefuseReads(TorchDispatchMode):
+    """Fails on operators that would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(OPERATORS), f"{name} reads the device"
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _no_reads(device: torch.device) -> Iterator[None]:
-    """Fail on any wait for the device; on the CPU, on any call that would be one on a GPU."""
+    """Fail on any wait for the device; on the CPU, on what would be one on a GPU."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -36,55 +58,59 @@ def _no_reads(device: torch.device) -> Iterator[None]:
     def refuse(*args: object, **options: object) -> NoReturn:
         raise AssertionError("a value was read from the device")
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in READS:
+    with pytest.MonkeyPatch.context() as patch, _RefuseReads():
+        for name in METHODS:
             patch.setattr(torch.Tensor, name, refuse)
         yield
 
 
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [0, 50], ids=["logits", "chunks"])
 @pytest.mark.parametrize("scope", ["update", "micro_batch"])
-@pytest.mark.parametrize(
-    "device",
-    [
-        CPU,
-        pytest.param(
-            torch.device("cuda"),
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ],
-    ids=str,
-)
 def test_search_and_loss_never_wait_for_the_device(
-    mixed_dumps: Path, monkeypatch: pytest.MonkeyPatch, scope: str, device: torch.device
+    mixed_dumps: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scope: str,
+    chunk_tokens: int,
+    device: torch.device,
 ) -> None:
     config = AlgorithmConfig.model_validate({"bapo": {"target": 0.38, "scope": scope}})
     (update,) = plan_step(
         read_batch(mixed_dumps / "step_000000.parquet"), config, Layout(0, 1, 4096, 1)
     )
     micro_batch = update.micro_batches[0].to(device)
-    groups: Any = SimpleNamespace(data=None, tensor=None, device=device)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: None)
-    stage = LossStage(
-        config, OpsConfig(), vocab_size=300, temperature=1.0, groups=groups, head=None
+    groups: Any = SimpleNamespace(
+        data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1
     )
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **options: None)
     hidden_NH = torch.randn(micro_batch.num_tokens, 8, device=device, requires_grad=True)
-    vocabulary_HV = torch.randn(8, 320, device=device)
+    weight_VH = torch.randn(320, 8, device=device)
+    stage = LossStage(
+        config,
+        OpsConfig(logits_chunk_tokens=chunk_tokens),
+        vocab_size=300,
+        temperature=1.0,
+        groups=groups,
+        head=OutputHead(weight_VH) if chunk_tokens else None,
+    )
+
+    def output() -> torch.Tensor:
+        return hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
 
     with _no_reads(device):
         bounds = None
         if scope == "update":
-            current_T = stage.logprobs(hidden_NH.detach() @ vocabulary_HV, micro_batch)
+            current_T = stage.logprobs(output().detach(), micro_batch)
             bounds = stage.search([current_T], (micro_batch,))
         loss, report = stage.loss(
-            hidden_NH @ vocabulary_HV,
+            output(),
             micro_batch,
             bounds=bounds,
             context=UpdateContext(num_updates=0, rollout_version=None),
         )
         loss.backward()
+        faults = reduce_reports([report], 1, groups).faults
+    assert faults.tolist() == [0.0, 0.0]
     assert torch.isfinite(loss)
     assert hidden_NH.grad is not None
     assert hidden_NH.grad.abs().max() > 0
