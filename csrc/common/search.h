@@ -20,6 +20,13 @@ struct Balance {
   uint128 negative;  // N
 };
 
+// Whether sums that are all non-negative may be searched: every token is finite and in range, and
+// there are too few of them for an overflow.
+BAPO_HD bool counters_allow_search(const int64_t* counters) {
+  return counters[kNonFinite] == 0 && counters[kOutOfRange] == 0 &&
+         counters[kPositive] < kTokenLimit - counters[kNegative];
+}
+
 BAPO_HD uint128 bin_product_sum(const int64_t* bin) {
   return static_cast<uint128>(bin[1]) + (static_cast<uint128>(bin[2]) << 32) +
          (static_cast<uint128>(bin[3]) << 64);

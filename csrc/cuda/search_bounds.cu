@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int64_t* counters = table + counter_offset(grid);
   double* bounds = params.bounds;
-  if (has_negative || counters[kNonFinite] > 0 || counters[kOutOfRange] > 0 ||
-      counters[kPositive] >= kTokenLimit - counters[kNegative]) {
+  if (has_negative || !counters_allow_search(counters)) {
     write_bounds(0.0, kInfinity, kNaN, kNaN, BoundsExit::kRefused, bounds);
   } else if (counters[kPositive] + counters[kNegative] == 0) {
     const PathPoint start = path_point(grid, 0);
