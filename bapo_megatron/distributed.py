@@ -9,7 +9,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import HashStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bapo_megatron.config.schema import ParallelConfig
+    from bapo_megatron.config.megatron import ParallelConfig
+
+Value = TypeVar("Value")
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,16 +45,20 @@ class LostPeerError(RuntimeError):
 class ProcessGroups:
     """Where this rank stands, and the groups it belongs to.
 
-    Ranks of one ``tensor`` group see the same data; ranks of one ``data`` group hold the same part
-    of the model.
+    Ranks of one ``tensor`` group see the same tokens; ranks of one ``data`` group hold the same
+    part of the model and see different tokens.
     """
 
     world: dist.ProcessGroup
     """All ranks; NCCL where there is CUDA, else gloo."""
     tensor: dist.ProcessGroup
     """Ranks that share every layer of one model replica."""
+    context: dist.ProcessGroup
+    """Ranks that divide every sequence of a micro-batch."""
     data: dist.ProcessGroup
-    """Ranks with the same part of the model and different data."""
+    """Ranks with the same part of the model and different tokens: other samples (data parallel) or
+    other parts of the same ones (context parallel). Gradients and sums over tokens are reduced over
+    it. Its size is ``data_size · context_size``."""
     pipeline: dist.ProcessGroup
     """Ranks that hold successive layers of one model replica."""
     control: dist.ProcessGroup
@@ -64,10 +70,15 @@ class ProcessGroups:
     world_size: int
     tensor_rank: int
     tensor_size: int
+    context_rank: int
+    context_size: int
     data_rank: int
+    """Which share of the samples this rank sees."""
     data_size: int
     pipeline_rank: int
     pipeline_size: int
+    virtual_size: int
+    """Chunks of layers on each rank; above 1 the schedule is interleaved."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -78,6 +89,11 @@ class ProcessGroups:
     def is_last_stage(self) -> bool:
         """Whether this rank sees logits."""
         return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is of the replica whose ranks rank 0 needs to see the whole model."""
+        return self.data_rank == 0 and self.context_rank == 0
 
 
 def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
@@ -91,16 +107,17 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
 
     Raises:
         ValueError: torchrun's environment is incomplete, or the world size is not a multiple of
-            ``parallel.tensor``.
+            tensor × pipeline × context.
     """
     # Importing megatron takes seconds; those who only need the records or collectives don't pay.
     from megatron.core import parallel_state
 
     rank, world_size, local_rank = _rank_from_environment()
-    if world_size % parallel.tensor:
+    replica_size = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % replica_size:
         raise ValueError(
-            f"parallel.tensor: {parallel.tensor} must divide the number of ranks, {world_size}; "
-            "change parallel.tensor or torchrun's --nproc-per-node"
+            f"parallel: tensor × pipeline × context = {replica_size} must divide the number of "
+            f"ranks, {world_size}; change the sizes or torchrun's --nproc-per-node"
         )
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
@@ -111,14 +128,22 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         dist.init_process_group(backend, rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel.tensor)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=parallel.context,
+    )
     timeout = timedelta(seconds=parallel.timeout_s)
     world = dist.group.WORLD
     assert world is not None
     return ProcessGroups(
         world=world,
         tensor=parallel_state.get_tensor_model_parallel_group(),
-        data=parallel_state.get_data_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         control=dist.new_group(backend="gloo", timeout=timeout),
         device=device,
@@ -126,10 +151,13 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         world_size=world_size,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_size=parallel.virtual_pipeline,
     )
 
 
@@ -205,6 +233,17 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     return payload.numpy().tobytes().decode()
 
 
+def gather_objects(value: Value, groups: ProcessGroups) -> list[Value] | None:
+    """Collect a picklable value of each rank on rank 0, in rank order; None elsewhere.
+
+    A collective over ``groups.control``.
+    """
+    gathered: list[Any] | None = [None] * groups.world_size if groups.rank == 0 else None
+    with _peers_needed():
+        dist.gather_object(value, gathered, dst=0, group=groups.control)
+    return gathered
+
+
 def barrier(groups: ProcessGroups) -> None:
     """Wait for every rank, over ``groups.control`` and its time-out."""
     with _peers_needed():
@@ -221,7 +260,7 @@ def fail_together(groups: ProcessGroups) -> Iterator[None]:
     """Run a block on all ranks; an operating-system error on one of them is raised on all.
 
     Also a barrier: when it is left, every rank has finished the block. A rank that failed raises
-    its own error, the others one that points to it.
+    its own error, the others one with the message of the first that did.
 
     Raises:
         OSError: The block failed on this rank or on another one.
@@ -231,11 +270,11 @@ def fail_together(groups: ProcessGroups) -> Iterator[None]:
         yield
     except OSError as caught:
         error = caught
-    failed = any_rank(error is not None, groups.control)
+    message = first_message(None if error is None else str(error), groups)
     if error is not None:
         raise error
-    if failed:
-        raise OSError("another rank could not read or write a file; its own message names it")
+    if message is not None:
+        raise OSError(f"another rank: {message}")
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.distributed import ProcessGroups, init_distributed, shutdown_distributed
 
-MAX_LAYOUTS = 8
+MAX_LAYOUTS = 16
 """Process groups that one set of ranks can join, one after the other."""
 
 
@@ -71,10 +71,16 @@ def run_to_exit(
 
 
 @contextmanager
-def joined(tensor: int = 1, sequence: bool = False) -> Iterator[ProcessGroups]:
-    """Process groups of one layout over all ranks; left at the end of the block."""
+def joined(tensor: int = 1, sequence: bool = False, **sizes: int) -> Iterator[ProcessGroups]:
+    """Process groups of one layout over all ranks; left at the end of the block.
+
+    ``sizes``: further sizes of ``ParallelConfig``.
+    """
     os.environ["MASTER_PORT"], _, os.environ["TEST_PORTS"] = os.environ["TEST_PORTS"].partition(",")
-    groups = init_distributed(ParallelConfig(tensor=tensor, sequence=sequence, timeout_s=60))
+    parallel = ParallelConfig.model_validate(
+        {"tensor": tensor, "sequence": sequence, "timeout_s": 60.0, **sizes}
+    )
+    groups = init_distributed(parallel)
     try:
         yield groups
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bapo_megatron.config.schema import ParallelConfig
+from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.distributed import init_distributed, shutdown_distributed
 from tests.distributed_launch import run_ranks
 
@@ -35,7 +35,7 @@ def test_a_world_that_tensor_parallel_does_not_divide_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"parallel.tensor: 2 must divide the number of ranks, 1;"):
+    with pytest.raises(ValueError, match="context = 2 must divide the number of ranks, 1;"):
         init_distributed(ParallelConfig(tensor=2))
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.multiples import packing_multiples
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
     from bapo_megatron.config.schema import (
         DataConfig,
         DatasetConfig,
         LogConfig,
-        ModelConfig,
-        ParallelConfig,
         RolloutConfig,
         RunConfig,
     )
@@ -45,6 +46,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     _check_parallel(config.parallel, world_size)
     hf_config = _check_model(config.model)
     _check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
+    _check_layers(hf_config, config.parallel)
     _check_optimizer(config)
     if not owns_files:
         return
@@ -85,15 +87,33 @@ def check_eval_config(config: RunConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:
-    if world_size % parallel.tensor:
+    names = [n for n in ("tensor", "pipeline", "context") if getattr(parallel, n) > 1]
+    replica_size = math.prod(getattr(parallel, name) for name in names)
+    if world_size % replica_size:
         raise ConfigError(
-            f"parallel.tensor: must divide the number of ranks, got {parallel.tensor} with "
-            f"{world_size} ranks; start a multiple of {parallel.tensor} ranks, or change it"
+            f"{' × '.join(f'parallel.{name}' for name in names)}: must divide the number of ranks, "
+            f"got {replica_size} with {world_size} ranks; start a multiple of {replica_size} "
+            f"ranks, or change {'it' if len(names) == 1 else 'them'}"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            "parallel.virtual_pipeline: needs parallel.pipeline > 1, got "
+            f"{parallel.virtual_pipeline} with 1; set it to 1, or raise parallel.pipeline"
         )
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError(
             "parallel.sequence: needs parallel.tensor > 1, got 1; "
             "set parallel.sequence=false, or raise parallel.tensor"
+        )
+
+
+def _check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
+    layers = hf_config.get("num_hidden_layers")
+    parts = parallel.pipeline * parallel.virtual_pipeline
+    if isinstance(layers, int) and layers % parts:
+        raise ConfigError(
+            f"parallel.pipeline: pipeline × virtual_pipeline = {parts} must divide the model's "
+            f"{layers} layers; choose other sizes"
         )
 
 
@@ -209,14 +229,17 @@ def _check_dataset(dataset: DatasetConfig, key: str) -> None:
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    # With sequence parallel the packed length is a multiple of the tensor-parallel size.
-    multiple = config.parallel.tensor if config.parallel.sequence else 1
-    budget = config.train.max_tokens_per_micro_batch
-    if budget - budget % multiple < needed:
-        in_multiples = f" in multiples of {multiple}" if multiple > 1 else ""
+    multiples = packing_multiples(config.parallel, config.megatron)
+    padded = -(-needed // multiples.per_sequence) * multiples.per_sequence
+    ranks, given = config.parallel.context, config.train.max_tokens_per_micro_batch
+    budget = ranks * given
+    if budget - budget % multiples.total < padded:
+        in_multiples = f" in multiples of {multiples.total}" if multiples.total > 1 else ""
+        over_ranks = f" over {ranks} context-parallel ranks" if ranks > 1 else ""
         raise ConfigError(
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {needed}{in_multiples}, got {budget}; raise it"
+            f"rollout.max_response_tokens = {needed}{in_multiples}{over_ranks}, got {given}; "
+            "raise it"
         )
 
 

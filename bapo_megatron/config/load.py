@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from bapo_megatron.config.explain import explain
-from bapo_megatron.config.schema import RunConfig, Section
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.section import Section
 from bapo_megatron.files import atomic_write_text
 
 if TYPE_CHECKING:

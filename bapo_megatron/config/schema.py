@@ -10,58 +10,15 @@ import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class ModelConfig(Section):
-    """The policy."""
-
-    path: Path
-    """Directory of a Hugging Face model (config.json, safetensors, tokenizer)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
-
-
-class ParallelConfig(Section):
-    """How Megatron divides the model; data parallel size is what remains of the world size."""
-
-    tensor: int = Field(1, ge=1)
-    """Tensor-parallel size."""
-    sequence: bool = False
-    """Sequence parallel (needs tensor > 1)."""
-    timeout_s: float = Field(7200.0, gt=0)
-    """How long ranks wait for a batch or for each other."""
-
-
-class OptimizerConfig(Section):
-    """AdamW with Megatron's distributed optimizer."""
-
-    lr: float = Field(1e-6, ge=0)
-    """Peak learning rate; 0 freezes the weights (a control)."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of a decaying schedule."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after the warm-up."""
-    warmup_updates: int = Field(0, ge=0)
-    """Updates of linear warm-up."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Adam's first moment decay."""
-    beta2: float = Field(0.999, ge=0, lt=1)
-    """Adam's second moment decay."""
-    eps: float = Field(1e-8, gt=0)
-    """Adam's epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
-    clip_grad: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+from bapo_megatron.config.megatron import (
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from bapo_megatron.config.section import Section
 
 
 class DatasetConfig(Section):
@@ -175,6 +132,11 @@ class RangeConfig(Section):
     step: float = Field(gt=0)
     """Distance of candidates."""
 
+    @property
+    def candidates(self) -> int:
+        """How many values the bound may take."""
+        return math.floor((self.max - self.start) / self.step + 1e-6) + 1
+
 
 BAPO_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -255,10 +217,9 @@ class BapoConfig(Section):
                 f"target must be below {limit} with measure: {self.measure}, got {self.target}"
             )
         for name, side in (("lower", low), ("upper", high)):
-            candidates = math.floor((side.max - side.start) / side.step + 1e-6) + 1
-            if candidates > MAX_CANDIDATES:
+            if side.candidates > MAX_CANDIDATES:
                 raise ValueError(
-                    f"{name} has {candidates} candidates from {side.start} to {side.max} by "
+                    f"{name} has {side.candidates} candidates from {side.start} to {side.max} by "
                     f"{side.step}, at most {MAX_CANDIDATES} are searched; raise {name}.step"
                 )
         return self
@@ -339,7 +300,11 @@ class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)
     """Save each N steps; 0: only at the end."""
     keep_last: int = Field(2, ge=1)
-    """How many checkpoints stay."""
+    """How many of the newest checkpoints stay."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints whose step is a multiple of this stay for good; 0: none."""
+    asynchronous: bool = False
+    """Write in the background while training goes on (its copy waits in host memory)."""
     at_end: bool = True
     """Save a checkpoint and a Hugging Face export when the run ends."""
 
@@ -393,6 +358,7 @@ class RunConfig(Section):
     """Continue from the newest checkpoint in ``run_dir``."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    megatron: MegatronConfig = MegatronConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

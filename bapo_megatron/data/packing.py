@@ -1,12 +1,11 @@
-"""From a batch of samples to packed micro-batches.
+"""Which samples share a forward pass: a batch divided into updates, ranks and micro-batches.
 
-A batch is split into optimizer updates of whole groups, the samples of an update are divided over
-data-parallel ranks and micro-batches so that all carry about the same number of tokens, and each
-micro-batch becomes the packed tensors of one forward pass. Every function is deterministic, so
-each rank computes the same plan from the same batch and no rank has to be told.
+A batch is split into optimizer updates of whole groups, and the samples of an update are divided
+over data-parallel ranks and micro-batches so that all have about the same to compute. Every
+function is deterministic, so each rank computes the same plan from the same batch and no rank has
+to be told.
 
-Shape legend: B = samples of the batch, N = packed tokens of a micro-batch (prompts, responses and
-padding), T = response tokens of a micro-batch, S = sequences of a micro-batch.
+Shape legend: B = samples of the batch.
 """
 
 from __future__ import annotations
@@ -16,16 +15,56 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-
-from bapo_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike
-
     from bapo_megatron.types import RolloutBatch, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFlops:
+    """What a forward pass over one sequence of L tokens computes: per_token · L + per_pair · L²."""
+
+    per_token: int
+    """Operations of the matrix products with weights, for each token."""
+    per_pair: int
+    """Operations of causal attention, over the square of the length."""
+
+    def of(self, num_tokens: int) -> int:
+        """Operations for a sequence of this length."""
+        return self.per_token * num_tokens + self.per_pair * num_tokens**2
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """What the layout asks of micro-batches. Tokens are those of all context-parallel ranks."""
+
+    data_size: int
+    """Data-parallel ranks."""
+    max_tokens: int
+    """Largest micro-batch, padding included."""
+    flops: SequenceFlops
+    """What is balanced."""
+    sequence_multiple: int = 1
+    """Every sequence is padded to a multiple of this (context parallelism divides each)."""
+    total_multiple: int = 1
+    """Every micro-batch is; a multiple of ``sequence_multiple``."""
+    count_multiple: int = 1
+    """The number of micro-batches is a multiple of this (interleaved pipelines need it)."""
+
+    @property
+    def budget(self) -> int:
+        """Largest micro-batch that is a multiple of ``total_multiple``."""
+        return self.max_tokens - self.max_tokens % self.total_multiple
+
+    def slots(self, num_tokens: int) -> int:
+        """Positions that a sequence of this length takes."""
+        return _padded(num_tokens, self.sequence_multiple)
+
+    def padded_total(self, slots: int) -> int:
+        """Positions of a micro-batch; never 0, since a forward pass needs a token."""
+        return max(_padded(slots, self.total_multiple), self.total_multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +78,8 @@ class UpdatePlan:
     """Prompt and response tokens of the update, over all ranks."""
     slots: int
     """Positions that the packed micro-batches of all ranks hold, padding included."""
-
-    @property
-    def utilisation_share(self) -> float:
-        """Share of the positions that hold a real token."""
-        return self.real_tokens / self.slots
+    rank_flops: tuple[int, ...]
+    """What each data-parallel rank computes in a forward pass over its samples."""
 
 
 def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]]:
@@ -75,140 +111,69 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
 
 
 def plan_update(
-    samples: Sequence[Sample],
-    sample_indices: Sequence[int],
-    data_parallel: int,
-    max_tokens_per_micro_batch: int,
-    pad_to_multiple: int = 1,
+    samples: Sequence[Sample], sample_indices: Sequence[int], rules: PackingRules
 ) -> UpdatePlan:
-    """Divide the samples of one update over ranks and micro-batches, balanced by tokens.
+    """Divide the samples of one update over ranks and micro-batches, balanced by operations.
 
     The number of micro-batches is the smallest that a bisection finds. Samples go, longest first,
-    to the emptiest micro-batch (LPT); micro-batches of about equal size then stand at the same
-    position k on all ranks, the heavier ones on the ranks that have the fewest tokens so far.
+    to the micro-batch with the least to compute that has room (LPT); micro-batches of about equal
+    cost then stand at the same position k on all ranks, the heavier ones on the ranks that have the
+    least to compute so far.
 
     Args:
         samples: All samples of the batch, [B].
         sample_indices: The update's samples; at least one.
-        data_parallel: Number of data-parallel ranks.
-        max_tokens_per_micro_batch: Largest number of positions, padding included.
-        pad_to_multiple: As given to ``build_micro_batch``.
+        rules: What the layout asks for.
 
     Raises:
         ValueError: A sample alone exceeds the budget, or there is no sample.
     """
     if not sample_indices:
         raise ValueError("an update needs at least one sample")
-    budget = max_tokens_per_micro_batch - max_tokens_per_micro_batch % pad_to_multiple
     lengths = {i: _num_tokens(samples[i]) for i in sample_indices}
     longest = max(sample_indices, key=lambda i: (lengths[i], -i))
-    if lengths[longest] > budget:
-        sample = samples[longest]
-        raise ValueError(
-            f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id}) has "
-            f"{lengths[longest]} tokens but train.max_tokens_per_micro_batch holds {budget}; "
-            "raise it, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-        )
-    items = sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
-    real_tokens = sum(lengths.values())
-
-    # One sample per micro-batch always fits, so the upper end of the bisection is feasible.
-    lowest = -(-real_tokens // (budget * data_parallel))
-    highest = -(-len(items) // data_parallel)
-    bins = _fill_bins(items, highest * data_parallel, budget)
-    while lowest < highest:
-        middle = (lowest + highest) // 2
-        attempt = _fill_bins(items, middle * data_parallel, budget)
-        if attempt is None:
-            lowest = middle + 1
-        else:
-            highest, bins = middle, attempt
-    assert bins is not None
-    ranks = _assign_to_ranks(bins, data_parallel)
-    slots = sum(_padded(load, pad_to_multiple) for load, _ in bins)
-    return UpdatePlan(ranks, real_tokens, slots)
-
-
-def build_micro_batch(
-    samples: Sequence[Sample],
-    sample_indices: Sequence[int],
-    advantages_B: ArrayLike,
-    loss_weights_B: ArrayLike,
-    pad_to_multiple: int = 1,
-) -> MicroBatch:
-    """Pack samples into the tensors of one forward pass.
-
-    Both log-probs of the tokens are the engine's; with ``behaviour: recomputed`` the caller
-    replaces ``behaviour_logprob_T``. Response token j of a sequence that starts at offset o with P
-    prompt tokens is predicted by row o + P − 1 + j. The last response token predicts nothing that
-    is used; it stays in, so that a packed sequence is simply the prompt and the response.
-
-    Args:
-        samples: All samples of the batch, [B].
-        sample_indices: The samples to pack, in this order; may be empty.
-        advantages_B: [B] advantage of each sample, for all its tokens.
-        loss_weights_B: [B] weight of each token of the sample: 1 over the global denominator.
-        pad_to_multiple: N becomes a multiple of this by one padding sequence of zeros at the end; a
-            micro-batch without samples is one padding sequence of this length, with T = 0.
-
-    Raises:
-        ValueError: A prompt is empty, or the arrays of a sample differ in length.
-    """
-    chosen = [samples[i] for i in sample_indices]
-    for sample in chosen:
-        _check_sample(sample)
-
-    index_S = np.asarray(sample_indices, dtype=np.int64)
-    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
-    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
-    length_S = prompt_S + response_S
-    total = int(length_S.sum())
-    padding = _padded(total, pad_to_multiple) - total
-    if padding:
-        length_S = np.append(length_S, padding)
-    offset_S = np.cumsum(length_S) - length_S
-
-    token_parts: list[ArrayLike] = []
-    for sample in chosen:
-        token_parts += [sample.prompt.token_ids, sample.response_token_ids]
-    token_ids_N = _concatenate([*token_parts, np.zeros(padding)], np.int64)
-    rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
-    position_T = _ranges(response_S)
-    first_row_S = offset_S[: len(chosen)] + prompt_S - 1
-
-    def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), response_S))
-
-    return MicroBatch(
-        token_ids_N=torch.from_numpy(token_ids_N),
-        position_ids_N=torch.from_numpy(_ranges(length_S)),
-        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(length_S)).astype(np.int32)),
-        rows_T=torch.from_numpy(np.repeat(first_row_S, response_S) + position_T),
-        target_T=torch.from_numpy(_concatenate([s.response_token_ids for s in chosen], np.int64)),
-        behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
-        rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
-        advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
-        mask_T=torch.ones(len(position_T), dtype=torch.float32),
-        loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32),
-        sample_T=per_token(index_S, np.int64),
-        position_T=torch.from_numpy(position_T),
-        version_T=torch.from_numpy(_concatenate([s.versions for s in chosen], np.int64)),
+    if rules.slots(lengths[longest]) > rules.budget:
+        raise ValueError(_too_long(samples[longest], lengths[longest], rules))
+    items = [
+        _Item(i, rules.slots(length), rules.flops.of(length))
+        for i, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    bins = _fewest_bins(items, rules)
+    ranks = _assign_to_ranks(bins, rules.data_size)
+    return UpdatePlan(
+        ranks=tuple(tuple(tuple(sorted(b.indices)) for b in rank) for rank in ranks),
+        real_tokens=sum(lengths.values()),
+        slots=sum(rules.padded_total(b.slots) for b in bins),
+        rank_flops=tuple(sum(b.flops for b in rank) for rank in ranks),
     )
 
 
-def build_micro_batches(
-    samples: Sequence[Sample],
-    plan: UpdatePlan,
-    data_parallel_rank: int,
-    advantages_B: ArrayLike,
-    loss_weights_B: ArrayLike,
-    pad_to_multiple: int = 1,
-) -> list[MicroBatch]:
-    """Build all micro-batches of one data-parallel rank; arguments as in ``build_micro_batch``."""
-    return [
-        build_micro_batch(samples, indices, advantages_B, loss_weights_B, pad_to_multiple)
-        for indices in plan.ranks[data_parallel_rank]
-    ]
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One sample to place."""
+
+    index: int
+    slots: int
+    flops: int
+
+
+@dataclass(slots=True)
+class _Bin:
+    """One micro-batch that is being filled."""
+
+    number: int
+    slots: int
+    flops: int
+    indices: list[int]
+
+
+def _too_long(sample: Sample, num_tokens: int, rules: PackingRules) -> str:
+    return (
+        f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id}) has "
+        f"{num_tokens} tokens but train.max_tokens_per_micro_batch × parallel.context holds "
+        f"{rules.budget}; raise one of them, or lower data.max_prompt_tokens or "
+        "rollout.max_response_tokens"
+    )
 
 
 def _num_tokens(sample: Sample) -> int:
@@ -216,64 +181,56 @@ def _num_tokens(sample: Sample) -> int:
 
 
 def _padded(num_tokens: int, multiple: int) -> int:
-    """Length of a micro-batch after padding; never 0, since a forward pass needs a token."""
-    return max(-(-num_tokens // multiple), 1) * multiple
+    return -(-num_tokens // multiple) * multiple
 
 
-def _fill_bins(
-    items: Sequence[tuple[int, int]], num_bins: int, budget: int
-) -> list[tuple[int, list[int]]] | None:
-    """Put (index, length) items, longest first, into the emptiest bin; none where one overflows.
+def _fewest_bins(items: Sequence[_Item], rules: PackingRules) -> list[_Bin]:
+    """Fill as few micro-batches as a bisection finds, equally many for every rank."""
+    step = rules.data_size * rules.count_multiple
+    # One sample per micro-batch always fits, so the upper end of the bisection is feasible.
+    lowest = -(-sum(item.slots for item in items) // (rules.budget * step))
+    highest = -(-len(items) // step)
+    bins = _fill_bins(items, highest * step, rules.budget)
+    while lowest < highest:
+        middle = (lowest + highest) // 2
+        attempt = _fill_bins(items, middle * step, rules.budget)
+        if attempt is None:
+            lowest = middle + 1
+        else:
+            highest, bins = middle, attempt
+    assert bins is not None
+    return bins
 
-    Returns:
-        One (tokens, sample indices) pair per bin.
-    """
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
+
+def _fill_bins(items: Sequence[_Item], num_bins: int, budget: int) -> list[_Bin] | None:
+    """Put items, longest first, into the cheapest bin with room; None where there is none."""
+    bins = [_Bin(number, 0, 0, []) for number in range(num_bins)]
     heap = [(0, number) for number in range(num_bins)]
-    for index, length in items:
-        load, number = heap[0]
-        if load + length > budget:
+    for item in items:
+        full = []
+        while heap and bins[heap[0][1]].slots + item.slots > budget:
+            full.append(heapq.heappop(heap))
+        if not heap:
             return None
-        heapq.heapreplace(heap, (load + length, number))
-        bins[number].append(index)
-    return [(load, bins[number]) for load, number in sorted(heap, key=lambda entry: entry[1])]
+        chosen = bins[heap[0][1]]
+        chosen.slots += item.slots
+        chosen.flops += item.flops
+        chosen.indices.append(item.index)
+        heapq.heapreplace(heap, (chosen.flops, chosen.number))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
 
 
-def _assign_to_ranks(
-    bins: Sequence[tuple[int, list[int]]], data_parallel: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Deal bins, heaviest first, one round per micro-batch, to the ranks with the fewest tokens."""
-    by_load = sorted(bins, key=lambda entry: (-entry[0], entry[1]))
-    loads = [0] * data_parallel
-    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(data_parallel)]
-    for first in range(0, len(by_load), data_parallel):
-        emptiest_first = sorted(range(data_parallel), key=lambda rank: (loads[rank], rank))
-        dealt = by_load[first : first + data_parallel]
-        for rank, (load, indices) in zip(emptiest_first, dealt, strict=True):
-            loads[rank] += load
-            ranks[rank].append(tuple(sorted(indices)))
-    return tuple(tuple(rank) for rank in ranks)
-
-
-def _check_sample(sample: Sample) -> None:
-    place = f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id})"
-    if not sample.prompt.token_ids:
-        raise ValueError(f"{place}: the prompt has no tokens, so nothing predicts the response")
-    lengths = (len(sample.response_token_ids), len(sample.behaviour_logprobs), len(sample.versions))
-    if len(set(lengths)) != 1:
-        raise ValueError(
-            f"{place}: {lengths[0]} response tokens but {lengths[1]} behaviour log-probs and "
-            f"{lengths[2]} versions; the rollout that made this sample is faulty"
-        )
-
-
-def _concatenate(parts: Sequence[ArrayLike], dtype: type) -> np.ndarray:
-    """Concatenate into one array of ``dtype``; no parts give an empty array."""
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
-
-
-def _ranges(length_S: np.ndarray) -> np.ndarray:
-    """``0 … length − 1`` for each length, one after the other, as int64."""
-    starts = np.cumsum(length_S) - length_S
-    total = int(length_S.sum())
-    return np.arange(total, dtype=np.int64) - np.repeat(starts, length_S).astype(np.int64)
+def _assign_to_ranks(bins: Sequence[_Bin], data_size: int) -> list[list[_Bin]]:
+    """Deal bins, heaviest first, one round per micro-batch, to the ranks with the least so far."""
+    by_load = sorted(bins, key=lambda b: (-b.flops, b.indices))
+    loads = [0] * data_size
+    ranks: list[list[_Bin]] = [[] for _ in range(data_size)]
+    for first in range(0, len(by_load), data_size):
+        least_first = sorted(range(data_size), key=lambda rank: (loads[rank], rank))
+        dealt = by_load[first : first + data_size]
+        for rank, chosen in zip(least_first, dealt, strict=True):
+            loads[rank] += chosen.flops
+            ranks[rank].append(chosen)
+    return ranks

@@ -1,52 +1,57 @@
 """Checkpoints that are complete or absent, and that load into any layout.
 
-    <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, rng_<rank>.pt
-    <root>/latest       name of the newest complete checkpoint
-
-A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves. A
-kill at any moment leaves the previous checkpoint in place.
+``CheckpointSaver`` saves, ``load_checkpoint`` loads; what the files are is told in
+``checkpoint_files``, who writes which in ``checkpoint_shards``.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import queue
 import random
-import re
 import shutil
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from bapo_megatron.distributed import fail_together
-from bapo_megatron.files import atomic_write_bytes, atomic_write_text, publish_directory
-from bapo_megatron.policy.optimizer import finish_load
+from bapo_megatron.distributed import any_rank, fail_together, first_message, gather_objects
+from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.policy.checkpoint_files import (
+    CheckpointError,
+    check_files,
+    layout_of,
+    publish,
+    read_state,
+    remove_unfinished,
+    step_directory,
+    unfinished_directory,
+)
+from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
+from bapo_megatron.policy.optimizer_state import finish_load
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from bapo_megatron.config.schema import CheckpointConfig
     from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
-
-FORMAT = 1
-LATEST_NAME = "latest"
-STATE_NAME = "state.json"
-STEP_PATTERN = re.compile(r"step_(\d+)")
 
 METADATA = {
     # Megatron's default cannot be loaded into another layout.
     "distrib_optim_sharding_type": "fully_reshardable",
+    # The state of the distributed optimizer is gathered where it is written from, in host memory;
+    # otherwise on every rank, by way of a GPU that training has filled.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-
 
 LOAD_ERRORS = (
     CheckpointException,  # torch's, a BaseException
@@ -58,95 +63,86 @@ LOAD_ERRORS = (
 )
 
 
-class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged or of another model; the message says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
-class CheckpointState:
-    """What state.json holds."""
+class _Save:
+    """A save that is under way."""
 
-    num_updates: int
-    """Optimizer updates made; the schedule follows from it."""
-    tensor_size: int
-    world_size: int
-    file_bytes: dict[str, int]
-    """Size of every other file of the checkpoint."""
-    extra: dict[str, Any]
-    """The caller's own state, plain JSON values."""
-    format: int = FORMAT
+    step: int
+    fields: dict[str, Any]
+    """Of ``CheckpointState``, as they were when it began."""
+    writer: ShardWriter
+    groups: ProcessGroups
 
 
-def save_checkpoint(
-    root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any], keep_last: int
-) -> Path:
-    """Save everything that training continues from; a collective over all ranks.
+class CheckpointSaver:
+    """Saves the checkpoints of a run, one at a time.
 
-    Args:
-        root: Directory of all checkpoints of the run.
-        step: Number of the checkpoint; one of the same number is replaced.
-        policy: The policy.
-        extra: State of the caller; only rank 0's is written.
-        keep_last: How many checkpoints stay, this one included. Older ones are removed, and so are
-            those of higher steps: the try that wrote them was abandoned for this one.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        OSError: It cannot be written; older checkpoints are untouched.
+    With ``asynchronous`` a save returns when the state is copied; the checkpoint appears in a later
+    ``poll``, ``save`` or ``wait``. All methods but ``close`` are collectives over all ranks.
     """
-    groups = policy.groups
-    directory = root / f"step_{step}"
-    temporary = root / f".step_{step}.tmp"
-    with fail_together(groups):
-        if groups.rank == 0:
-            _remove_unfinished(root)
-            temporary.mkdir(parents=True)
-    with fail_together(groups):
-        # Megatron would pass results through a manager process, so that saving may go on in the
-        # background. That process outlives a killed trainer; ours saves in the foreground.
-        filesystem_async._results_queue = queue.Queue()
-        try:
-            dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(temporary))
-        except (CheckpointException, CheckpointingException, RuntimeError) as error:
-            raise OSError(f"cannot write {directory}: {_reason(error)}") from error
-        rng = io.BytesIO()
-        torch.save(_rng_state(groups), rng)
-        atomic_write_bytes(temporary / _rng_name(groups), rng.getvalue())
-    with fail_together(groups):
-        if groups.rank == 0:
-            state = CheckpointState(
-                num_updates=policy.num_updates,
-                tensor_size=groups.tensor_size,
-                world_size=groups.world_size,
-                file_bytes=_file_bytes(temporary),
-                extra=extra,
-            )
-            atomic_write_text(temporary / STATE_NAME, json.dumps(asdict(state), indent=2) + "\n")
-            publish_directory(temporary, directory)
-            atomic_write_text(root / LATEST_NAME, directory.name + "\n")
-            _remove_others(root, step, keep_last)
-    return directory
 
+    def __init__(self, root: Path, config: CheckpointConfig) -> None:
+        """Save under ``root``."""
+        self._root = root
+        self._config = config
+        self._save: _Save | None = None
 
-def find_latest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under ``root``, or None where none was saved.
+    def save(self, step: int, policy: MegatronPolicy, extra: dict[str, Any]) -> Path:
+        """Save everything that training continues from.
 
-    Raises:
-        CheckpointError: ``latest`` names a checkpoint that is not there.
-    """
-    pointer = root / LATEST_NAME
-    if not pointer.is_file():
-        return None
-    name = pointer.read_text(encoding="utf-8").strip()
-    directory = root / name
-    if not STEP_PATTERN.fullmatch(name) or not directory.is_dir():
-        raise CheckpointError(
-            f"{pointer}: names {name!r}, which is not a checkpoint beside it; write the name of "
-            "one that is (step_<n>) into it, or delete it to start anew"
-        )
-    return directory
+        Args:
+            step: Number of the checkpoint; one of the same number is replaced. Those of higher
+                numbers are removed: the try that wrote them was abandoned for this one.
+            policy: The policy.
+            extra: State of the caller, plain JSON values; only rank 0's is written.
+
+        Returns:
+            The checkpoint's directory, which exists once it is complete.
+
+        Raises:
+            OSError: This checkpoint or the one that was still being written cannot be; raised on
+                every rank. Complete checkpoints are untouched.
+        """
+        self.wait()
+        save = _begin(self._root, step, policy, extra)
+        if self._config.asynchronous:
+            self._save = save
+            save.writer.start()
+        else:
+            save.writer.write()
+            _finish(self._root, save, self._config)
+        return step_directory(self._root, step)
+
+    def poll(self) -> None:
+        """Publish the checkpoint that was being written, if every rank has written its part.
+
+        Raises:
+            OSError: It cannot be written; raised on every rank.
+        """
+        if self._save is not None:
+            still_writing = self._save.writer.is_running
+            if not any_rank(still_writing, self._save.groups.control):
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and publish it.
+
+        Raises:
+            OSError: It cannot be written; raised on every rank.
+        """
+        if self._save is not None:
+            self._save.writer.wait()
+            save, self._save = self._save, None
+            _finish(self._root, save, self._config)
+
+    def close(self) -> None:
+        """Give up what is still being written; what it left is removed by the next save.
+
+        For the way out after an error or an interrupt. No collective: other ranks may be gone.
+        """
+        if self._save is not None:
+            self._save.writer.abandon()
+            self._save = None
 
 
 def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
@@ -159,11 +155,15 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
         The ``extra`` that was saved.
 
     Raises:
-        CheckpointError: The checkpoint is incomplete, damaged or of another model.
+        CheckpointError: The checkpoint is incomplete, damaged or of another model; raised on every
+            rank.
     """
     groups = policy.groups
-    state = _read_state(directory)
-    _check_files(directory, state)
+    with _refused_together(groups):
+        state = read_state(directory)
+        if groups.rank == 0:
+            check_files(directory, state)
+        _check_optimizer(directory, policy, saved_distributed=state.distributed_optimizer)
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
     except LOAD_ERRORS as error:
@@ -171,59 +171,102 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
             "the model that saved it, or from another checkpoint"
         ) from error
-    policy.gpt.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
     finish_load(policy.optimizer)
     policy.num_updates = state.num_updates
-    if (state.tensor_size, state.world_size) == (groups.tensor_size, groups.world_size):
+    if state.layout == layout_of(groups):
         _restore_rng(torch.load(directory / _rng_name(groups), weights_only=True))
     return state.extra
 
 
+def _begin(root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any]) -> _Save:
+    """Plan the save and write its small parts."""
+    groups = policy.groups
+    unfinished = unfinished_directory(root, step)
+    with fail_together(groups):
+        if groups.rank == 0:
+            remove_unfinished(root)
+            unfinished.mkdir(parents=True)
+    policy.finish_weights()
+    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished, groups)
+    with fail_together(groups):
+        rng = io.BytesIO()
+        torch.save(_rng_state(groups), rng)
+        atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
+    fields = {
+        "num_updates": policy.num_updates,
+        "layout": layout_of(groups),
+        "distributed_optimizer": _is_distributed(policy),
+        "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
+    }
+    return _Save(step, fields, writer, groups)
+
+
+def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
+    """Agree on the outcome of the writing, and publish the checkpoint."""
+    groups, writer = save.groups, save.writer
+    directory, unfinished = step_directory(root, save.step), unfinished_directory(root, save.step)
+    failure = None
+    if writer.error is not None:
+        failure = f"cannot write {directory}: {_reason(writer.error)} (rank {groups.rank})"
+    failure = first_message(failure, groups)
+    if failure is not None:
+        if groups.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(f"{failure}; the last complete checkpoint is untouched") from writer.error
+    written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
+    with fail_together(groups):
+        if written is not None:
+            missing = [n for names, _ in written for n in names if not (unfinished / n).is_file()]
+            if missing:
+                raise OSError(
+                    f"{directory}: {missing[0]} was written by another rank and is not there; put "
+                    "run_dir on a file system that all nodes share"
+                )
+            writer.write_metadata(unfinished, [results for _, results in written])
+            publish(root, save.step, save.fields, config)
+
+
 def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # Megatron writes process groups into it
-    model = policy.gpt.sharded_state_dict(metadata=metadata)
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer}
-
-
-def _read_state(directory: Path) -> CheckpointState:
-    path = directory / STATE_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: not a complete checkpoint, {STATE_NAME} is missing")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        state = CheckpointState(**fields)
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error}); resume from another checkpoint"
-        ) from error
-    if state.format != FORMAT:
-        raise CheckpointError(
-            f"{path}: format {state.format}, this version reads format {FORMAT}; resume with the "
-            "version that saved it"
-        )
-    return state
-
-
-def _check_files(directory: Path, state: CheckpointState) -> None:
-    """Refuse missing and truncated files here, with their names, on every rank alike."""
-    found = _file_bytes(directory)
-    for name, num_bytes in state.file_bytes.items():
-        if found.get(name) != num_bytes:
-            actual = f"has {found[name]} bytes" if name in found else "is missing"
-            raise CheckpointError(
-                f"{directory}: damaged, {name} {actual} instead of {num_bytes} bytes; resume from "
-                "another checkpoint"
-            )
-
-
-def _file_bytes(directory: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(directory)): path.stat().st_size
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != STATE_NAME
+    state = {
+        f"model{number}": chunk.sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(policy.chunks)
     }
+    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    # One optimizer's state, or those of several by number.
+    for part in [optimizer, *(optimizer[key] for key in optimizer if isinstance(key, int))]:
+        if part.get("param_state", {}) is None:  # it is another rank's to write
+            del part["param_state"]
+    return {**state, "optimizer": optimizer}
+
+
+def _check_optimizer(directory: Path, policy: MegatronPolicy, *, saved_distributed: bool) -> None:
+    if saved_distributed != _is_distributed(policy):
+        wanted = str(saved_distributed).lower()
+        raise CheckpointError(
+            f"{directory}: saved with megatron.distributed_optimizer: {wanted}, whose state the "
+            f"other optimizer does not read; resume with megatron.distributed_optimizer: {wanted}"
+        )
+
+
+def _is_distributed(policy: MegatronPolicy) -> bool:
+    return bool(policy.wrapped[0].ddp_config.use_distributed_optimizer)
+
+
+@contextmanager
+def _refused_together(groups: ProcessGroups) -> Iterator[None]:
+    """A checkpoint that one rank refuses is refused by all of them, with its message."""
+    error: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as caught:
+        error = caught
+    message = first_message(None if error is None else str(error), groups)
+    if message is not None:
+        raise CheckpointError(message) from error
 
 
 def _rng_name(groups: ProcessGroups) -> str:
@@ -251,26 +294,12 @@ def _restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _remove_unfinished(root: Path) -> None:
-    """Remove what killed saves and removals left."""
-    for path in root.glob(".step_*.tmp"):
-        shutil.rmtree(path)
-
-
-def _remove_others(root: Path, saved_step: int, keep_last: int) -> None:
-    steps = [
-        int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))
-    ]
-    kept = sorted(step for step in steps if step <= saved_step)[-keep_last:]
-    for step in set(steps).difference(kept):
-        # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
-        removed = root / f".step_{step}.tmp"
-        (root / f"step_{step}").rename(removed)
-        shutil.rmtree(removed)
-
-
 def _reason(error: BaseException) -> str:
-    """Return the first line of what went wrong on the first rank where something did."""
-    if isinstance(error, CheckpointException):
+    """Return the first line of what went wrong first."""
+    if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    error = cause or error
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,8 +6,11 @@ Everything that would change what the model computes is either understood here o
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+from bapo_megatron.data.packing import SequenceFlops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +48,18 @@ class HfConfig:
     qk_norm: bool
     """RMSNorm over each head's query and key."""
 
+    @property
+    def sequence_flops(self) -> SequenceFlops:
+        """Operations of a forward pass: two per weight and token, and causal attention.
+
+        Attention multiplies queries with keys and scores with values, half of the L² pairs each:
+        2 · 2 · L²/2 · channels operations per layer. The embedding is a lookup.
+        """
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        projections = self.hidden_size * (2 * query + 2 * key + 3 * self.intermediate_size)
+        weights = self.num_layers * projections + self.vocab_size * self.hidden_size
+        return SequenceFlops(per_token=2 * weights, per_pair=2 * self.num_layers * query)
+
 
 @dataclass(frozen=True, slots=True)
 class _Family:
@@ -73,6 +88,18 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 """Fields that change the computation, and the values this project computes (absent: the last)."""
 
 
+VOCAB_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this. It does not depend on the tensor-parallel size
+(up to 128), so that a checkpoint fits every layout, and it keeps the output GEMM aligned on a
+GPU."""
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Return the vocabulary size that the model allocates over all tensor-parallel ranks."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tensor)
+    return -(-vocab_size // multiple) * multiple
+
+
 def read_hf_config(model_dir: Path) -> HfConfig:
     """Read and check ``config.json``.
 
@@ -90,6 +117,19 @@ def read_hf_config(model_dir: Path) -> HfConfig:
         )
     if not path.is_file():
         raise ValueError(f"model.path: no config.json in {model_dir}; is it a Hugging Face model?")
+    return read_hf_config_file(path)
+
+
+def read_hf_config_file(path: Path) -> HfConfig:
+    """Read and check one ``config.json``, wherever it lies.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: As by ``read_hf_config``.
+    """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -12,7 +12,7 @@ hold equal parts of it along ``axis``:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.policy.megatron_setup import padded_vocab_size
+from bapo_megatron.policy.hf_config import padded_vocab_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,6 +49,8 @@ class Weight:
     axis: int | None
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
+    layer: int | None = None
+    """Which layer of the whole model it belongs to; None: embedding, final norm or output."""
 
 
 EMBEDDING = Weight(
@@ -123,6 +125,7 @@ def weight_table(hf: HfConfig) -> list[Weight]:
             weight.shapes,
             weight.axis,
             weight.form,
+            layer,
         )
         for layer in range(hf.num_layers)
         for weight in layer_weights
@@ -144,6 +147,17 @@ def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
         name: tuple(dimensions[dimension] for dimension in shape)
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
+
+
+def shard_shape(weight: Weight, hf: HfConfig, size: int) -> tuple[int, ...]:
+    """Return the shape of the part that one of ``size`` tensor-parallel ranks holds."""
+    shapes = list(hf_shapes(weight, hf).values())
+    whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    if weight.form == "vocab":
+        whole[0] = padded_vocab_size(hf.vocab_size, size)
+    if weight.axis is not None:
+        whole[weight.axis] //= size
+    return tuple(whole)
 
 
 def to_shard(
@@ -168,8 +182,8 @@ def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[
     """Return the Hugging Face tensors of a parameter, given all ranks' parts in rank order."""
     if weight.form == "gate_up":
         parts = [shard.chunk(len(weight.hf)) for shard in shards]
-        return {name: torch.cat([p[i] for p in parts]) for i, name in enumerate(weight.hf)}
-    whole = shards[0] if weight.axis is None else torch.cat(list(shards), dim=weight.axis)
+        return {name: _joined([p[i] for p in parts], 0) for i, name in enumerate(weight.hf)}
+    whole = shards[0] if weight.axis is None else _joined(shards, weight.axis)
     if weight.form == "qkv":
         heads_per_group = hf.num_heads // hf.num_kv_heads
         sizes = [heads_per_group * hf.head_dim, hf.head_dim, hf.head_dim]
@@ -182,21 +196,41 @@ def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[
     return {weight.hf[0]: whole}
 
 
-def local_parameters(gpt: GPTModel) -> dict[str, Tensor]:
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Return the whole of its parts; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=axis)
+
+
+def local_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     """Return this rank's parameters by name, with layers counted over the whole model."""
-    own_names = {
-        f"decoder.layers.{index}.": f"decoder.layers.{layer.layer_number - 1}."
-        for index, layer in enumerate(gpt.decoder.layers)
-    }
     parameters: dict[str, Tensor] = {}
-    for name, parameter in gpt.named_parameters():
-        prefix = ".".join(name.split(".")[:3]) + "."
-        parameters[name.replace(prefix, own_names.get(prefix, prefix), 1)] = parameter
+    for chunk in chunks:
+        own_names = {
+            f"decoder.layers.{index}.": f"decoder.layers.{layer.layer_number - 1}."
+            for index, layer in enumerate(chunk.decoder.layers)
+        }
+        for name, parameter in chunk.named_parameters():
+            prefix = ".".join(name.split(".")[:3]) + "."
+            parameters[name.replace(prefix, own_names.get(prefix, prefix), 1)] = parameter
     return parameters
 
 
+def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight, Tensor]]:
+    """Return this rank's parameters with what they hold, in the order of the layers."""
+    parameters = local_parameters(chunks)
+    table = weight_table(hf)
+    if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
+        # The last of several stages has a copy of the embedding as its output layer.
+        table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
+    held = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
+    assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
+    return held
+
+
 @torch.no_grad()
-def load_weights(gpt: GPTModel, hf: HfConfig, model_dir: Path, groups: ProcessGroups) -> None:
+def load_weights(
+    chunks: Sequence[GPTModel], hf: HfConfig, model_dir: Path, groups: ProcessGroups
+) -> None:
     """Fill this rank's parameters from the directory's safetensors files.
 
     Only the tensors of this rank's layers are read.
@@ -204,22 +238,18 @@ def load_weights(gpt: GPTModel, hf: HfConfig, model_dir: Path, groups: ProcessGr
     Raises:
         ValueError: Files or tensors are missing, unexpected or of the wrong shape; all are named.
     """
-    table = weight_table(hf)
-    files = _files_by_tensor(model_dir)
-    _check_names(table, files, hf, model_dir)
-    parameters = local_parameters(gpt)
-    wanted = [weight for weight in table if weight.megatron in parameters]
-    unmapped = set(parameters) - {weight.megatron for weight in wanted}
-    assert not unmapped, f"parameters without a Hugging Face counterpart: {sorted(unmapped)}"
+    files = files_by_tensor(model_dir)
+    check_names(weight_table(hf), files, hf, model_dir)
+    held = local_weights(chunks, hf)
+    wanted = [weight for weight, _ in held]
     readers = {
         path: safe_open(path, framework="pt")
         for path in sorted({files[name] for weight in wanted for name in weight.hf})
     }
-    _check_shapes(wanted, files, readers, hf, model_dir)
-    for weight in wanted:
+    check_shapes(wanted, files, readers, hf, model_dir)
+    for weight, parameter in held:
         tensors = [readers[files[name]].get_tensor(name) for name in weight.hf]
         shard = to_shard(weight, tensors, hf, groups.tensor_rank, groups.tensor_size)
-        parameter = parameters[weight.megatron]
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
         parameter.copy_(shard)
         _mark_divided(parameter, weight)
@@ -234,8 +264,12 @@ def _mark_divided(parameter: Tensor, weight: Weight) -> None:
         set_tensor_model_parallel_attributes(parameter, True, weight.axis, 1)
 
 
-def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
-    """Return the file of every tensor, from the index or from the single file."""
+def files_by_tensor(model_dir: Path) -> dict[str, Path]:
+    """Return the file of every tensor, from the index or from the single file.
+
+    Raises:
+        ValueError: A file is missing or not readable; it is named.
+    """
     index = model_dir / INDEX_NAME
     single = model_dir / SINGLE_NAME
     if index.is_file():
@@ -246,7 +280,7 @@ def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
         files = {name: model_dir / file for name, file in weight_map.items()}
         absent = sorted({path.name for path in files.values() if not path.is_file()})
         if absent:
-            raise ValueError(f"{model_dir}: missing {_listed(absent)}, named by {INDEX_NAME}")
+            raise ValueError(f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}")
         for path in sorted(set(files.values())):
             _open(path)
         return files
@@ -266,18 +300,23 @@ def _open(path: Path) -> safe_open:
         ) from error
 
 
-def _check_names(
+def check_names(
     table: Sequence[Weight], files: dict[str, Path], hf: HfConfig, model_dir: Path
 ) -> None:
+    """Refuse missing and unexpected tensors.
+
+    Raises:
+        ValueError: Names them.
+    """
     expected = {name for weight in table for name in weight.hf}
     # Some tools write the tied output layer beside the embedding; it is the same tensor.
     allowed = expected | (set(OUTPUT.hf) if hf.tied_embeddings else set())
     problems = []
     if missing := sorted(expected - set(files)):
-        problems.append(f"missing {_listed(missing)}")
+        problems.append(f"missing {listed(missing)}")
     present = {name for name in files if not name.endswith(IGNORED_SUFFIXES)}
     if unexpected := sorted(present - allowed):
-        problems.append(f"unexpected {_listed(unexpected)}")
+        problems.append(f"unexpected {listed(unexpected)}")
     if problems:
         raise ValueError(
             f"{model_dir}: weights do not fit config.json: {'; '.join(problems)}; use the weights "
@@ -285,13 +324,18 @@ def _check_names(
         )
 
 
-def _check_shapes(
+def check_shapes(
     wanted: Iterable[Weight],
     files: dict[str, Path],
     readers: dict[Path, safe_open],
     hf: HfConfig,
     model_dir: Path,
 ) -> None:
+    """Refuse tensors of other shapes than config.json describes.
+
+    Raises:
+        ValueError: Names them.
+    """
     problems = []
     for weight in wanted:
         for name, expected in hf_shapes(weight, hf).items():
@@ -299,10 +343,11 @@ def _check_shapes(
             if found != expected:
                 problems.append(f"{name} is {list(found)}, config.json asks for {list(expected)}")
     if problems:
-        raise ValueError(f"{model_dir}: wrong shapes: {_listed(problems)}")
+        raise ValueError(f"{model_dir}: wrong shapes: {listed(problems)}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the names for an error message, the first few where there are many."""
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     more = len(names) - MAX_NAMES_IN_ERROR
     return f"{shown} and {more} more" if more > 0 else shown

@@ -6,8 +6,8 @@ equivalent in Megatron-core. The twins bear **Transformer Engine's parameter nam
 (``linear_qkv.layer_norm_weight``), so that weight mapping, checkpoints and packing are one code
 path.
 
-Shape legend: N = packed tokens, S = tokens of one sequence, H = heads on this rank, G = key/value
-groups on this rank, D = channels of a head.
+Shape legend: N = packed tokens on this rank, S = those of one sequence, C = context-parallel ranks,
+H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -29,16 +30,25 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor, nn
 
+from bapo_megatron.data.context import context_positions
+
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def layer_spec(
-    config: TransformerConfig, device: torch.device
+    config: TransformerConfig, device: torch.device, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of the decoder's layers for ``device``."""
+    """Return the spec of the decoder's layers for ``device``.
+
+    Args:
+        config: The model.
+        device: Where it lives.
+        vp_stage: Which of this rank's chunks of layers; None where it has one.
+    """
     if uses_transformer_engine(device):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(
@@ -54,7 +64,7 @@ def layer_spec(
     submodules.mlp.submodules.linear_fc1 = NormColumnParallelLinear
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
-    num_layers = get_num_layers_to_build(config)
+    num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
@@ -94,13 +104,23 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class PackedCausalAttention(nn.Module):
     """Causal attention within each sequence of a packed (thd) batch.
 
-    The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches.
+    The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches. Under
+    context parallelism each rank holds two chunks of every sequence (``data.context``) and gathers
+    the keys and values of the others.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         del args, options  # layer number, mask type, …: one kind of attention needs none of them
+        assert pg_collection is not None
         self.scale = config.kv_channels**-0.5
+        self.context = pg_collection.cp
 
     def forward(
         self,
@@ -114,29 +134,65 @@ class PackedCausalAttention(nn.Module):
     ) -> Tensor:
         """Return [N, H · D]."""
         del attention_mask, options
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        outputs = [
-            self._attend(query_SHD, key_SGD, value_SGD)
-            for query_SHD, key_SGD, value_SGD in zip(
+        size = self.context.size()
+        lengths = (packed_seq_params.cu_seqlens_q.diff() // size).tolist()
+        if size == 1:
+            parts = zip(
                 query_NHD.split(lengths),
                 key_NGD.split(lengths),
                 value_NGD.split(lengths),
                 strict=True,
             )
-        ]
+            return torch.cat([self._attend(*part, mask=None) for part in parts]).flatten(1)
+        outputs = []
+        keys = self._gather(key_NGD).split(lengths, dim=1)
+        values = self._gather(value_NGD).split(lengths, dim=1)
+        for query_SHD, key_CSGD, value_CSGD in zip(
+            query_NHD.split(lengths), keys, values, strict=True
+        ):
+            outputs.append(
+                self._attend(
+                    query_SHD, _in_order(key_CSGD), _in_order(value_CSGD), self._mask(query_SHD)
+                )
+            )
         return torch.cat(outputs).flatten(1)
 
-    def _attend(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
+    def _gather(self, own_NGD: Tensor) -> Tensor:
+        """Every rank's part, [C, N, G, D]; gradients go back to the rank that owns the part."""
+        gathered = gather_from_sequence_parallel_region(own_NGD.contiguous(), group=self.context)
+        return gathered.unflatten(0, (self.context.size(), -1))
+
+    def _mask(self, query_SHD: Tensor) -> Tensor:
+        """Which keys of the whole sequence each of this rank's queries sees, [S, C · S]."""
+        size = self.context.size()
+        length = len(query_SHD) * size
+        own = context_positions(length, self.context.rank(), size)
+        own_S = torch.from_numpy(own).to(query_SHD.device)
+        return own_S[:, None] >= torch.arange(length, device=query_SHD.device)
+
+    def _attend(
+        self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """Attend within one sequence; returns [S, H, D]."""
         output_HSD = F.scaled_dot_product_attention(
             query_SHD.transpose(0, 1)[None],
             key_SGD.transpose(0, 1)[None],
             value_SGD.transpose(0, 1)[None],
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=True,
         )[0]
         return output_HSD.transpose(0, 1)
+
+
+def _in_order(parts_CSGD: Tensor) -> Tensor:
+    """Put the ranks' parts of one sequence back in its order, [C · S, G, D].
+
+    Rank c holds chunk c and, of the 2C chunks, the c-th from the end.
+    """
+    first, second = parts_CSGD.chunk(2, dim=1)
+    return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:

@@ -1,8 +1,9 @@
 """The policy on one rank: forward, forward and backward, and the optimizer step.
 
 Every method is a collective: all ranks call it, in the same order. Micro-batches of a forward pass
-are this data-parallel rank's own (the ranks of a tensor group give the same ones); their number is
-equal on all ranks.
+are this rank's own: the ranks of a tensor group and all pipeline stages give the same ones, those
+of a context group the parts that ``data.context`` makes of them. Their number is equal on all
+ranks, and with interleaved stages a multiple of the number of stages.
 
 Shape legend: N = packed tokens of a micro-batch, V = columns of the padded vocabulary on this rank.
 """
@@ -17,9 +18,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from bapo_megatron.config.megatron import MegatronConfig
 from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.hf_config import read_hf_config
-from bapo_megatron.policy.megatron_setup import build_gpt_model, seed_everything
+from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import (
     OptimizerStep,
     build_optimizer,
@@ -28,14 +30,16 @@ from bapo_megatron.policy.optimizer import (
     wrap_for_data_parallel,
 )
 from bapo_megatron.policy.output_head import output_head, return_hidden_states
+from bapo_megatron.policy.pipeline import cut_input, pad_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
     from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.policy.hf_config import HfConfig
@@ -56,9 +60,11 @@ class LossOutput(Generic[Result]):
 
 
 class MegatronPolicy:
-    """A GPTModel with its optimizer.
+    """This rank's part of a model with its optimizer.
 
     Attributes:
+        hf: The architecture.
+        chunks: This rank's layers: one GPTModel, or several with interleaved stages.
         groups: This rank's process groups.
         device: Where inputs and logits live.
         vocab_size: True size of the vocabulary; logits may have more columns, over all
@@ -72,22 +78,23 @@ class MegatronPolicy:
         self,
         hf: HfConfig,
         model_dir: Path,
-        gpt: GPTModel,
+        chunks: list[GPTModel],
         optimizer: OptimizerConfig,
+        megatron: MegatronConfig,
         *,
         total_updates: int,
         groups: ProcessGroups,
         returns_hidden_states: bool = False,
     ) -> None:
         """Wrap a model that already holds its weights; use ``build``."""
-        if gpt.mtp_process:
+        if any(chunk.mtp_process for chunk in chunks):
             raise ValueError(
                 "multi-token prediction adds its loss inside the model, from logits that the loss "
                 "stage overwrites, and is not supported; build the model without it"
             )
         self.hf = hf
         self.model_dir = model_dir
-        self.gpt = gpt
+        self.chunks = chunks
         self.groups = groups
         self.device = groups.device
         self.vocab_size = hf.vocab_size
@@ -96,12 +103,12 @@ class MegatronPolicy:
         self._total_updates = total_updates
         self.head: OutputHead | None = None
         if returns_hidden_states and groups.is_last_stage:
-            return_hidden_states(gpt)
-            self.head = output_head(gpt, groups.tensor)
-        self.ddp = wrap_for_data_parallel(gpt)
+            return_hidden_states(chunks[-1])
+            self.head = output_head(chunks[-1], groups.tensor)
+        self.wrapped = wrap_for_data_parallel(chunks, megatron)
         # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
-        self._forward_options = {"fp32_output": False} if gpt.config.bf16 else {}
-        self.optimizer = build_optimizer(self.ddp, optimizer)
+        self._forward_options = {"fp32_output": False} if self._transformer.bf16 else {}
+        self.optimizer = build_optimizer(self.wrapped, optimizer, megatron)
 
     @classmethod
     def build(
@@ -110,6 +117,7 @@ class MegatronPolicy:
         parallel: ParallelConfig,
         optimizer: OptimizerConfig,
         *,
+        megatron: MegatronConfig | None = None,
         total_updates: int,
         seed: int,
         groups: ProcessGroups,
@@ -121,6 +129,7 @@ class MegatronPolicy:
             model: Directory and dtype.
             parallel: How the model is divided.
             optimizer: AdamW, clipping and schedule.
+            megatron: Memory against time; None: the defaults.
             total_updates: Updates of the whole run: where a decaying schedule ends.
             seed: Seed of every random stream; ranks derive their own from it.
             groups: From ``init_distributed``.
@@ -130,15 +139,17 @@ class MegatronPolicy:
         Raises:
             ValueError: The directory is not a usable model, or the model cannot be divided so.
         """
+        megatron = megatron or MegatronConfig()
         hf = read_hf_config(model.path)
         seed_everything(seed, groups)
-        gpt = build_gpt_model(hf, model, parallel, groups)
-        hf_weights.load_weights(gpt, hf, model.path, groups)
+        chunks = build_chunks(hf, model, parallel, megatron, groups)
+        hf_weights.load_weights(chunks, hf, model.path, groups)
         return cls(
             hf,
             model.path,
-            gpt,
+            chunks,
             optimizer,
+            megatron,
             total_updates=total_updates,
             groups=groups,
             returns_hidden_states=returns_hidden_states,
@@ -193,7 +204,8 @@ class MegatronPolicy:
         """
         if not micro_batches:
             raise ValueError("forward_backward needs a micro-batch on every rank")
-        self.ddp.zero_grad_buffer()
+        for ddp in self.wrapped:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def on_output(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
@@ -237,9 +249,26 @@ class MegatronPolicy:
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.
         """
+        self.finish_weights()
         weight_export.export_hf(
-            self.gpt, self.hf, self.model_dir, directory, self.groups, max_file_bytes
+            self.chunks, self.hf, self.model_dir, directory, self.groups, max_file_bytes
         )
+
+    def finish_weights(self) -> None:
+        """Wait until the last update has reached every weight of this rank.
+
+        With ``megatron.overlap_param_gather`` the forward pass would do that, layer by layer; who
+        reads weights in another way calls this first.
+        """
+        for ddp in self.wrapped:
+            if ddp.ddp_config.overlap_param_gather:
+                ddp.disable_forward_pre_hook()  # gathers what is not there yet
+                ddp.enable_forward_pre_hook()
+
+    @property
+    def _transformer(self) -> TransformerConfig:
+        config: TransformerConfig = self.chunks[0].config
+        return config
 
     def _run_schedule(
         self,
@@ -249,6 +278,9 @@ class MegatronPolicy:
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
+        pipelined = self.groups.pipeline_size > 1
+        token_ranks = self.groups.tensor_size if self._transformer.sequence_parallel else 1
+        longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
 
         def forward_step(
             batches: Iterator[MicroBatch], model: torch.nn.Module
@@ -256,6 +288,8 @@ class MegatronPolicy:
             host_batch = next(batches)
             self._check(host_batch)
             micro_batch = host_batch.to(self.device)
+            if pipelined:
+                cut_input(model, host_batch.num_tokens // token_ranks)
             # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
             # which costs nothing with a batch dimension of 1.
             output = model(
@@ -270,14 +304,18 @@ class MegatronPolicy:
                 del non_loss_data  # the schedule's name for "forward only"; on_output knows
                 return on_output(output, micro_batch)
 
+            if pipelined:
+                output = pad_output(model, output, longest // token_ranks)
             return output, loss_func
 
+        # Each chunk of an interleaved stage walks through the micro-batches by itself.
+        walks = [iter(micro_batches) for _ in self.chunks]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.ddp],
+            data_iterator=walks if len(walks) > 1 else walks[0],
+            model=self.wrapped,
             num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].num_tokens,  # not used: lengths vary
+            seq_length=longest * self.groups.context_size,  # of the messages between stages
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -287,17 +325,17 @@ class MegatronPolicy:
     def _check(self, micro_batch: MicroBatch) -> None:
         """Refuse what the model would compute wrongly or fail on deep inside."""
         num_tokens = micro_batch.num_tokens
-        multiple = self.groups.tensor_size if self.gpt.config.sequence_parallel else 1
+        multiple = self.groups.tensor_size if self._transformer.sequence_parallel else 1
         if num_tokens % multiple:
             raise ValueError(
                 f"a micro-batch of {num_tokens} tokens cannot be divided over {multiple} ranks by "
-                f"parallel.sequence; pack with pad_to_multiple={multiple}"
+                f"parallel.sequence; pack with total_multiple={multiple}"
             )
-        end = int(micro_batch.cu_seqlens[-1])
-        if end != num_tokens:
+        end, ranks = int(micro_batch.cu_seqlens[-1]), self.groups.context_size
+        if end != num_tokens * ranks:
             raise ValueError(
-                f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens; padding "
-                "must be a sequence of its own"
+                f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
+                f"{ranks} context-parallel ranks; padding must belong to a sequence"
             )
 
 

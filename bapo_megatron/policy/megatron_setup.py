@@ -1,10 +1,10 @@
-"""The one translation from a Hugging Face architecture to a Megatron-core GPTModel."""
+"""The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel."""
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,47 +12,60 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bapo_megatron.policy.layer_spec import layer_spec
+from bapo_megatron.policy.hf_config import padded_vocab_size
+from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.schema import ModelConfig, ParallelConfig
+    from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
     from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.policy.hf_config import HfConfig, Llama3Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this. It does not depend on the tensor-parallel size
-(up to 128), so that a checkpoint fits every layout, and it keeps the output GEMM aligned on a
-GPU."""
 
-
-def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Return the vocabulary size that the model allocates over all tensor-parallel ranks."""
-    multiple = math.lcm(VOCAB_MULTIPLE, tensor)
-    return -(-vocab_size // multiple) * multiple
-
-
-def build_gpt_model(
-    hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroups
-) -> GPTModel:
+def build_chunks(
+    hf: HfConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    megatron: MegatronConfig,
+    groups: ProcessGroups,
+) -> list[GPTModel]:
     """Build this rank's part of the model, with weights still to be loaded.
 
+    Returns:
+        One GPTModel per chunk of layers: ``parallel.virtual_pipeline`` of them, mostly one. The
+        first stage's first chunk has the embedding, the last stage's last one the output layer.
+
     Raises:
-        ValueError: The model cannot be divided over ``parallel.tensor`` ranks.
+        ValueError: The model cannot be divided so, or a setting needs what this machine has not.
     """
-    config = transformer_config(hf, model, parallel, groups)
+    config = transformer_config(hf, model, parallel, megatron, groups)
+    return [
+        _build_chunk(config, hf, parallel, groups, chunk)
+        for chunk in range(parallel.virtual_pipeline)
+    ]
+
+
+def _build_chunk(
+    config: TransformerConfig,
+    hf: HfConfig,
+    parallel: ParallelConfig,
+    groups: ProcessGroups,
+    chunk: int,
+) -> GPTModel:
+    vp_stage = chunk if parallel.virtual_pipeline > 1 else None
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, groups.device),
+        transformer_layer_spec=layer_spec(config, groups.device, vp_stage),
         vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor),
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=groups.is_first_stage and chunk == 0,
+        post_process=groups.is_last_stage and chunk == parallel.virtual_pipeline - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=hf.rope_theta,
+        vp_stage=vp_stage,
     )
     if hf.rope_scaling is not None:
         _scale_rope(gpt, hf.rope_scaling)
@@ -60,12 +73,16 @@ def build_gpt_model(
 
 
 def transformer_config(
-    hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroups
+    hf: HfConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    megatron: MegatronConfig,
+    groups: ProcessGroups,
 ) -> TransformerConfig:
-    """Translate the architecture and the layout.
+    """Translate the architecture, the layout and what is traded for memory.
 
     Raises:
-        ValueError: The model cannot be divided over ``parallel.tensor`` ranks.
+        ValueError: The model cannot be divided so, or a setting needs what this machine has not.
     """
     _check_divisible(hf, parallel)
     dtype = DTYPES[model.dtype]
@@ -92,22 +109,74 @@ def transformer_config(
         perform_initialization=False,  # every parameter is loaded, or loading fails
         use_cpu_initialization=groups.device.type == "cpu",
         tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=groups.pipeline_size,
         sequence_parallel=parallel.sequence,
-        # Micro-batches differ in length; Megatron then wants this dispatcher in dense models too.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=parallel.context,
+        # A stage needs the shape of what it sent, not the values.
+        deallocate_pipeline_outputs=True,
         # Losses come with global denominators: neither schedule nor DDP may divide gradients.
         calculate_per_token_loss=True,
-        # These need CUDA kernels that are not always there.
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        batch_p2p_comm=False,
+        **memory_options(megatron, uses_transformer_engine(groups.device)),
+        **_speed_options(groups.device, interleaved=parallel.virtual_pipeline > 1),
     )
+
+
+def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> dict[str, Any]:
+    """Translate recomputation, 8-bit products and offloading.
+
+    Raises:
+        ValueError: A setting needs Transformer Engine, which is not there.
+    """
+    options: dict[str, Any] = {}
+    if megatron.recompute == "selective":
+        options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif megatron.recompute == "full":
+        options = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": megatron.recompute_layers,
+        }
+    if megatron.fp8 != "none":
+        options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe}
+    if megatron.activation_offload_layers:
+        options |= {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": megatron.activation_offload_layers,
+        }
+    if not has_transformer_engine:
+        for key in ("fp8", "activation_offload_layers"):
+            value = getattr(megatron, key)
+            if value not in ("none", 0):
+                raise ValueError(
+                    f"megatron.{key}: {value} needs a GPU with Transformer Engine, which is not "
+                    "here; install it (docs/launch.md), or leave the setting out"
+                )
+    return options
+
+
+def _speed_options(device: torch.device, *, interleaved: bool) -> dict[str, Any]:
+    """Fused kernels and messages: what the machine has, none of it changes results.
+
+    Our own layers (without Transformer Engine) use PyTorch's kernels alone.
+    """
+    fused = uses_transformer_engine(device)
+    on_gpu = device.type == "cuda"
+    # NVIDIA's apex has the kernel that Megatron's own output layer accumulates gradients with.
+    accumulates = fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "gradient_accumulation_fusion": accumulates,
+        "bias_activation_fusion": fused,
+        # The unfused form reads sequence lengths from the device, once per layer.
+        "apply_rope_fusion": fused,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "overlap_p2p_comm": on_gpu and interleaved,
+        "batch_p2p_comm": on_gpu and not interleaved,
+    }
 
 
 def seed_everything(seed: int, groups: ProcessGroups) -> None:
@@ -116,7 +185,8 @@ def seed_everything(seed: int, groups: ProcessGroups) -> None:
     Data-parallel ranks draw differently, tensor-parallel ranks alike except in Megatron's own
     tensor-parallel stream.
     """
-    own_seed = seed + 1000 * groups.data_rank + 100_000 * groups.pipeline_rank
+    replica = groups.data_rank * groups.context_size + groups.context_rank
+    own_seed = seed + 1000 * replica + 100_000_000 * groups.pipeline_rank
     random.seed(own_seed)
     torch.manual_seed(own_seed)
     model_parallel_cuda_manual_seed(own_seed)
@@ -134,9 +204,19 @@ def _check_divisible(hf: HfConfig, parallel: ParallelConfig) -> None:
                 f"parallel.tensor: {parallel.tensor} must divide the model's {name}, {size}; "
                 "choose a smaller size"
             )
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    if hf.num_layers % stages:
+        raise ValueError(
+            f"parallel: pipeline × virtual_pipeline = {stages} must divide the model's layers, "
+            f"{hf.num_layers}; choose other sizes"
+        )
     if parallel.sequence and parallel.tensor == 1:
         raise ValueError(
             "parallel.sequence needs parallel.tensor > 1; set parallel.sequence: false"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ValueError(
+            "parallel.virtual_pipeline needs parallel.pipeline > 1; set virtual_pipeline: 1"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +17,16 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 
+from bapo_megatron.policy.optimizer_state import prepare
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from torch import Tensor
 
-    from bapo_megatron.config.schema import OptimizerConfig
+    from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +61,49 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
-def wrap_for_data_parallel(gpt: GPTModel) -> DistributedDataParallel:
+def wrap_for_data_parallel(
+    chunks: Sequence[GPTModel], megatron: MegatronConfig
+) -> list[DistributedDataParallel]:
     """Wrap the model so that gradients are summed over data-parallel ranks, in float32."""
-    config = gpt.config
-    module = Float16Module(config, gpt) if config.bf16 else gpt
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        module,
-    )
-    config.no_sync_func = ddp.no_sync
+    config = chunks[0].config
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=megatron.distributed_optimizer,
+                overlap_grad_reduce=megatron.overlap_grad_reduce,
+                overlap_param_gather=megatron.overlap_param_gather,
+                grad_reduce_in_fp32=True,
+            ),
+            Float16Module(config, gpt) if config.bf16 else gpt,
+            # Only the first chunk's reduction can overlap with much; the others' is one message.
+            disable_bucketing=number > 0,
+        )
+        for number, gpt in enumerate(chunks)
+    ]
+    no_sync = [ddp.no_sync for ddp in wrapped]
+    config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     config.finalize_model_grads_func = _finalize_without_dividing
-    return ddp
+    return wrapped
 
 
-def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
+def build_optimizer(
+    wrapped: list[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
+) -> MegatronOptimizer:
     """Build AdamW; biases and norms are not decayed (Megatron's rule)."""
-    transformer = ddp.config
+    transformer = wrapped[0].config
+    offload: dict[str, Any] = {}
+    if megatron.optimizer_offload_share > 0:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"megatron.optimizer_offload_share: {megatron.optimizer_offload_share} needs a "
+                "GPU; without one the state is in host memory already, so set it to 0"
+            )
+        offload = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": megatron.optimizer_offload_share,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -88,11 +116,13 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
             clip_grad=config.clip_grad,
             bf16=transformer.bf16,
             params_dtype=transformer.params_dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=megatron.distributed_optimizer,
+            overlap_param_gather=megatron.overlap_param_gather,
+            **offload,
         ),
-        [ddp],
+        wrapped,
     )
-    _adapt_to_checkpoints(optimizer)
+    prepare(optimizer)
     return optimizer
 
 
@@ -121,57 +151,6 @@ def step_optimizer(
         group["lr"] = lr
     optimizer.step_with_ready_grads()
     return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
-
-
-def _torch_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Return the optimizers around torch's own AdamW; fused ones need none of the fixes below."""
-    return [
-        inner
-        for inner in optimizer.chained_optimizers
-        if isinstance(inner.optimizer, torch.optim.Adam)  # AdamW is one
-    ]
-
-
-def _adapt_to_checkpoints(optimizer: MegatronOptimizer) -> None:
-    """Get around what Megatron's checkpoints assume of states and torch's AdamW does otherwise.
-
-    1. Saving and loading assert that states exist, but AdamW makes them in its first step (which
-       may be long in coming, where updates without a gradient are skipped): make them here.
-    2. ``_set_main_param_and_optimizer_states`` copies every entry of a state from the checkpoint,
-       which holds no ``step`` (it is stored once, with the parameter groups): hand it the current
-       one.
-
-    The third is in ``finish_load``.
-    """
-    for inner in _torch_optimizers(optimizer):
-        for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                inner.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        inner._set_main_param_and_optimizer_states = MethodType(_set_states_with_step, inner)
-
-
-def finish_load(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter its own step count.
-
-    3. Loading puts one shared ``step`` tensor into all states, so that AdamW counts one update as
-       many as there are parameters. The first update after a load would look right, the second not.
-    """
-    for inner in _torch_optimizers(optimizer):
-        for state in inner.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _set_states_with_step(
-    self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-) -> None:
-    group_index, index = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group_index]["params"][index]
-    step = self.optimizer.state[main_param]["step"]
-    type(self)._set_main_param_and_optimizer_states(self, model_param, {"step": step, **tensors})
 
 
 def _finalize_without_dividing(

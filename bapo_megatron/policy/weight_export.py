@@ -17,22 +17,25 @@ from torch import Tensor
 from bapo_megatron.distributed import fail_together
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy.hf_weights import (
+    EMBEDDING,
     INDEX_NAME,
     SINGLE_NAME,
     from_shards,
     hf_shapes,
-    local_parameters,
+    local_weights,
+    shard_shape,
     weight_table,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from megatron.core.models.gpt import GPTModel
 
     from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.policy.hf_config import HfConfig
+    from bapo_megatron.policy.hf_weights import Weight
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest weight file; it is also what rank 0 holds in host memory."""
@@ -50,24 +53,73 @@ COMPANION_PATTERNS = (
 
 
 def gather_weights(
-    gpt: GPTModel, hf: HfConfig, groups: ProcessGroups
+    chunks: Sequence[GPTModel], hf: HfConfig, groups: ProcessGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, whole, on every rank of the tensor group.
+    """Yield every Hugging Face tensor, whole, on the ranks of the first stage; elsewhere nothing.
 
-    One parameter is gathered at a time. A collective: the group's ranks iterate together.
+    One parameter is gathered at a time. A collective: the ranks of a model replica (its tensor and
+    pipeline groups) iterate together, to the end.
     """
-    parameters = local_parameters(gpt)
+    held = {weight.megatron: parameter.detach() for weight, parameter in local_weights(chunks, hf)}
+    return gather_tensors(held, hf, groups)
+
+
+def gather_tensors(
+    held: Mapping[str, Tensor], hf: HfConfig, groups: ProcessGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``gather_weights``, for anything of the parameters' shapes, such as their gradients.
+
+    Args:
+        held: This rank's tensors by Megatron's name of the parameter, all of one dtype.
+        hf: The architecture.
+        groups: This rank's groups.
+    """
+    dtype = next(iter(held.values())).dtype
     for weight in weight_table(hf):
-        shard = parameters[weight.megatron].detach()
-        shards = [shard]
-        if weight.axis is not None and groups.tensor_size > 1:
-            shards = [torch.empty_like(shard) for _ in range(groups.tensor_size)]
-            dist.all_gather(shards, shard.contiguous(), group=groups.tensor)
-        yield from from_shards(weight, shards, hf).items()
+        stage = _stage_of(weight, hf, groups)
+        if groups.pipeline_rank == stage:
+            shard = held[weight.megatron].contiguous()
+        elif groups.is_first_stage:
+            shape = shard_shape(weight, hf, groups.tensor_size)
+            shard = torch.empty(shape, dtype=dtype, device=groups.device)
+        else:
+            continue
+        if stage != 0:
+            _send_to_first_stage(shard, stage, groups)
+        if groups.is_first_stage:
+            yield from from_shards(weight, _all_shards(weight, shard, groups), hf).items()
+
+
+def _stage_of(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> int:
+    """Return the pipeline stage that holds a parameter.
+
+    The layers are divided into pipeline × virtual chunks, and chunk c is on stage c mod pipeline.
+    """
+    if weight.layer is None:
+        return 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
+    layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
+    return weight.layer // layers_per_chunk % groups.pipeline_size
+
+
+def _send_to_first_stage(shard: Tensor, stage: int, groups: ProcessGroups) -> None:
+    first = dist.get_global_rank(groups.pipeline, 0)
+    holder = dist.get_global_rank(groups.pipeline, stage)
+    if groups.is_first_stage:
+        dist.recv(shard, src=holder, group=groups.pipeline)
+    else:
+        dist.send(shard, dst=first, group=groups.pipeline)
+
+
+def _all_shards(weight: Weight, shard: Tensor, groups: ProcessGroups) -> list[Tensor]:
+    if weight.axis is None or groups.tensor_size == 1:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(groups.tensor_size)]
+    dist.all_gather(shards, shard, group=groups.tensor)
+    return shards
 
 
 def export_hf(
-    gpt: GPTModel,
+    chunks: Sequence[GPTModel],
     hf: HfConfig,
     source: Path,
     directory: Path,
@@ -75,18 +127,18 @@ def export_hf(
     max_file_bytes: int,
 ) -> None:
     """Write the model to ``directory``; see ``MegatronPolicy.export_hf``."""
-    dtype = gpt.config.params_dtype
-    weights = gather_weights(gpt, hf, groups)
+    dtype = chunks[0].config.params_dtype
+    weights = gather_weights(chunks, hf, groups)
     with fail_together(groups):
         try:
             if groups.rank == 0:
                 with atomic_directory(directory) as temporary:
-                    _write_weights(weights, plan_files(hf, dtype, max_file_bytes), temporary)
-                    _write_config(source, temporary, dtype)
-                    _copy_companions(source, temporary)
+                    write_weights(weights, plan_files(hf, dtype, max_file_bytes), temporary)
+                    write_config(source, temporary, dtype)
+                    copy_companions(source, temporary)
         finally:
-            # The other ranks of the tensor group take part in every gather, also after a failure.
-            if groups.data_rank == 0:
+            # The other ranks of the replica take part in every gather, also after a failure.
+            if groups.is_first_replica:
                 for _ in weights:
                     pass
 
@@ -108,26 +160,26 @@ def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[di
     return files
 
 
-def _write_weights(
+def write_weights(
     weights: Iterator[tuple[str, Tensor]], files: list[dict[str, int]], directory: Path
 ) -> None:
-    """Write the files one after the other; only one is ever in memory."""
+    """Write the files one after the other; only one is ever in memory.
+
+    Args:
+        weights: Every tensor by name, in the order of ``files``.
+        files: From ``plan_files``.
+        directory: An existing directory.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     weight_map = {}
     for number, sizes in enumerate(files, start=1):
         name = SINGLE_NAME
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        # Copies: parameters may lie in one shared buffer, which safetensors does not accept.
-        tensors = {key: t.to("cpu", copy=True) for key, t in islice(weights, len(sizes))}
-        assert tensors.keys() == sizes.keys(), "weights must come in the order of the table"
-        try:
-            save_file(tensors, directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{directory / name}: {error}") from error
-        (directory / name).chmod(
-            0o644
-        )  # safetensors makes it private; a server may be another user
-        weight_map.update(dict.fromkeys(tensors, name))
+        _write_file(weights, sizes, directory / name)
+        weight_map.update(dict.fromkeys(sizes, name))
     if len(files) > 1:
         total_bytes = sum(sum(sizes.values()) for sizes in files)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -135,7 +187,18 @@ def _write_weights(
         (directory / INDEX_NAME).write_text(text, encoding="utf-8")
 
 
-def _write_config(source: Path, directory: Path, dtype: torch.dtype) -> None:
+def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], path: Path) -> None:
+    # Copies: parameters may lie in one shared buffer, which safetensors does not accept.
+    tensors = {key: t.to("cpu", copy=True) for key, t in islice(weights, len(sizes))}
+    assert tensors.keys() == sizes.keys(), "weights must come in the order of the table"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    path.chmod(0o644)  # safetensors makes it private; a server may be another user
+
+
+def write_config(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config.json with the dtype of the weights beside it."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers 5 writes "dtype", older ones "torch_dtype".
@@ -145,7 +208,8 @@ def _write_config(source: Path, directory: Path, dtype: torch.dtype) -> None:
     (directory / "config.json").write_text(text, encoding="utf-8")
 
 
-def _copy_companions(source: Path, directory: Path) -> None:
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy tokenizer, chat template and generation settings."""
     for pattern in COMPANION_PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.is_file():

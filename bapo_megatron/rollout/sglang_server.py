@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bapo_megatron.config.schema import ModelConfig, ServerConfig
+    from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.schema import ServerConfig
 
 HOST = "127.0.0.1"
 START_VERSION = 0

@@ -135,6 +135,7 @@ def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     slots = sums.get("packing_slots", 0.0)
     if slots > 0:
         values["train/packing_share"] = sums["packing_real"] / slots
+        values["train/imbalance_ratio"] = sums["flops_max"] / sums["flops_mean"]
     return values
 
 

@@ -16,12 +16,14 @@ import torch
 
 from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.algorithm.loss import Denominators, token_weights
-from bapo_megatron.data.packing import build_micro_batches, plan_update, split_updates
+from bapo_megatron.data.micro_batch import build_micro_batches
+from bapo_megatron.data.packing import plan_update, split_updates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bapo_megatron.config.schema import AlgorithmConfig
+    from bapo_megatron.data.packing import PackingRules
     from bapo_megatron.types import MicroBatch, RolloutBatch, Sample
 
 
@@ -30,24 +32,25 @@ class PlannedUpdate:
     """One optimizer update, before it is made."""
 
     micro_batches: tuple[MicroBatch, ...]
-    """This data-parallel rank's share; equally many on every rank."""
+    """This rank's share; equally many on every rank."""
     has_gradient: bool
     """Whether any token of the update, on any rank, has a non-zero advantage."""
     real_tokens: int
     """Prompt and response tokens over all ranks."""
     slots: int
     """Positions of the packed micro-batches of all ranks, padding included."""
+    rank_flops: tuple[int, ...]
+    """What each data-parallel rank computes in a forward pass over its samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How samples are divided over ranks and micro-batches."""
+    """How samples are divided over ranks and micro-batches, and which part is this rank's."""
 
-    data_rank: int
-    data_size: int
-    max_tokens_per_micro_batch: int
-    pad_to_multiple: int
-    """Every micro-batch has a multiple of this many tokens (sequence parallel needs it)."""
+    rules: PackingRules
+    data_rank: int = 0
+    context_rank: int = 0
+    context_size: int = 1
 
 
 def plan_step(
@@ -63,20 +66,16 @@ def plan_step(
     advantage_B = batch_advantages(batch, config)
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):
-        plan = plan_update(
-            samples,
-            indices,
-            layout.data_size,
-            layout.max_tokens_per_micro_batch,
-            layout.pad_to_multiple,
-        )
+        plan = plan_update(samples, indices, layout.rules)
         micro_batches = build_micro_batches(
             samples,
             plan,
-            layout.data_rank,
-            advantage_B,
-            _loss_weights(samples, indices, config),
-            pad_to_multiple=layout.pad_to_multiple,
+            layout.rules,
+            data_rank=layout.data_rank,
+            context_rank=layout.context_rank,
+            context_size=layout.context_size,
+            advantages_B=advantage_B,
+            loss_weights_B=_loss_weights(samples, indices, config),
         )
         trains = [i for i in indices if len(samples[i].response_token_ids) > 0]
         updates.append(
@@ -85,6 +84,7 @@ def plan_step(
                 has_gradient=bool(np.any(advantage_B[trains] != 0)),
                 real_tokens=plan.real_tokens,
                 slots=plan.slots,
+                rank_flops=plan.rank_flops,
             )
         )
     return tuple(updates)

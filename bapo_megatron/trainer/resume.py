@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bapo_megatron.policy.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from bapo_megatron.distributed import broadcast_bytes
+from bapo_megatron.policy.checkpoint import load_checkpoint
+from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.trainer.summary import RunSummary, accuracies, moved_share
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.policy.checkpoint import CheckpointSaver
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.rollout.base import RolloutSource
     from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
@@ -78,7 +81,7 @@ class Progress:
 
 
 def save_run(
-    config: RunConfig,
+    saver: CheckpointSaver,
     policy: MegatronPolicy,
     source: RolloutSource | None,
     progress: Progress,
@@ -90,23 +93,27 @@ def save_run(
     extra: dict[str, Any] = {}
     if source is not None:
         extra = {"progress": asdict(progress), "rollout": source.state()}
-    save_checkpoint(
-        config.run_dir / "checkpoints",
-        progress.next_step,
-        policy,
-        extra=extra,
-        keep_last=config.checkpoint.keep_last,
-    )
+    saver.save(progress.next_step, policy, extra)
 
 
-def load_run(run_dir: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
-    """Continue from the newest checkpoint; start from the beginning where there is none yet."""
-    newest = find_latest(run_dir / "checkpoints")
-    if newest is None:
+def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
+    """Continue from the newest checkpoint; start from the beginning where there is none yet.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        policy: Receives the weights and the optimizer's state.
+        source: Receives the data position; None on all ranks but the first, which decides which
+            checkpoint is the newest: not every node sees a change of ``latest`` at once.
+    """
+    newest = find_latest(root) if source is not None else None
+    name = broadcast_bytes(
+        (newest.name if newest else "").encode() if source is not None else None, policy.groups
+    ).decode()
+    if not name:
         if source is not None:
-            Console(stderr=True).print(f"{run_dir}: no checkpoint yet, starting at step 1")
+            Console(stderr=True).print(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
-    extra = load_checkpoint(newest, policy)
+    extra = load_checkpoint(root / name, policy)
     progress = Progress(**extra["progress"])
     if source is not None:
         source.restore(extra["rollout"])

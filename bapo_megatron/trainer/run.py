@@ -23,7 +23,8 @@ from bapo_megatron.distributed import (
     shutdown_distributed,
 )
 from bapo_megatron.policy import cpu_compat
-from bapo_megatron.policy.checkpoint import find_latest
+from bapo_megatron.policy.checkpoint import CheckpointSaver
+from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
@@ -31,6 +32,7 @@ from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.progress import RolloutProgress
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.timer import PhaseTimer
+from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.weight_sync import DiskWeightSync
@@ -38,6 +40,7 @@ from bapo_megatron.types import StepMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.distributed import ProcessGroups
@@ -65,10 +68,10 @@ class Run:
             config.algorithm,
             config.ops,
             temperature=config.rollout.temperature,
-            max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
-            pad_to_multiple=config.parallel.tensor if config.parallel.sequence else 1,
+            layout=make_layout(policy, config.parallel, config.megatron, config.train),
         )
         self.progress = Progress()
+        self.saver = CheckpointSaver(_checkpoint_root(config), config.checkpoint)
         self._groups = groups
         self._source = source
         self._stack = stack
@@ -98,12 +101,14 @@ class Run:
                 config.model,
                 config.parallel,
                 config.optimizer,
+                megatron=config.megatron,
                 total_updates=config.train.steps * updates,
                 seed=config.seed,
                 groups=groups,
                 returns_hidden_states=config.ops.logits_chunk_tokens > 0,
             )
             run = cls(config, groups, policy, source, stack)
+            stack.callback(run.saver.close)
             if source is not None:
                 stack.callback(run.discard_synced_weights)
             yield run
@@ -119,7 +124,9 @@ class Run:
     def begin(self) -> None:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
-            self.progress = load_run(self.config.run_dir, self.policy, self._source)
+            self.progress = load_run(
+                _checkpoint_root(self.config), self.policy, self._source
+            )
         with self.timer.phase("server_start"):
             if isinstance(self._source, CollectorClient):
                 self._source.wait_ready()
@@ -165,11 +172,15 @@ class Run:
         return self._evaluate(step) if due else []
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one."""
+        """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
+
+        Those that are written in the background are completed here, too, in a later step.
+        """
+        self.saver.poll()
         every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
         self.progress.next_step = step + 1
         if (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end):
-            save_run(self.config, self.policy, self._source, self.progress)
+            save_run(self.saver, self.policy, self._source, self.progress)
 
     def report(
         self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
@@ -184,7 +195,9 @@ class Run:
         self._sync.close()
 
     def finish(self) -> None:
-        """Export the trained model and print the summary."""
+        """Complete the last checkpoint, export the trained model and print the summary."""
+        with self.timer.phase("checkpoint"):
+            self.saver.wait()
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.policy.export_hf(self.config.run_dir / "hf")
@@ -217,6 +230,10 @@ def _prepare_device() -> None:
         cpu_compat.install()
 
 
+def _checkpoint_root(config: RunConfig) -> Path:
+    return config.run_dir / "checkpoints"
+
+
 def _claim_run_dir(config: RunConfig) -> None:
     """Make the run directory; refuse to overwrite an earlier run.
 
@@ -226,7 +243,7 @@ def _claim_run_dir(config: RunConfig) -> None:
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(run_dir / "checkpoints")):
+    if not config.resume and (has_metrics or find_latest(_checkpoint_root(config))):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )

@@ -16,7 +16,7 @@ from bapo_megatron.algorithm.masked import first_nonfinite
 from bapo_megatron.distributed import first_message
 from bapo_megatron.policy.megatron_policy import LossOutput
 from bapo_megatron.trainer.loss_stage import LossStage, TokenReport, UpdateContext
-from bapo_megatron.trainer.plan import Layout, PlannedUpdate, plan_step
+from bapo_megatron.trainer.plan import plan_step
 from bapo_megatron.trainer.reduction import Measurement, read_measurements, reduce_reports
 from bapo_megatron.types import UpdateResult
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
+    from bapo_megatron.trainer.plan import Layout, PlannedUpdate
     from bapo_megatron.types import MicroBatch, RolloutBatch
 
 
@@ -54,8 +55,7 @@ class BatchTrainer:
         ops: OpsConfig,
         *,
         temperature: float,
-        max_tokens_per_micro_batch: int,
-        pad_to_multiple: int,
+        layout: Layout,
     ) -> None:
         """Prepare for batches.
 
@@ -64,18 +64,12 @@ class BatchTrainer:
             config: The algorithm section.
             ops: The ops section; the policy was built with its ``logits_chunk_tokens``.
             temperature: Sampling temperature of the rollouts; logits are divided by it.
-            max_tokens_per_micro_batch: Token budget of one forward pass on one rank.
-            pad_to_multiple: Every micro-batch is padded to a multiple of this many tokens.
+            layout: How samples become this rank's micro-batches.
         """
         self._policy = policy
         self._config = config
         self._groups = policy.groups
-        self._layout = Layout(
-            data_rank=policy.groups.data_rank,
-            data_size=policy.groups.data_size,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            pad_to_multiple=pad_to_multiple,
-        )
+        self._layout = layout
         self._stage = LossStage(
             config,
             ops,
@@ -144,7 +138,12 @@ class BatchTrainer:
         reports = self._policy.forward_backward(update.micro_batches, loss_fn)
         num_searches = 1 if self._stage.searches_whole_update else len(update.micro_batches)
         measurement = reduce_reports(reports, num_searches, self._groups)
-        packing = {"packing_real": float(update.real_tokens), "packing_slots": float(update.slots)}
+        packing = {
+            "packing_real": float(update.real_tokens),
+            "packing_slots": float(update.slots),
+            "flops_mean": sum(update.rank_flops) / len(update.rank_flops),
+            "flops_max": float(max(update.rank_flops)),
+        }
         step = self._policy.optimizer_step(measurement.faults)
         if step.applied:
             return _Outcome(measurement, packing, step.grad_norm, skipped=False)

@@ -16,7 +16,7 @@ def check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = Path("model")
     model.mkdir()
-    hf_config = {"num_attention_heads": 6, "max_position_embeddings": 600}
+    hf_config = {"num_attention_heads": 6, "num_hidden_layers": 6, "max_position_embeddings": 600}
     (model / "config.json").write_text(json.dumps(hf_config))
     (model / "model.safetensors").touch()
     (model / "tokenizer_config.json").touch()
@@ -81,6 +81,24 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "start a multiple of 2 ranks, or change it",
         ),
         (
+            ["parallel.tensor=2", "parallel.context=2"],
+            6,
+            "parallel.tensor × parallel.context: must divide the number of ranks, got 4 with 6 "
+            "ranks; start a multiple of 4 ranks, or change them",
+        ),
+        (
+            ["parallel.virtual_pipeline=2"],
+            1,
+            "parallel.virtual_pipeline: needs parallel.pipeline > 1, got 2 with 1; set it to 1, "
+            "or raise parallel.pipeline",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+            2,
+            "parallel.pipeline: pipeline × virtual_pipeline = 4 must divide the model's 6 layers; "
+            "choose other sizes",
+        ),
+        (
             ["parallel.sequence=true"],
             1,
             "parallel.sequence: needs parallel.tensor > 1, got 1; "
@@ -108,6 +126,13 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             1,
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
             "rollout.max_response_tokens = 500, got 499; raise it",
+        ),
+        (
+            ["parallel.context=2", "train.max_tokens_per_micro_batch=249"],
+            2,
+            "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
+            "rollout.max_response_tokens = 500 in multiples of 4 over 2 context-parallel ranks, "
+            "got 249; raise it",
         ),
         (
             [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.chunked import chunked_logprobs, chunked_policy_loss
 from bapo_megatron.ops.contributions import constant_bounds
@@ -90,7 +90,7 @@ def _train(policy: MegatronPolicy) -> dict[str, Any]:
         "sums": sums,
         "gradients": hf_gradients(policy),
         "grad_norm": policy.optimizer_step().grad_norm,
-        "parameters": sorted(name for name, _ in policy.gpt.named_parameters()),
+        "parameters": sorted(name for name, _ in policy.chunks[-1].named_parameters()),
     }
 
 
@@ -177,7 +177,7 @@ def _look_at_the_output(policy: MegatronPolicy) -> dict[str, Any]:
         del module, inputs
         seen["decoder"] = output.data_ptr()
 
-    policy.gpt.decoder.register_forward_hook(remember)
+    policy.chunks[-1].decoder.register_forward_hook(remember)
     (problem, *_) = make_problems()
 
     def look(output: Tensor, batch: MicroBatch) -> None:
@@ -186,6 +186,6 @@ def _look_at_the_output(policy: MegatronPolicy) -> dict[str, Any]:
 
     policy.forward_only([problem.micro_batch], look)
     assert policy.head is not None
-    weights = dict(policy.gpt.named_parameters())
+    weights = dict(policy.chunks[-1].named_parameters())
     seen["head"] = [name for name, weight in weights.items() if weight is policy.head.weight]
     return seen

@@ -11,28 +11,45 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config.megatron import (
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from bapo_megatron.distributed import (
     ProcessGroups,
     any_rank,
     broadcast_bytes,
     fail_together,
 )
-from bapo_megatron.policy.hf_weights import from_shards, local_parameters, weight_table
+from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
-from bapo_megatron.policy.weight_export import gather_weights
+from bapo_megatron.policy.weight_export import gather_tensors, gather_weights
 from tests.distributed_launch import joined
 from tests.policy.tiny_models import VOCAB_SIZE, Problem, make_problems
 
 
 def build(
-    model_dir: Path, groups: ProcessGroups, *, dtype: str = "float32", **optimizer: Any
+    model_dir: Path,
+    groups: ProcessGroups,
+    *,
+    dtype: str = "float32",
+    megatron: dict[str, Any] | None = None,
+    **optimizer: Any,
 ) -> MegatronPolicy:
     """Build a policy in the layout of ``groups``; sequence parallel wherever it is possible."""
     return MegatronPolicy.build(
         ModelConfig(path=model_dir, dtype=dtype),
-        ParallelConfig(tensor=groups.tensor_size, sequence=groups.tensor_size > 1),
+        ParallelConfig(
+            tensor=groups.tensor_size,
+            sequence=groups.tensor_size > 1,
+            pipeline=groups.pipeline_size,
+            virtual_pipeline=groups.virtual_size,
+            context=groups.context_size,
+        ),
         OptimizerConfig(**{"lr": 1e-3, **optimizer}),
+        megatron=MegatronConfig.model_validate(megatron or {}),
         total_updates=10,
         seed=0,
         groups=groups,
@@ -40,7 +57,11 @@ def build(
 
 
 def own_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
-    """This data-parallel rank's share of the problems."""
+    """This rank's share of the problems."""
+    size = groups.context_size
+    if size > 1:
+        problems = make_problems(seed, pad_to_multiple=2 * size, sequence_multiple=2 * size)
+        return [problem.part(groups.context_rank, size) for problem in problems]
     return make_problems(seed)[groups.data_rank :: groups.data_size]
 
 
@@ -59,14 +80,14 @@ def forward_backward(policy: MegatronPolicy, problems: list[Problem]) -> list[di
 
 def snapshot(policy: MegatronPolicy) -> dict[str, Tensor]:
     """Copies of all weights by Hugging Face name."""
-    weights = gather_weights(policy.gpt, policy.hf, policy.groups)
+    weights = gather_weights(policy.chunks, policy.hf, policy.groups)
     return {name: tensor.clone() for name, tensor in weights}
 
 
-def run_layout(models: dict[str, Path], tensor: int, export_root: Path) -> dict[str, Any]:
+def run_layout(models: dict[str, Path], sizes: dict[str, int], export_root: Path) -> dict[str, Any]:
     """Logits, gradients and an export of each model; called on every rank."""
     results: dict[str, Any] = {}
-    with joined(tensor) as groups:
+    with joined(**sizes) as groups:
         for name, directory in models.items():
             policy = build(directory, groups)
             problems = own_problems(groups)
@@ -90,7 +111,7 @@ def run_layout(models: dict[str, Path], tensor: int, export_root: Path) -> dict[
 
 def single_rank(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
     """The one-rank results, and what does not depend on the layout."""
-    results = run_layout(models, 1, export_root)
+    results = run_layout(models, {}, export_root)
     with joined() as groups:
         directory = models["qwen2"]
         results["lr_zero"] = _weights_around_update(build(directory, groups, lr=0.0))
@@ -103,10 +124,12 @@ def single_rank(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
 
 
 def two_ranks(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
-    """Tensor parallel with sequence parallel, then data parallel, then the collectives."""
+    """Two ranks in each kind of parallelism (tensor with sequence parallel), then collectives."""
     results = {
-        "tensor": run_layout(models, 2, export_root),
-        "data": run_layout(models, 1, export_root / "data"),
+        "tensor": run_layout(models, {"tensor": 2}, export_root),
+        "pipeline": run_layout(models, {"pipeline": 2}, export_root / "pipeline"),
+        "context": run_layout(models, {"context": 2}, export_root / "context"),
+        "data": run_layout(models, {}, export_root / "data"),
     }
     with joined() as groups:
         results["collectives"] = _collectives(groups)
@@ -135,21 +158,20 @@ def _gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
-    """Whole gradients by Hugging Face name; each data-parallel rank has reduced a part of them."""
+    """Whole gradients by Hugging Face name, on the ranks of the first stage.
+
+    Each rank of the data group has reduced a part of them.
+    """
     groups = policy.groups
-    for buffer in policy.ddp.buffers:
-        own = buffer.grad_data.chunk(groups.data_size)[groups.data_rank].clone()
-        parts = [torch.empty_like(own) for _ in range(groups.data_size)]
-        dist.all_gather(parts, own, group=groups.data)
-        buffer.grad_data.copy_(torch.cat(parts))
-    parameters = local_parameters(policy.gpt)
-    gradients: dict[str, Tensor] = {}
-    for weight in weight_table(policy.hf):
-        own = parameters[weight.megatron].main_grad.contiguous()
-        shards = [torch.empty_like(own) for _ in range(groups.tensor_size)]
-        dist.all_gather(shards, own, group=groups.tensor)
-        gradients |= {k: v.clone() for k, v in from_shards(weight, shards, policy.hf).items()}
-    return gradients
+    size, rank = groups.data.size(), groups.data.rank()
+    for ddp in policy.wrapped:
+        for buffer in ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ():
+            own = buffer.grad_data.chunk(size)[rank].clone()
+            parts = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(parts, own, group=groups.data)
+            buffer.grad_data.copy_(torch.cat(parts))
+    held = {w.megatron: p.main_grad for w, p in local_weights(policy.chunks, policy.hf)}
+    return {name: g.clone() for name, g in gather_tensors(held, policy.hf, groups)}
 
 
 def _weights_around_update(policy: MegatronPolicy) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
 from bapo_megatron.policy.hf_weights import (
     EMBEDDING,
     LAYER,
@@ -13,7 +13,6 @@ from bapo_megatron.policy.hf_weights import (
     to_shard,
     weight_table,
 )
-from bapo_megatron.policy.megatron_setup import padded_vocab_size
 from bapo_megatron.policy.weight_export import plan_files
 
 HF = HfConfig(

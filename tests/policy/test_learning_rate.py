@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bapo_megatron.config.schema import OptimizerConfig
+from bapo_megatron.config.megatron import OptimizerConfig
 from bapo_megatron.policy.optimizer import learning_rate
 
 

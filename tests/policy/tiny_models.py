@@ -6,13 +6,14 @@ Shape legend: N = packed tokens, V = vocabulary, S = tokens of one sequence.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.data.context import TOKEN_FIELDS, shard_context
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
@@ -97,6 +98,11 @@ class Problem:
     micro_batch: MicroBatch
     coefficient_NV: Tensor
 
+    def part(self, rank: int, size: int) -> Problem:
+        """What one context-parallel rank holds of it."""
+        parts = shard_context(_with_rows(self.micro_batch), rank, size)
+        return Problem(parts, self.coefficient_NV[parts.target_T])
+
     def loss(self, logits_NV: Tensor, vocab_start: int = 0) -> Tensor:
         """This rank's columns' share of the loss; padding columns have none."""
         columns = min(logits_NV.shape[1], VOCAB_SIZE - vocab_start)
@@ -104,18 +110,28 @@ class Problem:
         return (logits_NV[:, :columns].float().square() * coefficient).sum()
 
 
-def make_problems(seed: int = 0, pad_to_multiple: int = 2) -> list[Problem]:
-    """One per entry of SEQUENCES; with the seed, tokens are shifted and coefficients drawn."""
+def make_problems(
+    seed: int = 0, pad_to_multiple: int = 2, sequence_multiple: int = 1
+) -> list[Problem]:
+    """One per entry of SEQUENCES; with the seed, tokens are shifted and coefficients drawn.
+
+    Padding, of each sequence and at the end, has coefficient 0: it changes no gradient.
+    """
     problems = []
     for number, sequences in enumerate(SEQUENCES):
-        shifted = [[(token + seed) % VOCAB_SIZE for token in sequence] for sequence in sequences]
-        num_real = sum(map(len, shifted))
-        padding = -num_real % pad_to_multiple
-        padded = [*shifted, [0] * padding] if padding else shifted
         generator = torch.Generator().manual_seed(10 * seed + number)
-        coefficient_NV = torch.randn(num_real + padding, VOCAB_SIZE, generator=generator) / 100
-        coefficient_NV[num_real:] = 0
-        problems.append(Problem(_pack(padded), coefficient_NV))
+        padded, coefficients = [], []
+        for sequence in sequences:
+            shifted = [(token + seed) % VOCAB_SIZE for token in sequence]
+            padding = [0] * (-len(shifted) % sequence_multiple)
+            padded.append([*shifted, *padding])
+            drawn = torch.randn(len(shifted), VOCAB_SIZE, generator=generator) / 100
+            coefficients += [drawn, torch.zeros(len(padding), VOCAB_SIZE)]
+        at_end = -sum(map(len, padded)) % pad_to_multiple
+        if at_end:
+            padded.append([0] * at_end)
+            coefficients.append(torch.zeros(at_end, VOCAB_SIZE))
+        problems.append(Problem(_pack(padded), torch.cat(coefficients)))
     return problems
 
 
@@ -138,6 +154,13 @@ def set_config_field(directory: Path, **values: Any) -> None:
     """Change fields of a model's config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _with_rows(batch: MicroBatch) -> MicroBatch:
+    """Take every row for a response token; its place in the whole is its target."""
+    rows = torch.arange(batch.num_tokens)
+    kept = dict.fromkeys(TOKEN_FIELDS, rows)
+    return replace(batch, **kept)
 
 
 def _pack(sequences: list[list[int]]) -> MicroBatch:

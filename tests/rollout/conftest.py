@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.config.schema import ModelConfig, RunConfig, ServerConfig
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.schema import RunConfig, ServerConfig
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.tiny.tokenizer import build_tokenizer
 from tests.policy.tiny_models import make_model

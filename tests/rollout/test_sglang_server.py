@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from bapo_megatron.config.schema import ModelConfig, ServerConfig
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.schema import ServerConfig
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import child_environment, end_group, tail
 from bapo_megatron.rollout.sglang_server import SglangServer

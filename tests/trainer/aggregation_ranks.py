@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.schema import (
-    AlgorithmConfig,
+from bapo_megatron.config.megatron import (
+    MegatronConfig,
     ModelConfig,
-    OpsConfig,
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.step import BatchTrainer
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
@@ -23,10 +24,10 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "token_sum_norm")
 
 
 def gradients_of_each_aggregation(
-    model_dir: Path, dump: Path, tensor: int, budgets: tuple[int, ...]
+    model_dir: Path, dump: Path, sizes: dict[str, int], budgets: tuple[int, ...]
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """Loss, bounds and whole gradients of one update, by aggregation and token budget."""
-    with joined(tensor) as groups:
+    with joined(**sizes) as groups:
         return {
             (aggregation, budget): _one_update(
                 model_dir, dump, groups, {"loss_aggregation": aggregation}, budget, OpsConfig()
@@ -70,9 +71,15 @@ def _one_update(
     *,
     sequence: bool = False,
 ) -> dict[str, Any]:
+    parallel = ParallelConfig(
+        tensor=groups.tensor_size,
+        sequence=sequence,
+        pipeline=groups.pipeline_size,
+        context=groups.context_size,
+    )
     policy = MegatronPolicy.build(
         ModelConfig(path=model_dir, dtype="float32"),
-        ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
+        parallel,
         # Nothing scales the gradients before they are compared.
         OptimizerConfig(lr=0.0, clip_grad=1e9),
         total_updates=1,
@@ -93,8 +100,9 @@ def _one_update(
         config,
         ops,
         temperature=0.7,
-        max_tokens_per_micro_batch=budget,
-        pad_to_multiple=groups.tensor_size if sequence else 1,
+        layout=make_layout(
+            policy, parallel, MegatronConfig(), TrainConfig(max_tokens_per_micro_batch=budget)
+        ),
     )
     (result,) = trainer.train(read_batch(dump))
     return {

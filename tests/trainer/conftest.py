@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 of two layers with the tiny tokenizer; its logits are far from uniform."""
+    """A random Qwen2 of four layers with the tiny tokenizer; its logits are far from uniform."""
     directory = tmp_path_factory.mktemp("random_model")
     tokenizer = build_tokenizer()
     make_model(
         "qwen2",
         directory,
+        num_hidden_layers=4,
         vocab_size=len(tokenizer),
         max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,

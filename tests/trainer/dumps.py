@@ -8,11 +8,16 @@ import numpy as np
 import torch
 
 from bapo_megatron.data.dump import write_batch
+from bapo_megatron.data.packing import PackingRules, SequenceFlops
+from bapo_megatron.trainer.plan import Layout
 from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, Sample
 from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+ONE_RANK = Layout(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
+"""Everything on one rank, in micro-batches of 4,096 tokens."""
 
 
 def write_dumps(
@@ -53,7 +58,7 @@ def write_dumps(
                         behaviour_logprobs=(mu + rng.normal(0, noise, length)).astype(np.float32),
                         versions=np.full(length, step, np.int64),
                         finish_reason=FinishReason.STOP,
-                        reward=float(index < 2) if rewards == "mixed" else 0.0,
+                        reward=float(2 * index < samples_per_group) if rewards == "mixed" else 0.0,
                         answer_found=True,
                     )
                 )

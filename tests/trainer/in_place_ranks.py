@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo_megatron.config.megatron import MegatronConfig
 from bapo_megatron.config.schema import (
     AlgorithmConfig,
     ModelConfig,
@@ -19,10 +20,11 @@ from bapo_megatron.ops.contributions import constant_bounds
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.ops.policy_loss import clipped_policy_loss
 from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
-from bapo_megatron.trainer.plan import Layout, plan_step
+from bapo_megatron.trainer.plan import plan_step
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
+from tests.trainer.dumps import ONE_RANK
 
 
 def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
@@ -36,9 +38,7 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
             seed=0,
             groups=groups,
         )
-        (update,) = plan_step(
-            read_batch(dump), AlgorithmConfig.model_validate({}), Layout(0, 1, 4096, 1)
-        )
+        (update,) = plan_step(read_batch(dump), AlgorithmConfig.model_validate({}), ONE_RANK)
         watch = _Watch(policy)
         gradients = {}
         for overwrite in (False, True):
@@ -54,7 +54,7 @@ class _Watch:
         self.policy = policy
         self.seen: dict[str, Any] = {}
         self._produced: Tensor | None = None
-        policy.gpt.output_layer.register_forward_hook(self._remember)
+        policy.chunks[-1].output_layer.register_forward_hook(self._remember)
 
     def _remember(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
@@ -107,13 +107,14 @@ def refuse_multi_token_prediction(model_dir: Path) -> str:
             seed=0,
             groups=groups,
         )
-        policy.gpt.mtp_process = True
+        policy.chunks[-1].mtp_process = True
         try:
             MegatronPolicy(
                 policy.hf,
                 model_dir,
-                policy.gpt,
+                policy.chunks,
                 OptimizerConfig(lr=0.0),
+                MegatronConfig(),
                 total_updates=1,
                 groups=groups,
             )

@@ -20,7 +20,7 @@ WHOLE, SMALL = 4096, 64
 @pytest.fixture(scope="module")
 def one_rank(random_model: Path, mixed_dumps: Path) -> dict[tuple[str, int], dict[str, Any]]:
     dump = mixed_dumps / "step_000000.parquet"
-    return run_ranks(gradients_of_each_aggregation, 1, random_model, dump, 1, (WHOLE, SMALL))[0]
+    return run_ranks(gradients_of_each_aggregation, 1, random_model, dump, {}, (WHOLE, SMALL))[0]
 
 
 def _assert_equal(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -51,15 +51,23 @@ def test_aggregations_differ_from_each_other(
     assert not torch.allclose(second, third, rtol=1e-2)
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(2, id="TP 2"), pytest.param(1, id="DP 2")])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"tensor": 2}, id="TP 2"),
+        pytest.param({}, id="DP 2"),
+        pytest.param({"context": 2}, id="CP 2"),
+        pytest.param({"pipeline": 2}, id="PP 2"),
+    ],
+)
 def test_ranks_do_not_change_the_gradient(
     one_rank: dict[tuple[str, int], dict[str, Any]],
     random_model: Path,
     mixed_dumps: Path,
-    tensor: int,
+    sizes: dict[str, int],
 ) -> None:
     dump = mixed_dumps / "step_000000.parquet"
-    ranks = run_ranks(gradients_of_each_aggregation, 2, random_model, dump, tensor, (SMALL,))
-    for results in ranks:
+    ranks = run_ranks(gradients_of_each_aggregation, 2, random_model, dump, sizes, (SMALL,))
+    for results in ranks[:1] if "pipeline" in sizes else ranks:
         for aggregation in AGGREGATIONS:
             _assert_equal(results[aggregation, SMALL], one_rank[aggregation, WHOLE], 1e-5)

@@ -16,8 +16,9 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss_stage import LossStage, UpdateContext
-from bapo_megatron.trainer.plan import Layout, plan_step
+from bapo_megatron.trainer.plan import plan_step
 from bapo_megatron.trainer.reduction import reduce_reports
+from tests.trainer.dumps import ONE_RANK
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """Ways to bring a tensor's value to the host that no operator shows on a CPU."""
@@ -75,9 +76,7 @@ def test_search_and_loss_never_wait_for_the_device(
     device: torch.device,
 ) -> None:
     config = AlgorithmConfig.model_validate({"bapo": {"target": 0.38, "scope": scope}})
-    (update,) = plan_step(
-        read_batch(mixed_dumps / "step_000000.parquet"), config, Layout(0, 1, 4096, 1)
-    )
+    (update,) = plan_step(read_batch(mixed_dumps / "step_000000.parquet"), config, ONE_RANK)
     micro_batch = update.micro_batches[0].to(device)
     groups: Any = SimpleNamespace(
         data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1

@@ -1,0 +1,99 @@
+"""Sections about the model and about what Megatron does with it.
+
+``schema.RunConfig`` holds one of each; the conventions are those of ``schema``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from bapo_megatron.config.section import Section
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path
+    """Directory of a Hugging Face model (config.json, safetensors, tokenizer)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation type; with bfloat16 the optimizer keeps float32 master weights."""
+
+
+class ParallelConfig(Section):
+    """How Megatron divides the model; data parallel size is what remains of the world size."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel size: ranks that share every layer."""
+    sequence: bool = False
+    """Sequence parallel: tensor-parallel ranks also divide what lies between the matrix products
+    (needs tensor > 1)."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline-parallel size: stages of successive layers."""
+    virtual_pipeline: int = Field(1, ge=1)
+    """Chunks of layers of each stage (interleaved schedule): smaller bubbles, more messages. Needs
+    pipeline > 1."""
+    context: int = Field(1, ge=1)
+    """Context-parallel size: ranks that divide every sequence."""
+    timeout_s: float = Field(7200.0, gt=0)
+    """How long ranks wait for a batch or for each other."""
+
+
+class MegatronConfig(Section):
+    """What Megatron trades between memory, communication and time; only fp8 changes results."""
+
+    distributed_optimizer: bool = True
+    """Divide the optimizer's state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward pass already runs (needs distributed_optimizer
+    and overlap_grad_reduce)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations to compute again in the backward pass instead of keeping them: those of the
+    attention itself (``selective``), or everything between layers (``full``)."""
+    recompute_layers: int = Field(1, ge=1)
+    """``recompute: full`` keeps the input of each block of so many layers."""
+    fp8: Literal["none", "e4m3", "hybrid"] = "none"
+    """Transformer Engine's 8-bit matrix products."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """How ``fp8`` scales."""
+    optimizer_offload_share: float = Field(0.0, ge=0, le=1)
+    """Share of the optimizer's state kept in host memory and stepped there (needs a GPU)."""
+    activation_offload_layers: int = Field(0, ge=0)
+    """Layers whose activations wait in host memory (needs Transformer Engine)."""
+
+    @model_validator(mode="after")
+    def _overlap(self) -> Self:
+        needed = self.distributed_optimizer and self.overlap_grad_reduce
+        if self.overlap_param_gather and not needed:
+            raise ValueError(
+                "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce; "
+                "set both to true"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with Megatron's distributed optimizer."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate; 0 freezes the weights (a control)."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of a decaying schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after the warm-up."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates of linear warm-up."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam's first moment decay."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Adam's second moment decay."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, gt=0)
+    """Largest global gradient norm."""

@@ -1,0 +1,144 @@
+"""Packed tensors of one forward pass, from the samples that share it.
+
+Shape legend: B = samples of the batch, N = packed tokens of a micro-batch (prompts, responses and
+padding), T = response tokens of a micro-batch, S = sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bapo_megatron.data.context import shard_context
+from bapo_megatron.types import MicroBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+    from bapo_megatron.data.packing import PackingRules, UpdatePlan
+    from bapo_megatron.types import Sample
+
+
+def build_micro_batches(
+    samples: Sequence[Sample],
+    plan: UpdatePlan,
+    rules: PackingRules,
+    *,
+    data_rank: int,
+    context_rank: int,
+    context_size: int,
+    advantages_B: ArrayLike,
+    loss_weights_B: ArrayLike,
+) -> list[MicroBatch]:
+    """Build the micro-batches of one rank; arguments as in ``build_micro_batch``."""
+    return [
+        shard_context(
+            build_micro_batch(samples, indices, advantages_B, loss_weights_B, rules),
+            context_rank,
+            context_size,
+        )
+        for indices in plan.ranks[data_rank]
+    ]
+
+
+def build_micro_batch(
+    samples: Sequence[Sample],
+    sample_indices: Sequence[int],
+    advantages_B: ArrayLike,
+    loss_weights_B: ArrayLike,
+    rules: PackingRules,
+) -> MicroBatch:
+    """Pack samples into the tensors of one forward pass.
+
+    Both log-probs of the tokens are the engine's; with ``behaviour: recomputed`` the caller
+    replaces ``behaviour_logprob_T``. Response token j of a sequence that starts at offset o with P
+    prompt tokens is predicted by row o + P − 1 + j. The last response token predicts nothing that
+    is used; it stays in, so that a packed sequence is simply the prompt and the response.
+
+    Padding tokens are 0. Those at the end of a sequence change nothing before them, since attention
+    is causal; those at the end of the micro-batch are a sequence of their own. A micro-batch
+    without samples is such a sequence, with T = 0.
+
+    Args:
+        samples: All samples of the batch, [B].
+        sample_indices: The samples to pack, in this order; may be empty.
+        advantages_B: [B] advantage of each sample, for all its tokens.
+        loss_weights_B: [B] weight of each token of the sample: 1 over the global denominator.
+        rules: What sequences and micro-batches are padded to.
+
+    Raises:
+        ValueError: A prompt is empty, or the arrays of a sample differ in length.
+    """
+    chosen = [samples[i] for i in sample_indices]
+    for sample in chosen:
+        _check_sample(sample)
+
+    index_S = np.asarray(sample_indices, dtype=np.int64)
+    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
+    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
+    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
+    token_ids_N, slots_S = _pack_tokens(chosen, slots_S, rules)
+    rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
+    position_T = _ranges(response_S)
+    first_row_S = (np.cumsum(slots_S) - slots_S)[: len(chosen)] + prompt_S - 1
+
+    def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), response_S))
+
+    return MicroBatch(
+        token_ids_N=torch.from_numpy(token_ids_N),
+        position_ids_N=torch.from_numpy(_ranges(slots_S)),
+        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(slots_S)).astype(np.int32)),
+        rows_T=torch.from_numpy(np.repeat(first_row_S, response_S) + position_T),
+        target_T=torch.from_numpy(_concatenate([s.response_token_ids for s in chosen], np.int64)),
+        behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
+        rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
+        advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
+        mask_T=torch.ones(len(position_T), dtype=torch.float32),
+        loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32),
+        sample_T=per_token(index_S, np.int64),
+        position_T=torch.from_numpy(position_T),
+        version_T=torch.from_numpy(_concatenate([s.versions for s in chosen], np.int64)),
+    )
+
+
+def _pack_tokens(
+    chosen: Sequence[Sample], slots_S: np.ndarray, rules: PackingRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids [N] and the positions of every sequence, padding sequence included."""
+    used = int(slots_S.sum())
+    total = rules.padded_total(used)
+    token_ids_N = np.zeros(total, dtype=np.int64)
+    offset_S = np.cumsum(slots_S) - slots_S
+    for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
+        ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
+        token_ids_N[offset : offset + len(ids)] = ids
+    return token_ids_N, np.append(slots_S, total - used) if total > used else slots_S
+
+
+def _check_sample(sample: Sample) -> None:
+    place = f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id})"
+    if not sample.prompt.token_ids:
+        raise ValueError(f"{place}: the prompt has no tokens, so nothing predicts the response")
+    lengths = (len(sample.response_token_ids), len(sample.behaviour_logprobs), len(sample.versions))
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"{place}: {lengths[0]} response tokens but {lengths[1]} behaviour log-probs and "
+            f"{lengths[2]} versions; the rollout that made this sample is faulty"
+        )
+
+
+def _concatenate(parts: Sequence[ArrayLike], dtype: type) -> np.ndarray:
+    """Concatenate into one array of ``dtype``; no parts give an empty array."""
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _ranges(length_S: np.ndarray) -> np.ndarray:
+    """``0 … length − 1`` for each length, one after the other, as int64."""
+    starts = np.cumsum(length_S) - length_S
+    total = int(length_S.sum())
+    return np.arange(total, dtype=np.int64) - np.repeat(starts, length_S).astype(np.int64)

@@ -1,0 +1,1 @@
+"""What a run will need, computed from its configuration and the model's config.json alone."""

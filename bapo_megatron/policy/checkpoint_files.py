@@ -1,0 +1,186 @@
+"""The files of checkpoints: names, state.json, damage, publication, retention.
+
+    <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, rng_<rank>.pt
+    <root>/latest       name of the newest complete checkpoint
+
+A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves. A
+kill at any moment leaves the previous checkpoint in place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.files import atomic_write_text, publish_directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import CheckpointConfig
+    from bapo_megatron.distributed import ProcessGroups
+
+FORMAT = 2
+LATEST_NAME = "latest"
+STATE_NAME = "state.json"
+STEP_PATTERN = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged or of another model; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What state.json holds."""
+
+    num_updates: int
+    """Optimizer updates made; the schedule follows from it."""
+    layout: dict[str, int]
+    """How the model was divided; see ``layout_of``."""
+    distributed_optimizer: bool
+    """Which of Megatron's optimizers wrote its state; they do not read each other's."""
+    extra: dict[str, Any]
+    """The caller's own state, plain JSON values."""
+    file_bytes: dict[str, int]
+    """Size of every other file of the checkpoint."""
+    format: int = FORMAT
+
+
+def layout_of(groups: ProcessGroups) -> dict[str, int]:
+    """Return what decides which random streams a rank has: equal layouts can exchange them."""
+    return {
+        "tensor": groups.tensor_size,
+        "pipeline": groups.pipeline_size,
+        "virtual_pipeline": groups.virtual_size,
+        "context": groups.context_size,
+        "world": groups.world_size,
+    }
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies."""
+    return root / f"step_{step}"
+
+
+def unfinished_directory(root: Path, step: int) -> Path:
+    """Return where it is while it is written or removed."""
+    return root / f".step_{step}.tmp"
+
+
+def find_latest(root: Path) -> Path | None:
+    """Return the newest complete checkpoint under ``root``, or None where none was saved.
+
+    Raises:
+        CheckpointError: ``latest`` names a checkpoint that is not there.
+    """
+    pointer = root / LATEST_NAME
+    if not pointer.is_file():
+        return None
+    name = pointer.read_text(encoding="utf-8").strip()
+    directory = root / name
+    if not STEP_PATTERN.fullmatch(name) or not directory.is_dir():
+        raise CheckpointError(
+            f"{pointer}: names {name!r}, which is not a checkpoint beside it; write the name of "
+            "one that is (step_<n>) into it, or delete it to start anew"
+        )
+    return directory
+
+
+def read_state(directory: Path) -> CheckpointState:
+    """Read a checkpoint's state.json.
+
+    Raises:
+        CheckpointError: It is missing, damaged or of another version.
+    """
+    path = directory / STATE_NAME
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise TypeError("not a mapping")
+        if fields.get("format", FORMAT) != FORMAT:
+            raise CheckpointError(
+                f"{path}: format {fields['format']}, this version reads format {FORMAT}; resume "
+                "with the version that saved it"
+            )
+        return CheckpointState(**fields)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; resume from another "
+            "checkpoint"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: damaged ({error}); resume from another checkpoint"
+        ) from error
+
+
+def check_files(directory: Path, state: CheckpointState) -> None:
+    """Refuse missing and truncated files by name.
+
+    Raises:
+        CheckpointError: A file is not what ``state`` says.
+    """
+    found = _file_bytes(directory)
+    for name, num_bytes in state.file_bytes.items():
+        if found.get(name) != num_bytes:
+            actual = f"has {found[name]} bytes" if name in found else "is missing"
+            raise CheckpointError(
+                f"{directory}: damaged, {name} {actual} instead of {num_bytes} bytes; resume from "
+                "another checkpoint"
+            )
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what killed saves and removals left."""
+    for path in root.glob(".step_*.tmp"):
+        shutil.rmtree(path)
+
+
+def publish(root: Path, step: int, fields: dict[str, Any], config: CheckpointConfig) -> None:
+    """Complete the unfinished checkpoint of ``step``, let ``latest`` name it, and remove old ones.
+
+    Args:
+        root: Directory of all checkpoints of the run.
+        step: Number of the checkpoint; one of the same number is replaced.
+        fields: Those of ``CheckpointState`` except the sizes of files.
+        config: Which checkpoints stay.
+
+    Raises:
+        OSError: It cannot be written; ``latest`` and the checkpoint that it names are untouched.
+    """
+    unfinished = unfinished_directory(root, step)
+    state = CheckpointState(**fields, file_bytes=_file_bytes(unfinished))
+    atomic_write_text(unfinished / STATE_NAME, json.dumps(asdict(state), indent=2) + "\n")
+    publish_directory(unfinished, step_directory(root, step))
+    atomic_write_text(root / LATEST_NAME, f"{step_directory(root, step).name}\n")
+    _remove_others(root, step, config)
+
+
+def _remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
+    """Keep the newest, those to keep for good, and nothing else.
+
+    Steps above the one just saved are of a try that was abandoned for this one.
+    """
+    steps = [
+        int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))
+    ]
+    kept = set(sorted(step for step in steps if step <= saved_step)[-config.keep_last :])
+    if config.keep_every > 0:
+        kept.update(step for step in steps if step % config.keep_every == 0)
+    for step in set(steps) - kept:
+        # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
+        removed = unfinished_directory(root, step)
+        step_directory(root, step).rename(removed)
+        shutil.rmtree(removed)
+
+
+def _file_bytes(directory: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(directory)): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != STATE_NAME
+    }

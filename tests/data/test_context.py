@@ -1,0 +1,87 @@
+"""The division of sequences over context-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.data.context import context_positions, shard_context
+from bapo_megatron.data.micro_batch import build_micro_batch
+from bapo_megatron.data.packing import PackingRules, SequenceFlops
+from bapo_megatron.types import MicroBatch
+from tests.data.samples import make_sample
+
+
+def test_a_rank_holds_a_chunk_from_the_start_and_one_from_the_end():
+    assert context_positions(8, 0, 2).tolist() == [0, 1, 6, 7]
+    assert context_positions(8, 1, 2).tolist() == [2, 3, 4, 5]
+    assert context_positions(12, 1, 3).tolist() == [2, 3, 8, 9]
+    assert context_positions(5, 0, 1).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(chunk=st.integers(1, 9), size=st.integers(2, 8))
+def test_ranks_divide_causal_attention_equally(chunk, size):
+    length = 2 * size * chunk
+    parts = [context_positions(length, rank, size) for rank in range(size)]
+
+    assert sorted(np.concatenate(parts).tolist()) == list(range(length))
+    pairs = {int((part + 1).sum()) for part in parts}  # position p sees p + 1 keys
+    assert pairs == {length * (length + 1) // 2 // size}
+
+
+def micro_batch():
+    """Two samples of 5 and 2 tokens, padded to 8 and 4."""
+    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+    rules = PackingRules(1, 100, SequenceFlops(1, 0), sequence_multiple=4, total_multiple=4)
+    return build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], rules)
+
+
+def test_a_part_by_hand():
+    first, second = (shard_context(micro_batch(), rank, 2) for rank in range(2))
+
+    # Positions 0, 1, 6, 7 of the first sequence and 0, 3 of the second; rows 1 and 8 of the whole.
+    assert first.token_ids_N.tolist() == [1000, 1001, 0, 0, 2000, 0]
+    assert first.position_ids_N.tolist() == [0, 1, 6, 7, 0, 3]
+    assert (first.rows_T.tolist(), first.target_T.tolist()) == ([1, 4], [1050, 2050])
+    # Positions 2, 3, 4, 5 and 1, 2; rows 2 and 3.
+    assert second.token_ids_N.tolist() == [1050, 1051, 1052, 0, 2050, 0]
+    assert (second.rows_T.tolist(), second.target_T.tolist()) == ([0, 1], [1051, 1052])
+    assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 8, 12]
+
+
+def test_every_response_token_is_on_one_rank_with_all_its_values():
+    whole = micro_batch()
+    parts = [shard_context(whole, rank, 2) for rank in range(2)]
+    names = [f.name for f in fields(MicroBatch) if f.name.endswith("_T") and f.name != "rows_T"]
+
+    def rows(batch):
+        return list(zip(*(getattr(batch, name).tolist() for name in names), strict=True))
+
+    assert sorted(rows(whole)) == sorted(rows(parts[0]) + rows(parts[1]))
+    assert len(names) == 9
+
+
+def test_a_single_rank_keeps_the_micro_batch_as_it_is():
+    whole = micro_batch()
+
+    assert shard_context(whole, 0, 1) is whole
+
+
+def test_a_sequence_that_cannot_be_divided_is_a_defect():
+    with pytest.raises(AssertionError, match="a sequence of 6 tokens has no 4 equal chunks"):
+        context_positions(6, 0, 2)
+
+
+def test_a_part_without_response_tokens_is_empty_but_typed():
+    samples = [make_sample(1, 1)]
+    rules = PackingRules(1, 100, SequenceFlops(1, 0), sequence_multiple=4, total_multiple=4)
+    second = shard_context(build_micro_batch(samples, [0], [1.0], [1.0], rules), 1, 2)
+
+    assert second.num_tokens == 2
+    assert second.rows_T.dtype == torch.int64
+    assert second.rows_T.numel() == second.advantage_T.numel() == 0

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.data.micro_batch import build_micro_batch, build_micro_batches
+from bapo_megatron.data.packing import PackingRules, SequenceFlops, plan_update
+from tests.data.samples import make_sample
+
+FLOPS = SequenceFlops(per_token=1, per_pair=0)
+
+
+def padded(total_multiple, sequence_multiple=1):
+    """Rules of which building needs the multiples alone."""
+    return PackingRules(1, 10_000, FLOPS, sequence_multiple, total_multiple)
+
+
+def naive_tokens(samples, indices):
+    """One tuple per response token, by plain loops over the packed sequence."""
+    tokens, position = [], 0
+    packed = []
+    for i in indices:
+        sample = samples[i]
+        for token in sample.prompt.token_ids:
+            packed.append(token)
+            position += 1
+        for j, token in enumerate(sample.response_token_ids):
+            tokens.append(
+                (
+                    position - 1,
+                    int(token),
+                    float(sample.behaviour_logprobs[j]),
+                    i,
+                    j,
+                    int(sample.versions[j]),
+                )
+            )
+            packed.append(int(token))
+            position += 1
+    return packed, tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), max_size=8),
+    multiple=st.sampled_from([1, 4, 7]),
+)
+def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
+    samples = [make_sample(p, r, group_id=i) for i, (p, r) in enumerate(lengths)]
+    indices = list(range(len(samples)))[::-2]
+    advantages = np.array([0.5 * i - 1 for i in range(len(samples))])
+    weights = np.array([1 / (3 + i) for i in range(len(samples))])
+
+    built = build_micro_batch(samples, indices, advantages, weights, padded(multiple))
+
+    packed, tokens = naive_tokens(samples, indices)
+    assert built.token_ids_N[: len(packed)].tolist() == packed
+    assert built.token_ids_N[len(packed) :].tolist() == [0] * (built.num_tokens - len(packed))
+    assert built.num_tokens - len(packed) < multiple or not packed
+    names = ("rows_T", "target_T", "rollout_logprob_T", "sample_T", "position_T", "version_T")
+    columns = [getattr(built, name).tolist() for name in names]
+    assert list(zip(*columns, strict=True)) == tokens
+    assert torch.equal(built.behaviour_logprob_T, built.rollout_logprob_T)
+    f32 = np.float32
+    assert built.advantage_T.tolist() == [float(f32(advantages[t[3]])) for t in tokens]
+    assert built.loss_weight_T.tolist() == [float(f32(weights[t[3]])) for t in tokens]
+    assert built.mask_T.tolist() == [1.0] * len(tokens)
+    offsets = built.cu_seqlens.tolist()
+    positions = [p for a, b in pairwise(offsets) for p in range(b - a)]
+    assert built.position_ids_N.tolist() == positions
+    assert offsets[-1] == built.num_tokens
+
+
+def test_a_packed_micro_batch_by_hand():
+    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+
+    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(8))
+
+    assert built.token_ids_N.tolist() == [1000, 1001, 1050, 1051, 1052, 2000, 2050, 0]
+    assert built.position_ids_N.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert built.cu_seqlens.tolist() == [0, 5, 7, 8]
+    assert built.rows_T.tolist() == [1, 2, 3, 5]
+    assert built.target_T.tolist() == [1050, 1051, 1052, 2050]
+    assert built.advantage_T.tolist() == [1.0, 1.0, 1.0, -2.0]
+    assert built.loss_weight_T.tolist() == [0.25, 0.25, 0.25, 0.5]
+    assert built.sample_T.tolist() == [0, 0, 0, 1]
+    assert built.position_T.tolist() == [0, 1, 2, 0]
+    assert built.version_T.tolist() == [0, 0, 1, 0]
+
+
+def test_padding_within_sequences_moves_the_rows_that_follow():
+    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+
+    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(12, 4))
+
+    assert built.token_ids_N.tolist() == [1000, 1001, 1050, 1051, 1052, 0, 0, 0, 2000, 2050, 0, 0]
+    assert built.position_ids_N.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert built.cu_seqlens.tolist() == [0, 8, 12]
+    assert built.rows_T.tolist() == [1, 2, 3, 8]
+
+
+def test_every_tensor_has_the_documented_type():
+    built = build_micro_batch([make_sample(2, 3)], [0], [1.0], [1.0], padded(1))
+
+    types = {
+        name: getattr(built, name).dtype
+        for name in built.__slots__  # a slot per field
+    }
+    assert types == {
+        "token_ids_N": torch.int64,
+        "position_ids_N": torch.int64,
+        "cu_seqlens": torch.int32,
+        "rows_T": torch.int64,
+        "target_T": torch.int64,
+        "behaviour_logprob_T": torch.float32,
+        "rollout_logprob_T": torch.float32,
+        "advantage_T": torch.float32,
+        "mask_T": torch.float32,
+        "loss_weight_T": torch.float32,
+        "sample_T": torch.int64,
+        "position_T": torch.int64,
+        "version_T": torch.int64,
+    }
+
+
+def test_an_empty_micro_batch_is_one_padding_sequence_without_response_tokens():
+    built = build_micro_batch([], [], [], [], padded(4))
+
+    assert built.token_ids_N.tolist() == [0, 0, 0, 0]
+    assert built.position_ids_N.tolist() == [0, 1, 2, 3]
+    assert built.cu_seqlens.tolist() == [0, 4]
+    assert built.num_response_tokens == 0
+
+
+def test_a_rank_gets_its_own_micro_batches():
+    samples = [make_sample(1, 4, group_id=i) for i in range(4)]
+    asked = PackingRules(data_size=2, max_tokens=5, flops=FLOPS)
+    plan = plan_update(samples, range(4), asked)
+
+    ranks = [
+        build_micro_batches(
+            samples,
+            plan,
+            asked,
+            data_rank=rank,
+            context_rank=0,
+            context_size=1,
+            advantages_B=np.zeros(4),
+            loss_weights_B=np.zeros(4),
+        )
+        for rank in range(2)
+    ]
+
+    assert [len(rank) for rank in ranks] == [2, 2]
+    seen = [set(m.sample_T.tolist()) for rank in ranks for m in rank]
+    assert sorted(i for s in seen for i in s) == [0, 1, 2, 3]
+
+
+def test_a_sample_with_too_few_log_probs_is_named():
+    sample = make_sample(2, 3, group_id=4, index=1)
+    sample.behaviour_logprobs = sample.behaviour_logprobs[:2]
+
+    with pytest.raises(ValueError, match=r"sample 1 of group 4 .*3 response tokens but 2 behav"):
+        build_micro_batch([sample], [0], [1.0], [1.0], padded(1))
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        build_micro_batch([make_sample(0, 3)], [0], [1.0], [1.0], padded(1))

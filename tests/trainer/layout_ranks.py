@@ -1,0 +1,76 @@
+"""Trains from dumps in one layout after the other; used by test_layouts.py and the benchmark."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.trainer.loop import train
+
+SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
+OVERLAP = ("megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to train in."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...] = ()
+    dumps: str = "mixed"
+    """``mixed``: 16 samples per step. ``uneven``: 3 samples per update, which two ranks cannot
+    share equally. ``few``: 2 samples per update, fewer than four ranks."""
+
+
+CASES = (
+    Case("one rank, full recompute", 1, ("megatron.recompute=full",)),
+    Case("one rank, selective recompute", 1, ("megatron.recompute=selective",)),
+    Case("TP 2", 2, ("parallel.tensor=2",)),
+    Case("TP 2, SP", 2, SEQUENCE),
+    Case("PP 2", 2, ("parallel.pipeline=2",)),
+    Case("PP 2, VPP 2", 2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+    Case("PP 2, full recompute", 2, ("parallel.pipeline=2", "megatron.recompute=full")),
+    Case("CP 2", 2, ("parallel.context=2", "train.max_tokens_per_micro_batch=64")),
+    Case("CP 2, chunked logits", 2, ("parallel.context=2", "ops.logits_chunk_tokens=16")),
+    Case("DP 2", 2),
+    Case("DP 2, no distributed optimizer", 2, ("megatron.distributed_optimizer=false",)),
+    Case("DP 2, overlap", 2, OVERLAP),
+    Case("DP 2, uneven", 2, dumps="uneven"),
+    Case("TP 2 × PP 2, SP", 4, (*SEQUENCE, "parallel.pipeline=2")),
+    Case("CP 2 × TP 2, SP", 4, (*SEQUENCE, "parallel.context=2")),
+    Case(
+        "PP 2 × DP 2, VPP 2, overlap, recompute",
+        4,
+        (
+            "parallel.pipeline=2",
+            "parallel.virtual_pipeline=2",
+            "megatron.recompute=full",
+            *OVERLAP,
+        ),
+    ),
+    Case("DP 4, two ranks without a token", 4, dumps="few"),
+)
+
+
+def train_in(
+    cases: tuple[Case, ...], config: Path, dumps: dict[str, Path], root: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Train in each layout; returns the metrics of its steps by its name, on every rank."""
+    rows = {}
+    for number, case in enumerate(cases):
+        # A fresh port for each layout, as ``joined`` has.
+        os.environ["MASTER_PORT"], _, os.environ["TEST_PORTS"] = os.environ["TEST_PORTS"].partition(
+            ","
+        )
+        run_dir = root / f"{len(cases)}_{case.ranks}_{number}"
+        overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}", *case.overrides]
+        steps = len(list(dumps[case.dumps].glob("step_*.parquet")))
+        overrides += [f"train.steps={steps}", "log.console=false", "checkpoint.at_end=false"]
+        train(load_config(config, overrides))
+        rows[case.name] = read_metrics(run_dir / "metrics.jsonl")
+    return rows

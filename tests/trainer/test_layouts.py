@@ -1,0 +1,81 @@
+"""Training from dumps gives the same losses, bounds and gradient norms in every layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.distributed_launch import run_ranks
+from tests.trainer.dumps import write_dumps
+from tests.trainer.layout_ranks import CASES, Case, train_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+SAME = ("loss/policy", "policy/grad_norm", "policy/entropy", "policy/kl_behaviour")
+EQUAL = (
+    "bapo/clip_low",
+    "bapo/clip_high",
+    "bapo/exit_start_share",
+    "bapo/exit_met_share",
+    "train/updates",
+)
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("dumps")
+    shapes = {
+        "mixed": {"groups": 4, "samples_per_group": 4},
+        "uneven": {"groups": 2, "samples_per_group": 3},
+        "few": {"groups": 2, "samples_per_group": 2},
+    }
+    return {
+        name: write_dumps(root / name, random_model, steps=3, **shape)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, replay_config: Path, dumps: dict[str, Path]
+) -> dict[str, list[dict[str, Any]]]:
+    """Metrics of every case and, by ``one rank, <dumps>``, of what each is compared with."""
+    references = tuple(Case(f"one rank, {name}", 1, dumps=name) for name in dumps)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (1, 2, 4):
+        cases = tuple(case for case in (*references, *CASES) if case.ranks == ranks)
+        root = tmp_path_factory.mktemp(f"ranks_{ranks}")
+        rows |= run_ranks(train_in, ranks, cases, replay_config, dumps, root, timeout_s=500)[0]
+    return rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_layout_trains_like_one_rank(
+    trained: dict[str, list[dict[str, Any]]], case: Case
+) -> None:
+    rows, expected = trained[case.name], trained[f"one rank, {case.dumps}"]
+    assert len(rows) == len(expected) == 3
+    for row, reference in zip(rows, expected, strict=True):
+        assert row["policy/grad_norm"] > 0.01
+        for name in SAME:
+            assert row[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), name
+        for name in EQUAL:
+            assert row[name] == reference[name], name
+
+
+def test_the_bounds_that_layouts_agree_on_are_not_all_alike(
+    trained: dict[str, list[dict[str, Any]]],
+) -> None:
+    highs = {row["bapo/clip_high"] for rows in trained.values() for row in rows}
+    assert len(highs) > 2
+
+
+def test_ranks_without_work_still_take_part(trained: dict[str, list[dict[str, Any]]]) -> None:
+    (imbalance, *_) = [
+        row["train/imbalance_ratio"] for row in trained["DP 4, two ranks without a token"]
+    ]
+    assert imbalance >= 2.0  # two of four ranks have all of the work
