@@ -43,6 +43,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     Raises:
         ConfigError: The first rule that is broken: key, rule, value and remedy on one line.
     """
+    _check_apex()
     _check_parallel(config.parallel, world_size)
     hf_config = _check_model(config.model)
     _check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
@@ -84,6 +85,16 @@ def check_eval_config(config: RunConfig) -> None:
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
     _check_eval(hf_config, config)
+
+
+def _check_apex() -> None:
+    """Megatron takes any package of this name for NVIDIA's."""
+    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
+        raise ConfigError(
+            "apex: the installed package is not NVIDIA's (the package index has an unrelated one "
+            "of this name), or lacks its CUDA extensions, got no module 'amp_C'; pip uninstall "
+            "apex, or build NVIDIA's (docs/launch.md)"
+        )
 
 
 def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:

@@ -83,7 +83,10 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
     "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "chunk_size_feed_forward": (0, None),
 }
 """Fields that change the computation, and the values this project computes (absent: the last)."""
 
@@ -98,6 +101,24 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     """Return the vocabulary size that the model allocates over all tensor-parallel ranks."""
     multiple = math.lcm(VOCAB_MULTIPLE, tensor)
     return -(-vocab_size // multiple) * multiple
+
+
+READ_FIELDS = (
+    *("architectures", "model_type", "layer_types", "tie_word_embeddings", "vocab_size"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters"),
+)
+
+HARMLESS_FIELDS = (
+    # Of a window that use_sliding_window and layer_types say is not there.
+    *("sliding_window", "max_window_layers"),
+    # Of training from nothing, of generation, and of the file itself.
+    *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "id2label", "label2id"),
+    *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
+)
+"""Fields that do not change what the model computes."""
 
 
 def read_hf_config(model_dir: Path) -> HfConfig:
@@ -152,6 +173,7 @@ class _Reader:
             if self.fields.get(name, allowed[-1]) not in allowed:
                 raise self._unsupported(name, self.fields[name], f"only {allowed[0]!r}")
         self._refuse_windowed_layers()
+        self._refuse_unknown()
         hidden_size = self._positive("hidden_size")
         num_heads = self._positive("num_attention_heads")
         num_kv_heads = self._positive("num_key_value_heads", num_heads)
@@ -192,6 +214,17 @@ class _Reader:
         kinds = set(self.fields.get("layer_types") or ["full_attention"])
         if kinds != {"full_attention"}:
             raise self._unsupported("layer_types", sorted(kinds), "only 'full_attention'")
+
+    def _refuse_unknown(self) -> None:
+        """A field that nobody here knows may be part of another architecture."""
+        known = {*REQUIRED_VALUES, *READ_FIELDS, *HARMLESS_FIELDS}
+        for name, value in self.fields.items():
+            if name not in known and value:
+                raise ValueError(
+                    f"{self.path}: {name} is {value!r}, a field that is not known here and may "
+                    "change what the model computes; choose another model, or remove the field if "
+                    "it does not"
+                )
 
     def _rope(self) -> tuple[float, Llama3Rope | None]:
         """Read both spellings: transformers 5 writes ``rope_parameters``, older ones two fields."""

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.policy.hf_config import HfConfig, Llama3Rope, read_hf_config
+from bapo_megatron.policy.hf_config import (
+    FAMILIES,
+    HARMLESS_FIELDS,
+    READ_FIELDS,
+    REQUIRED_VALUES,
+    HfConfig,
+    Llama3Rope,
+    read_hf_config,
+)
+from tests.policy.tiny_models import model_class
 
 QWEN25 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -67,6 +76,21 @@ def test_qwen25_is_read_with_its_biases(tmp_path: Path) -> None:
         qkv_bias=True,
         qk_norm=False,
     )
+
+
+def test_every_field_of_transformers_own_configurations_is_known_here() -> None:
+    known = {*REQUIRED_VALUES, *READ_FIELDS, *HARMLESS_FIELDS}
+    for family in FAMILIES:
+        fields = model_class(family).config_class().to_dict()
+        assert set(fields) - known == set(), family
+
+
+def test_a_field_that_nobody_knows_is_refused_unless_it_is_off(tmp_path: Path) -> None:
+    read_hf_config(write(tmp_path, {"use_mrope": False, "auto_map": None}))
+    with pytest.raises(
+        ValueError, match=r"config.json: logit_scale is 0.5, a field that is not known here"
+    ):
+        read_hf_config(write(tmp_path, {"logit_scale": 0.5}))
 
 
 def test_qwen3_has_norms_on_heads_and_its_own_head_dim(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (
 def make_model(family: str, directory: Path, **changes: Any) -> None:
     """Write a random model in float32; norms and biases are random too."""
     torch.manual_seed(FAMILIES.index(family))
-    model = _model_class(family)(_config(family, changes)).float()
+    model = model_class(family)(_config(family, changes)).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -48,10 +48,10 @@ def make_model(family: str, directory: Path, **changes: Any) -> None:
 
 def load_reference(family: str, directory: Path) -> Any:
     """The model as transformers reads it."""
-    return _model_class(family).from_pretrained(directory, dtype=torch.float32)
+    return model_class(family).from_pretrained(directory, dtype=torch.float32)
 
 
-def _model_class(family: str) -> Any:
+def model_class(family: str) -> Any:
     # torchvision's wheel is built for CUDA. Without CUDA its operators are missing, and its import
     # (by transformers) fails for want of these two; declaring them is enough.
     # Beside a CUDA build of torch it brings them itself.
@@ -88,7 +88,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             },
         },
     }
-    return _model_class(family).config_class(**{**SIZES, **own[family], **changes})
+    return model_class(family).config_class(**{**SIZES, **own[family], **changes})
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
+from bapo_megatron.tiny.tokenizer import build_tokenizer
 from bapo_megatron.trainer.plan import Layout
 from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, Sample
-from tests.policy.tiny_models import load_reference
+from tests.policy.tiny_models import load_reference, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ONE_RANK = Layout(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
 """Everything on one rank, in micro-batches of 4,096 tokens."""
+
+DUMP_SHAPES = {
+    "mixed": {"groups": 4, "samples_per_group": 4},
+    "uneven": {"groups": 2, "samples_per_group": 3},
+    "few": {"groups": 2, "samples_per_group": 2},
+}
+"""The dumps that layouts train from (``layout_ranks.Case.dumps``)."""
+
+
+def make_random_model(directory: Path) -> Path:
+    """Write a random Qwen2 of four layers with the tiny tokenizer; returns the directory."""
+    tokenizer = build_tokenizer()
+    make_model(
+        "qwen2",
+        directory,
+        num_hidden_layers=4,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def replay_settings(model_dir: Path, dumps: Path, run_dir: Path) -> dict[str, Any]:
+    """A configuration: five steps of two updates in float32 from ``dumps``."""
+    return {
+        "name": "replay",
+        "run_dir": str(run_dir),
+        "replay": str(dumps),
+        "model": {"path": str(model_dir), "dtype": "float32"},
+        "algorithm": {"updates_per_batch": 2, "bapo": {"target": 0.38}},
+        "optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_updates": 2},
+        "train": {"steps": 5, "max_tokens_per_micro_batch": 128},
+        "log": {"tensorboard": False},
+    }
+
+
+def write_dump_shapes(root: Path, model_dir: Path, *, steps: int) -> dict[str, Path]:
+    """Write every entry of ``DUMP_SHAPES``; returns the directories by name."""
+    return {
+        name: write_dumps(root / name, model_dir, steps=steps, **shape)
+        for name, shape in DUMP_SHAPES.items()
+    }
 
 
 def write_dumps(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.distributed_launch import run_ranks
-from tests.trainer.dumps import write_dumps
+from tests.trainer.dumps import write_dump_shapes
 from tests.trainer.layout_ranks import CASES, Case, train_in
 
 if TYPE_CHECKING:
@@ -27,16 +27,7 @@ EQUAL = (
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("dumps")
-    shapes = {
-        "mixed": {"groups": 4, "samples_per_group": 4},
-        "uneven": {"groups": 2, "samples_per_group": 3},
-        "few": {"groups": 2, "samples_per_group": 2},
-    }
-    return {
-        name: write_dumps(root / name, random_model, steps=3, **shape)
-        for name, shape in shapes.items()
-    }
+    return write_dump_shapes(tmp_path_factory.mktemp("dumps"), random_model, steps=3)
 
 
 @pytest.fixture(scope="module")

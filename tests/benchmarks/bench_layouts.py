@@ -1,0 +1,110 @@
+"""Trains from the same dumps in every layout, and writes how far each is from one rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tests.benchmarks.harness import REPOSITORY, machine
+from tests.distributed_launch import run_ranks
+from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
+from tests.trainer.layout_ranks import CASES, Case, train_in
+
+STEPS = 10
+COMPARED = {"loss": "loss/policy", "gradient norm": "policy/grad_norm"}
+BOUNDS = ("bapo/clip_low", "bapo/clip_high")
+
+
+def measure(root: Path) -> list[dict[str, Any]]:
+    """Train every case; one row of the table for each."""
+    model = make_random_model(root / "model")
+    dumps = write_dump_shapes(root / "dumps", model, steps=STEPS)
+    config = root / "replay.yaml"
+    config.write_text(yaml.safe_dump(replay_settings(model, dumps["mixed"], root / "run")))
+    references = tuple(Case(f"one rank, {name}", 1, dumps=name) for name in dumps)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (1, 2, 4):
+        cases = tuple(case for case in (*references, *CASES) if case.ranks == ranks)
+        rows |= run_ranks(train_in, ranks, cases, config, dumps, root / str(ranks), timeout_s=1800)[
+            0
+        ]
+    return [_compare(case, rows[case.name], rows[f"one rank, {case.dumps}"]) for case in CASES]
+
+
+def _compare(
+    case: Case, rows: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> dict[str, Any]:
+    pairs = list(zip(rows, expected, strict=True))
+    largest = {
+        label: max(abs(row[name] - ref[name]) / max(abs(ref[name]), 1.0) for row, ref in pairs)
+        for label, name in COMPARED.items()
+    }
+    return {
+        "layout": case.name,
+        "ranks": case.ranks,
+        "settings": " ".join(case.overrides),
+        "steps": len(pairs),
+        **largest,
+        "bounds equal": all(row[name] == ref[name] for row, ref in pairs for name in BOUNDS),
+        "different bounds": len({row[name] for row in rows for name in BOUNDS}),
+        "imbalance": max(row["train/imbalance_ratio"] for row in rows),
+        "packed": min(row["train/packing_share"] for row in rows),
+    }
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    where = report["machine"]
+    lines = [
+        "# Layouts against one rank",
+        "",
+        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
+        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
+        f"{where['packages']['megatron-core']}.",
+        "",
+        f"    {where['command']}",
+        "",
+        f"A random Qwen2 of 4 layers in float32 trains {STEPS} steps of 2 updates from the same "
+        "dumps in every layout (`train replay=…`). Differences are the largest over the steps, "
+        "relative to max(1, |value|). The bounds of every search are compared bit by bit. "
+        "Imbalance is the operations of the rank with the most over the mean; packed is the share "
+        "of positions that hold a real token, both of the worst step.",
+        "",
+        "| layout | ranks | loss | gradient norm | bounds | imbalance | packed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        bounds = "equal" if row["bounds equal"] else "DIFFERENT"
+        lines.append(
+            f"| {row['layout']} | {row['ranks']} | {row['loss']:.1e} | "
+            f"{row['gradient norm']:.1e} | {bounds} | {row['imbalance']:.2f} | "
+            f"{row['packed']:.0%} |"
+        )
+    lines += ["", "Settings:", ""]
+    lines += [f"- {row['layout']}: `{row['settings'] or '(none)'}`" for row in report["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "docs/benchmarks/layouts_cpu_202611"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(Path(scratch))
+    report = {"machine": machine(torch.device("cpu")), "rows": rows}
+    text = _markdown(report)
+    print(text)  # noqa: T201
+    options.out.with_suffix(".md").write_text(text)
+    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
