@@ -70,13 +70,18 @@ def run_to_exit(
     return [process.exitcode for process in ranks]
 
 
+def take_port() -> None:
+    """Let the next process groups meet at a store of their own."""
+    os.environ["MASTER_PORT"], _, os.environ["TEST_PORTS"] = os.environ["TEST_PORTS"].partition(",")
+
+
 @contextmanager
 def joined(tensor: int = 1, sequence: bool = False, **sizes: int) -> Iterator[ProcessGroups]:
     """Process groups of one layout over all ranks; left at the end of the block.
 
     ``sizes``: further sizes of ``ParallelConfig``.
     """
-    os.environ["MASTER_PORT"], _, os.environ["TEST_PORTS"] = os.environ["TEST_PORTS"].partition(",")
+    take_port()
     parallel = ParallelConfig.model_validate(
         {"tensor": tensor, "sequence": sequence, "timeout_s": 60.0, **sizes}
     )

@@ -5,9 +5,11 @@ it adds:
 
 * Without CUDA it makes sglang importable. Spawned children import this module again (as
   ``__mp_main__``), therefore that happens at the top level.
-* Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the API keys
-  from its standard input, so that no process listing shows them, and ends the whole process group
-  when the owner is gone, however the owner died.
+* The API keys are no arguments, so that no process listing shows them, and are kept out of the log.
+  They are in the variables that the trainer reads too (``sglang_client.ApiKeys``).
+* Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
+  its standard input instead, and ends the whole process group when the owner is gone, however the
+  owner died.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import signal
 import sys
 import threading
 import types
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -85,9 +88,13 @@ def main(arguments: list[str]) -> None:
         arguments: Arguments of ``sglang.launch_server``.
     """
     owner_pid = os.environ.pop(OWNER_PID_VARIABLE, None)
-    if owner_pid is not None:
-        arguments = arguments + _read_key_arguments()
+    if owner_pid is None:
+        keys = _keys_of_environment()
+    else:
+        keys = json.loads(sys.stdin.buffer.readline())
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
+    _keep_out_of_log(list(keys.values()))
+    arguments = arguments + [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -102,23 +109,27 @@ def main(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _read_key_arguments() -> list[str]:
-    """Take the API keys from the first line of standard input and keep them out of the log."""
-    keys: dict[str, str] = json.loads(sys.stdin.buffer.readline())
+def _keys_of_environment() -> dict[str, str]:
+    """The keys that are set, under the names of the arguments."""
+    from bapo_megatron.rollout.sglang_client import ApiKeys
+
+    return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
+
+
+def _keep_out_of_log(keys: list[str]) -> None:
     make_record = logging.getLogRecordFactory()
 
     def make_redacted_record(*arguments: Any, **options: Any) -> logging.LogRecord:
         # A factory, because sglang logs all of its settings and replaces every handler.
         record = make_record(*arguments, **options)
         message = record.getMessage()
-        if any(key in message for key in keys.values()):
-            for key in keys.values():
+        if any(key in message for key in keys):
+            for key in keys:
                 message = message.replace(key, "<redacted>")
             record.msg, record.args = message, None
         return record
 
     logging.setLogRecordFactory(make_redacted_record)
-    return [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
 
 
 def _end_with_owner(owner_pid: int) -> None:

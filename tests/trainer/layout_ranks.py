@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from bapo_megatron.config.load import load_config
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.loop import train
+from tests.distributed_launch import take_port
 
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
 OVERLAP = ("megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true")
@@ -63,10 +63,7 @@ def train_in(
     """Train in each layout; returns the metrics of its steps by its name, on every rank."""
     rows = {}
     for number, case in enumerate(cases):
-        # A fresh port for each layout, as ``joined`` has.
-        os.environ["MASTER_PORT"], _, os.environ["TEST_PORTS"] = os.environ["TEST_PORTS"].partition(
-            ","
-        )
+        take_port()
         run_dir = root / f"{len(cases)}_{case.ranks}_{number}"
         overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}", *case.overrides]
         steps = len(list(dumps[case.dumps].glob("step_*.parquet")))

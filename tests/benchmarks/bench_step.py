@@ -1,0 +1,107 @@
+"""Replays the batches of a run and says where the time of a training step goes.
+
+    make demo && python -m tests.benchmarks.bench_step runs/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.harness import machine
+from tests.benchmarks.step_ranks import PARTS, profile_steps
+from tests.distributed_launch import run_ranks
+
+LAYOUTS = {
+    "one rank": (1, []),
+    "TP 2": (2, ["parallel.tensor=2"]),
+    "PP 2": (2, ["parallel.pipeline=2"]),
+    "DP 2": (2, []),
+}
+WARM_UP = 2
+"""Steps that are left out."""
+
+
+def measure(run_dir: Path, steps: int) -> dict[str, dict[str, float]]:
+    """Median seconds per step on rank 0 of every part, by layout."""
+    table = {}
+    for name, (ranks, overrides) in LAYOUTS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            settings = [
+                f"run_dir={scratch}/run",
+                f"replay={run_dir}/rollouts",
+                f"train.steps={steps + WARM_UP}",
+                "checkpoint.at_end=false",
+                "log.console=false",
+                "parallel.tensor=1",
+                "parallel.pipeline=1",
+                *overrides,
+            ]
+            config = run_dir / "config.yaml"
+            (first, *_) = run_ranks(profile_steps, ranks, settings, config, True, timeout_s=1800)
+        rows = first["seconds"][WARM_UP:]
+        medians = {label: _median(rows, label) for label in (*PARTS, "whole")}
+        medians["the rest"] = medians["whole"] - sum(medians[label] for label in PARTS)
+        table[name] = medians
+    return table
+
+
+def _median(rows: list[dict[str, float]], label: str) -> float:
+    return statistics.median(row.get(label, 0.0) for row in rows)
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    where, table = report["machine"], report["seconds"]
+    names = list(table)
+    lines = [
+        "# Where the time of a training step goes",
+        "",
+        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
+        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
+        f"{where['packages']['megatron-core']}.",
+        "",
+        f"    {where['command']}",
+        "",
+        "The batches of the demo (256 responses, 4 updates per step) are replayed; medians over "
+        f"{report['steps']} steps on rank 0, in ms, and the share of the whole. Generation and the "
+        "servers' loading are not part of it.",
+        "",
+        "| | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for label in (*PARTS, "the rest", "whole"):
+        cells = [
+            f"{table[name][label] * 1e3:.1f} ({table[name][label] / table[name]['whole']:.0%})"
+            for name in names
+        ]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="a finished run of the demo")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    options = parser.parse_args()
+    report = {
+        "machine": machine(torch.device("cpu")),
+        "steps": options.steps,
+        "seconds": measure(options.run_dir, options.steps),
+    }
+    text = _markdown(report)
+    print(text)  # noqa: T201
+    if options.out is not None:
+        options.out.with_suffix(".md").write_text(text)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Times the parts of training steps on each rank; used by bench_step.py."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.telemetry.sinks import MetricsSinks
+from bapo_megatron.trainer import run as run_module
+from bapo_megatron.trainer import step as step_module
+from bapo_megatron.trainer.loop import train
+from tests.distributed_launch import take_port
+
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "read and share the batch": [(run_module.Run, "next_batch")],
+    "build micro-batches": [(step_module, "plan_step")],
+    "forward only": [(MegatronPolicy, "forward_only")],
+    "forward and backward": [(MegatronPolicy, "forward_backward")],
+    "reduce reports": [(step_module, "reduce_reports")],
+    "optimizer": [(MegatronPolicy, "optimizer_step")],
+    "export weights (sync)": [(MegatronPolicy, "export_hf")],
+    "write metrics": [(MetricsSinks, "write")],
+}
+"""What is timed, by label: functions that contain none of the others."""
+
+
+def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str, Any]:
+    """Train and return, for every step, the seconds of each part and of the whole.
+
+    Args:
+        overrides: Of the configuration.
+        config: A configuration with ``replay``.
+        exports: Export the weights after every step, as a run with servers does.
+    """
+    seconds: list[dict[str, float]] = []
+    current: defaultdict[str, float] = defaultdict(float)
+    began = time.perf_counter()
+
+    def end_step(self: run_module.Run, *args: Any) -> None:
+        nonlocal began
+        if exports:
+            self.policy.export_hf(self.config.run_dir / "exported")
+        whole_s = time.perf_counter() - began
+        seconds.append({**current, "whole": whole_s})
+        current.clear()
+        began = time.perf_counter()
+
+    take_port()
+    with _timed(current), mock.patch.object(run_module.Run, "save_if_due", end_step):
+        train(load_config(config, overrides))
+    return {"seconds": seconds}
+
+
+@contextmanager
+def _timed(current: defaultdict[str, float]) -> Iterator[None]:
+    patches = []
+    for label, functions in PARTS.items():
+        for owner, name in functions:
+            timed = _wrap(getattr(owner, name), label, current)
+            patches.append(mock.patch.object(owner, name, timed))
+    try:
+        for patch in patches:
+            patch.start()
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def _wrap(
+    function: Callable[..., Any], label: str, current: defaultdict[str, float]
+) -> Callable[..., Any]:
+    def timed(*args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            current[label] += time.perf_counter() - began
+
+    return timed

@@ -1,0 +1,392 @@
+"""The scripts in examples/: clean shell, the commands that they run, and runs of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.launch import REPOSITORY, free_port
+from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLES = REPOSITORY / "examples"
+SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
+KEY = "BAPO_MEGATRON_ADMIN_API_KEY"
+READ = (
+    *("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("MODEL", "HOST", "PORT", "SERVERS", "TENSOR", KEY, "BAPO_MEGATRON_API_KEY"),
+)
+CPU_SERVER = [
+    "--device=cpu",
+    "--dtype=float32",
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--disable-overlap-schedule",
+    "--disable-cuda-graph",
+    "--grammar-backend=none",
+    "--mem-fraction-static=0.3",
+    "--max-total-tokens=8192",
+    "--sleep-on-idle",
+]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A folder of stand-ins that comes first in PATH."""
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    return folder
+
+
+def stand_in(folder: Path, name: str, script: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def environment(commands: Path | None = None, **variables: str) -> dict[str, str]:
+    """This process's environment without what the scripts read."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in READ and not name.startswith("SLURM")
+    }
+    path = f"{commands}:{os.environ['PATH']}" if commands else os.environ["PATH"]
+    return {
+        **inherited,
+        "PATH": path,
+        "PYTHON": sys.executable,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1",
+        **variables,
+    }
+
+
+def start(script: str, *arguments: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(EXAMPLES / script), *arguments],
+        cwd=REPOSITORY,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> str:
+    """Output of a script that ends by itself."""
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(script: str, *arguments: str, env: dict[str, str]) -> tuple[int, list[str]]:
+    """Exit status and lines of output."""
+    process = start(script, *arguments, env=env)
+    output = finish(process)
+    return process.returncode, output.splitlines()
+
+
+@pytest.fixture(scope="module")
+def replay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of training from dumps."""
+    folder = tmp_path_factory.mktemp("replay")
+    model = make_random_model(folder / "model")
+    dumps = write_dumps(folder / "dumps", model, steps=2)
+    settings = replay_settings(model, dumps, folder / "run")
+    settings["train"]["steps"] = 2
+    (folder / "replay.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "replay.yaml"
+
+
+def test_shell_scripts_are_clean() -> None:
+    scripts = [*SCRIPTS, REPOSITORY / "requirements" / "install.sh"]
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    result = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_short_strict_and_says_how_to_use_it(script: Path) -> None:
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n# ")
+    assert "\n# usage: " in text or "usage: examples/" in text.splitlines()[2]
+    assert "\nset -euo pipefail\n" in text
+    assert os.access(script, os.X_OK)
+    assert len(text.splitlines()) <= 50
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "demo.sh",
+        "single_node.sh",
+        "multi_node.sh",
+        "rollout_servers.sh",
+        "evaluate.sh",
+        "slurm.sbatch",
+    ],
+)
+def test_without_arguments_a_script_says_what_it_needs(script: str, commands: Path) -> None:
+    never = stand_in(commands, "python", "echo started")
+    status, lines = run(script, env=environment(PYTHON=str(never)))
+    assert status != 0
+    assert len(lines) == 1
+    assert "usage" in lines[0] or "set MODEL to" in lines[0]
+
+
+def test_single_node_runs_torchrun_on_every_gpu_with_megatron_s_settings(commands: Path) -> None:
+    python = stand_in(commands, "python", 'echo "$CUDA_DEVICE_MAX_CONNECTIONS: $*"')
+    status, lines = run("single_node.sh", "a.yaml", "x=[1, 2]", env=environment(PYTHON=str(python)))
+    assert (status, lines) == (
+        0,
+        [
+            "1: -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node gpu "
+            "-m bapo_megatron train a.yaml x=[1, 2]"
+        ],
+    )
+
+
+def test_in_a_slurm_step_the_task_s_number_is_the_node_s_rank(commands: Path) -> None:
+    python = stand_in(commands, "python", 'echo "$@"')
+    env = environment(PYTHON=str(python), NNODES="4", MASTER_ADDR="node7", SLURM_PROCID="3")
+    status, lines = run("multi_node.sh", "a.yaml", env=env)
+    assert (status, lines) == (
+        0,
+        [
+            "-m torch.distributed.run --nnodes 4 --node-rank 3 --nproc-per-node gpu "
+            "--master-addr node7 --master-port 29500 -m bapo_megatron train a.yaml"
+        ],
+    )
+
+
+@pytest.mark.distributed
+def test_two_nodes_train_together(replay_config: Path, tmp_path: Path) -> None:
+    port = str(free_port())
+    nodes = [
+        start(
+            "multi_node.sh",
+            str(replay_config),
+            f"run_dir={tmp_path / 'run'}",
+            "parallel.tensor=2",  # so that neither node can do without the other
+            env=environment(
+                NNODES="2", NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC="1"
+            ),
+        )
+        for rank in ("1", "0")
+    ]
+    outputs = [finish(node) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert "2/2" in outputs[1]  # the node with NODE_RANK=0 reports
+
+
+def test_rollout_servers_have_ports_and_gpus_of_their_own(commands: Path) -> None:
+    python = stand_in(commands, "python", 'echo "$@"; sleep 0.5')
+    env = environment(
+        PYTHON=str(python), MODEL="m", HOST="10.0.0.7", SERVERS="2", TENSOR="4", **{KEY: "secret"}
+    )
+    status, lines = run("rollout_servers.sh", "--sleep-on-idle", env=env)
+    assert status == 0
+    launcher = "-m bapo_megatron.rollout.sglang_launcher --model-path m --host 10.0.0.7 --port "
+    common = "--log-level-http warning --sleep-on-idle"
+    assert sorted(lines) == [
+        f"{launcher}30000 --dtype bfloat16 --tensor-parallel-size 4 --base-gpu-id 0 {common}",
+        f"{launcher}30001 --dtype bfloat16 --tensor-parallel-size 4 --base-gpu-id 4 {common}",
+    ]
+
+
+def test_rollout_servers_listen_for_nobody_without_an_admin_key(commands: Path) -> None:
+    python = stand_in(commands, "python", "echo started")
+    env = environment(PYTHON=str(python), MODEL="m", HOST="10.0.0.7")
+    status, lines = run("rollout_servers.sh", env=env)
+    assert status != 0
+    assert len(lines) == 1
+    assert f"{KEY}: set it: whoever reaches the port could replace the weights" in lines[0]
+
+
+def test_when_one_rollout_server_dies_the_others_and_the_script_end(commands: Path) -> None:
+    python = stand_in(
+        commands,
+        "python",
+        'case "$*" in *30001*) sleep 0.5; exit 7 ;; *) exec sleep 300 ;; esac',
+    )
+    env = environment(
+        PYTHON=str(python), MODEL="m", HOST="127.0.0.1", SERVERS="3", **{KEY: "secret"}
+    )
+    process = start("rollout_servers.sh", env=env)
+    finish(process, timeout_s=20)
+    assert process.returncode == 7
+    assert not of_session(process.pid)
+
+
+def of_session(session: int) -> list[list[str]]:
+    """Command lines of the processes that a script started and that still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.cmdline())
+    return found
+
+
+def slurm_environment(commands: Path, tmp_path: Path, *, curl: str, servers: str) -> dict[str, str]:
+    """A heterogeneous job of two trainer nodes and two rollout nodes, with stand-ins for Slurm."""
+    stand_in(commands, "scontrol", 'test "$1 $2" = "show hostnames" && printf "%s1\\n%s2\\n" $3 $3')
+    stand_in(
+        commands,
+        "srun",
+        f'echo "srun $* | $MODEL $SERVERS $TENSOR $NNODES $MASTER_ADDR ${{#{KEY}}}" '
+        f'>> {tmp_path}/calls\ncase "$1" in --het-group=1) {servers} ;; esac',
+    )
+    stand_in(commands, "curl", f'echo "curl ${{@: -1}}" >> {tmp_path}/calls\n{curl}')
+    return environment(
+        commands, SLURM_JOB_NODELIST_HET_GROUP_0="train", SLURM_JOB_NODELIST_HET_GROUP_1="sample"
+    )
+
+
+def test_the_slurm_job_starts_servers_waits_for_them_and_trains(
+    commands: Path, tmp_path: Path
+) -> None:
+    env = slurm_environment(commands, tmp_path, curl="exit 0", servers="exec sleep 300")
+    env |= {"SERVERS": "2", "TENSOR": "4"}
+    process = start("slurm.sbatch", "configs/a.yaml", "models/b", "train.steps=3", env=env)
+    finish(process, timeout_s=20)
+    assert process.returncode == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    state = "models/b 2 4 2 train1 32"
+    flags = "--cpu-bind=none --kill-on-bad-exit=1"
+    assert calls[-1] == (
+        f"srun --het-group=0 {flags} examples/multi_node.sh configs/a.yaml model.path=models/b "
+        "rollout.servers=[http://sample1:30000,http://sample1:30001,http://sample2:30000,"
+        f"http://sample2:30001] train.steps=3 | {state}"
+    )
+    assert sorted(calls[:-1]) == [
+        "curl http://sample1:30000/ready",
+        "curl http://sample1:30001/ready",
+        "curl http://sample2:30000/ready",
+        "curl http://sample2:30001/ready",
+        f"srun --het-group=1 {flags} examples/rollout_servers.sh | {state}",
+    ]
+    assert not of_session(process.pid)
+
+
+def test_the_slurm_job_ends_when_its_servers_do_not_start(commands: Path, tmp_path: Path) -> None:
+    env = slurm_environment(commands, tmp_path, curl="exit 7", servers="exit 1")
+    stand_in(commands, "sleep", "exec /bin/sleep 0.2")
+    process = start("slurm.sbatch", "configs/a.yaml", "models/b", env=env)
+    finish(process, timeout_s=20)
+    assert process.returncode != 0
+    assert "--het-group=0" not in (tmp_path / "calls").read_text()
+
+
+@pytest.fixture
+def server(replay_config: Path, tmp_path: Path) -> Iterator[str]:
+    """Address of a real server that rollout_servers.sh started."""
+    port, log_path = free_port(), tmp_path / "server.log"
+    with ExitStack() as stack:
+        log = stack.enter_context(log_path.open("w"))
+        process = subprocess.Popen(
+            [str(EXAMPLES / "rollout_servers.sh"), *CPU_SERVER],
+            env=environment(
+                MODEL=str(replay_config.parent / "model"),
+                HOST="127.0.0.1",
+                PORT=str(port),
+                SERVERS="1",
+                **{KEY: "admin-secret"},
+            ),
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        address = f"http://127.0.0.1:{port}"
+        try:
+            while not _answers(address):
+                assert process.poll() is None, log_path.read_text()
+                time.sleep(0.5)
+            running = of_session(process.pid)
+            assert len(running) >= 3
+            assert "admin-secret" not in str(running)
+            yield address
+            process.terminate()
+            process.wait(timeout=30)
+            assert not of_session(process.pid)
+            assert "admin-secret" not in log_path.read_text()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ready", timeout=1, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.sglang
+def test_a_trainer_and_an_evaluation_use_servers_that_run_elsewhere(
+    server: str, replay_config: Path, tmp_path: Path
+) -> None:
+    refused = httpx.post(f"{server}/abort_request", json={"rid": "x"}, trust_env=False)
+    assert refused.status_code in (401, 403)
+    prompts = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    overrides = [
+        f"rollout.servers=[{server}]",
+        "replay=null",
+        f"data.train.path={questions}",
+        "data.max_prompt_tokens=32",
+        "rollout.groups_per_step=4",  # two updates
+        "rollout.samples_per_group=2",
+        "rollout.max_response_tokens=16",
+        f"eval.sets=[{{path: {questions}}}]",
+        "eval.max_prompts=4",
+        "eval.max_response_tokens=16",
+        "train.steps=1",
+        "algorithm.entropy_coefficient=0.001",  # a random model is never right: no other signal
+    ]
+    env = environment(NPROC="2", **{KEY: "admin-secret"})
+    run_dir = tmp_path / "run"
+    status, lines = run(
+        "single_node.sh", str(replay_config), f"run_dir={run_dir}", *overrides, env=env
+    )
+    assert status == 0, lines
+    (row,) = (row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] == 0)
+    assert row["rollout/generated_tokens"] > 0
+    assert row["mismatch/logprob_abs_max"] < 1e-4  # trainer and server hold the same weights
+
+    status, lines = run(
+        "evaluate.sh",
+        str(replay_config),
+        str(run_dir / "hf"),
+        str(tmp_path / "eval"),
+        *overrides,
+        env=env,
+    )
+    assert status == 0, lines
+    (result,) = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert (result["name"], result["num_prompts"]) == ("questions", 4)
