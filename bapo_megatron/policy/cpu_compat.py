@@ -71,6 +71,10 @@ def _patch_rng() -> None:
     megatron_random._set_cuda_rng_state = set_rng_state
 
 
+_WITHOUT_KEYWORDS = (torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to)
+"""Functions that say CUDA, or ask for it, without a keyword."""
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites the CUDA that Megatron writes out in calls of torch functions."""
 
@@ -81,6 +85,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _WITHOUT_KEYWORDS:
+            return func(*args)  # nearly every call of a step comes here
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
