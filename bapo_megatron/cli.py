@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -147,6 +148,119 @@ def plot(
     target = out or run_dirs[0] / "dynamics.png"
     draw_dynamics(run_dirs, target)
     typer.echo(f"drew {target}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Hugging Face directory, or a torch_dist checkpoint (step_<n>).")
+    ],
+    target: Annotated[Path, typer.Argument(help="Directory to write, of the other kind.")],
+    hf: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json and tokenizer of a checkpoint that does not name its model."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; default: as in SOURCE, bit by bit.")
+    ] = None,
+    max_file_gb: Annotated[
+        float, typer.Option(help="Largest weight file (and host memory), in 10^9 bytes.")
+    ] = 5.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete and replace a TARGET that is not empty.")
+    ] = False,
+) -> None:
+    """Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model."""
+    from bapo_megatron.policy.quiet import ignore_known_warnings
+
+    ignore_known_warnings()  # before megatron is imported
+    from bapo_megatron.policy.convert import Amount
+    from bapo_megatron.policy.convert import convert as run_conversion
+    from bapo_megatron.telemetry.progress import ProgressLine
+
+    with ProgressLine() as progress:
+
+        def report(done: Amount, total: Amount) -> None:
+            progress.update(
+                f"{done.num_bytes / total.num_bytes:.0%}: {done.num_tensors}/{total.num_tensors} "
+                f"tensors, {done.num_bytes / 1e9:.1f}/{total.num_bytes / 1e9:.1f} GB"
+            )
+
+        start_s = time.monotonic()
+        made = run_conversion(
+            source,
+            target,
+            hf_dir=hf,
+            dtype=dtype,
+            max_file_bytes=int(max_file_gb * 1e9),
+            force=force,
+            report=report,
+        )
+    typer.echo(
+        f"wrote {target} ({made.format}): {made.amount.num_tensors} tensors, "
+        f"{made.amount.num_bytes / 1e9:.3g} GB {str(made.dtype).removeprefix('torch.')}, "
+        f"{made.num_files} file{'s' * (made.num_files > 1)}, {time.monotonic() - start_s:.0f} s"
+    )
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Trainer GPUs; default: those of one replica.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GB of one GPU; default: that GPU's.")
+    ] = None,
+    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    mfu: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the peak that products reach.")
+    ] = 0.4,
+    local_layers: Annotated[
+        bool, typer.Option("--local-layers", help="Without Transformer Engine.")
+    ] = False,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean; default: 256, if prompts may be so long.")
+    ] = None,
+    response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean; default: half of the longest.")
+    ] = None,
+    rollout_gpus: Annotated[
+        int | None, typer.Option(min=1, help="Default: rollout.servers', else as the trainer.")
+    ] = None,
+    rollout_tokens_per_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Of one rollout GPU; default: estimated.")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="A config.json; default: that of model.path.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare parameters with Megatron's own model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate memory, messages and time of CONFIG on a cluster, and list other layouts."""
+    run_config = _load(config, overrides)
+    from bapo_megatron.planning.command import show_plan
+    from bapo_megatron.planning.plan import PlanOptions
+
+    options = PlanOptions(
+        gpus=gpus,
+        gpu=gpu,
+        gpu_memory_gb=gpu_memory,
+        node_gpus=node_gpus,
+        mfu_share=mfu,
+        layers="local" if local_layers else "transformer-engine",
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        rollout_gpus=rollout_gpus,
+        rollout_tokens_per_s=rollout_tokens_per_s,
+    )
+    show_plan(run_config, options, config_file=model_config, check=check, as_json=as_json)
 
 
 @app.command("config")

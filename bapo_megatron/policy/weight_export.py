@@ -188,8 +188,13 @@ def write_weights(
 
 
 def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], path: Path) -> None:
-    # Copies: parameters may lie in one shared buffer, which safetensors does not accept.
-    tensors = {key: t.to("cpu", copy=True) for key, t in islice(weights, len(sizes))}
+    # One block of memory: of many small ones the allocator would keep a good part for itself.
+    content = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+    tensors = {}
+    for part, (name, tensor) in zip(
+        content.split(list(sizes.values())), islice(weights, len(sizes)), strict=True
+    ):
+        tensors[name] = part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     assert tensors.keys() == sizes.keys(), "weights must come in the order of the table"
     try:
         save_file(tensors, path, metadata={"format": "pt"})

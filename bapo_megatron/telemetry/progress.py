@@ -1,4 +1,4 @@
-"""Progress of long waits on the terminal: server start, generation, evaluation."""
+"""Progress of long work on the terminal: server start, generation, evaluation, conversion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN_INTERVAL_S = 10.0
 """Without a terminal a line is printed at most this often."""
 
 
-class RolloutProgress:
+class ProgressLine:
     """Shows one status line that changes in place; plain lines where output is no terminal."""
 
     def __init__(self) -> None:

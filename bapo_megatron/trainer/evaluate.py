@@ -12,7 +12,7 @@ from rich.table import Table
 from bapo_megatron.config.check import check_eval_config
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
-from bapo_megatron.telemetry.progress import RolloutProgress
+from bapo_megatron.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     """
     check_eval_config(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    with RolloutProgress() as progress:
+    with ProgressLine() as progress:
         source = CollectorClient(config, on_progress=progress.update, for_training=False)
         try:
             source.start()

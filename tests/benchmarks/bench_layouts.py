@@ -14,7 +14,7 @@ import yaml
 from tests.benchmarks.harness import REPOSITORY, machine
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
-from tests.trainer.layout_ranks import CASES, Case, train_in
+from tests.trainer.layout_ranks import CASES, Case, train_in, with_references
 
 STEPS = 10
 COMPARED = {"loss": "loss/policy", "gradient norm": "policy/grad_norm"}
@@ -27,14 +27,13 @@ def measure(root: Path) -> list[dict[str, Any]]:
     dumps = write_dump_shapes(root / "dumps", model, steps=STEPS)
     config = root / "replay.yaml"
     config.write_text(yaml.safe_dump(replay_settings(model, dumps["mixed"], root / "run")))
-    references = tuple(Case(f"one rank, {name}", 1, dumps=name) for name in dumps)
     rows: dict[str, list[dict[str, Any]]] = {}
     for ranks in (1, 2, 4):
-        cases = tuple(case for case in (*references, *CASES) if case.ranks == ranks)
+        cases = with_references(ranks)
         rows |= run_ranks(train_in, ranks, cases, config, dumps, root / str(ranks), timeout_s=1800)[
             0
         ]
-    return [_compare(case, rows[case.name], rows[f"one rank, {case.dumps}"]) for case in CASES]
+    return [_compare(case, rows[case.name], rows[case.reference.name]) for case in CASES]
 
 
 def _compare(
@@ -48,7 +47,7 @@ def _compare(
     return {
         "layout": case.name,
         "ranks": case.ranks,
-        "settings": " ".join(case.overrides),
+        "settings": " ".join((*case.overrides, *case.algorithm)),
         "steps": len(pairs),
         **largest,
         "bounds equal": all(row[name] == ref[name] for row, ref in pairs for name in BOUNDS),

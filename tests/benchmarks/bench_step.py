@@ -1,6 +1,6 @@
 """Replays the batches of a run and says where the time of a training step goes.
 
-    make demo && python -m tests.benchmarks.bench_step runs/demo
+make demo && python -m tests.benchmarks.bench_step runs/demo
 """
 
 from __future__ import annotations

@@ -25,6 +25,14 @@ class Case:
     dumps: str = "mixed"
     """``mixed``: 16 samples per step. ``uneven``: 3 samples per update, which two ranks cannot
     share equally. ``few``: 2 samples per update, fewer than four ranks."""
+    algorithm: tuple[str, ...] = ()
+    """Overrides that the rank it is compared with has as well."""
+
+    @property
+    def reference(self) -> Case:
+        """The same training on one rank."""
+        name = ", ".join(("one rank", self.dumps, *self.algorithm))
+        return Case(name, 1, dumps=self.dumps, algorithm=self.algorithm)
 
 
 CASES = (
@@ -35,6 +43,8 @@ CASES = (
     Case("PP 2", 2, ("parallel.pipeline=2",)),
     Case("PP 2, VPP 2", 2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     Case("PP 2, full recompute", 2, ("parallel.pipeline=2", "megatron.recompute=full")),
+    # Bounds for each micro-batch, chosen in the middle of the schedule by the last stages alone.
+    Case("PP 2, recipe", 2, ("parallel.pipeline=2",), algorithm=("algorithm.bapo.preset=recipe",)),
     Case("CP 2", 2, ("parallel.context=2", "train.max_tokens_per_micro_batch=64")),
     Case("CP 2, chunked logits", 2, ("parallel.context=2", "ops.logits_chunk_tokens=16")),
     Case("DP 2", 2),
@@ -57,6 +67,13 @@ CASES = (
 )
 
 
+def with_references(num_ranks: int) -> tuple[Case, ...]:
+    """The cases of so many ranks; with 1, also what all cases are compared with."""
+    references = tuple({case.reference.name: case.reference for case in CASES}.values())
+    own = tuple(case for case in CASES if case.ranks == num_ranks)
+    return (*references, *own) if num_ranks == 1 else own
+
+
 def train_in(
     cases: tuple[Case, ...], config: Path, dumps: dict[str, Path], root: Path
 ) -> dict[str, list[dict[str, Any]]]:
@@ -65,7 +82,8 @@ def train_in(
     for number, case in enumerate(cases):
         take_port()
         run_dir = root / f"{len(cases)}_{case.ranks}_{number}"
-        overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}", *case.overrides]
+        overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}"]
+        overrides += [*case.overrides, *case.algorithm]
         steps = len(list(dumps[case.dumps].glob("step_*.parquet")))
         overrides += [f"train.steps={steps}", "log.console=false", "checkpoint.at_end=false"]
         train(load_config(config, overrides))

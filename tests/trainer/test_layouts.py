@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import write_dump_shapes
-from tests.trainer.layout_ranks import CASES, Case, train_in
+from tests.trainer.layout_ranks import CASES, Case, train_in, with_references
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,11 +34,10 @@ def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[
 def trained(
     tmp_path_factory: pytest.TempPathFactory, replay_config: Path, dumps: dict[str, Path]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Metrics of every case and, by ``one rank, <dumps>``, of what each is compared with."""
-    references = tuple(Case(f"one rank, {name}", 1, dumps=name) for name in dumps)
+    """Metrics of every case and of what each is compared with, by name."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for ranks in (1, 2, 4):
-        cases = tuple(case for case in (*references, *CASES) if case.ranks == ranks)
+        cases = with_references(ranks)
         root = tmp_path_factory.mktemp(f"ranks_{ranks}")
         rows |= run_ranks(train_in, ranks, cases, replay_config, dumps, root, timeout_s=500)[0]
     return rows
@@ -48,7 +47,7 @@ def trained(
 def test_a_layout_trains_like_one_rank(
     trained: dict[str, list[dict[str, Any]]], case: Case
 ) -> None:
-    rows, expected = trained[case.name], trained[f"one rank, {case.dumps}"]
+    rows, expected = trained[case.name], trained[case.reference.name]
     assert len(rows) == len(expected) == 3
     for row, reference in zip(rows, expected, strict=True):
         assert row["policy/grad_norm"] > 0.01

@@ -1,0 +1,159 @@
+"""Parallel layouts: what they are, which ones a model allows, and how ranks are numbered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bapo_megatron.config.megatron import ParallelConfig
+    from bapo_megatron.policy.hf_config import HfConfig
+
+MAX_VIRTUAL = 8
+"""Listed layouts have at most so many chunks per stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks divide what. Ranks are numbered tensor first, then context, data, pipeline."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    data: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: the optimizer's state is divided over them."""
+        return self.data * self.context
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that divide the tokens between matrix products."""
+        return self.tensor if self.sequence else 1
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers of the whole model."""
+        return self.pipeline * self.virtual
+
+    def layers_per_chunk(self, hf: HfConfig) -> int:
+        """Layers of each chunk."""
+        return hf.num_layers // self.chunks
+
+    def within_node(self, group: str, node_gpus: int) -> bool:
+        """Whether the ranks of a group (``tensor``, ``context``, …) share one node.
+
+        They are as far apart as the product of the sizes of the groups before.
+        """
+        span = self.tensor
+        if group != "tensor":
+            span *= self.context
+        if group in ("data", "pipeline"):
+            span *= self.data
+        if group == "pipeline":
+            span *= self.pipeline
+        return span <= node_gpus
+
+
+def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
+    """Return the layout of a configuration on ``gpus`` GPUs; None: those of one replica.
+
+    Raises:
+        ValueError: The GPUs cannot be divided so.
+    """
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    gpus = replica if gpus is None else gpus
+    if gpus < 1 or gpus % replica:
+        raise ValueError(
+            f"--gpus: must be a multiple of parallel.tensor × pipeline × context = {replica}, got "
+            f"{gpus}; give {-(-max(gpus, 1) // replica) * replica}, or change parallel"
+        )
+    return Layout(
+        parallel.tensor,
+        parallel.sequence,
+        parallel.pipeline,
+        parallel.virtual_pipeline,
+        parallel.context,
+        gpus // replica,
+    )
+
+
+def check_layout(hf: HfConfig, layout: Layout) -> None:
+    """Refuse a layout that the model cannot be divided into.
+
+    Raises:
+        ValueError: Key, rule, value and remedy.
+    """
+    for what, size in (
+        ("attention heads", hf.num_heads),
+        ("key/value heads", hf.num_kv_heads),
+        ("intermediate channels", hf.intermediate_size),
+    ):
+        if size % layout.tensor:
+            raise ValueError(
+                f"parallel.tensor: must divide the model's {size} {what}, got {layout.tensor}; "
+                "choose a divisor"
+            )
+    if hf.num_layers % layout.chunks:
+        raise ValueError(
+            f"parallel: pipeline × virtual_pipeline must divide the model's {hf.num_layers} "
+            f"layers, got {layout.pipeline} × {layout.virtual}; choose divisors"
+        )
+    if layout.virtual > 1 and layout.pipeline == 1:
+        raise ValueError(
+            f"parallel.virtual_pipeline: needs parallel.pipeline > 1, got {layout.virtual}; "
+            "set virtual_pipeline=1"
+        )
+    if layout.sequence and layout.tensor == 1:
+        raise ValueError(
+            "parallel.sequence: needs parallel.tensor > 1, got 1; set parallel.sequence=false"
+        )
+
+
+def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) -> Iterator[Layout]:
+    """Yield every layout of ``gpus`` GPUs that the model allows.
+
+    The vocabulary is padded, so it divides always. Tensor parallel stays within a node, since its
+    messages are between the products of every layer; it is listed with sequence parallel, which
+    costs nothing.
+
+    Args:
+        hf: The architecture.
+        gpus: GPUs to use, all of them.
+        node_gpus: GPUs of a node.
+        max_data: Samples of an update: more data-parallel ranks would have nothing to do.
+    """
+    for tensor in _divisors(gpus):
+        if tensor > node_gpus:
+            continue
+        for pipeline in _divisors(gpus // tensor):
+            for context in _divisors(gpus // tensor // pipeline):
+                data = gpus // tensor // pipeline // context
+                if data > max_data:
+                    continue
+                for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
+                    layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
+                    if _allows(hf, layout):
+                        yield layout
+
+
+def _allows(hf: HfConfig, layout: Layout) -> bool:
+    try:
+        check_layout(hf, layout)
+    except ValueError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,277 @@
+"""A plan as tables for people, 100 columns wide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bapo_megatron.planning.plan import LayoutEstimate, Plan
+
+MAX_LAYOUTS = 12
+"""Rows of the list of layouts; --json has all of them."""
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the plan.
+
+    Args:
+        plan: What ``make_plan`` returned.
+        console: Where to.
+    """
+    _print_head(plan, console)
+    console.print(_memory_table(plan))
+    _print_verdict(plan, console)
+    _print_rollout(plan, console)
+    console.print(_messages_table(plan))
+    console.print(_phases_table(plan))
+    console.print(_layouts_table(plan))
+    _print_assumptions(plan, console)
+
+
+def _print_head(plan: Plan, console: Console) -> None:
+    work, layout = plan.workload, plan.layout
+    servers = plan.assumptions.rollout_gpus
+    _line(
+        console,
+        f"[bold]{plan.name}[/]: {plan.model_type}, {plan.model_parameters:,} parameters, on "
+        f"{layout.gpus} trainer and {servers} rollout {plan.assumptions.gpu}",
+    )
+    _line(
+        console,
+        f"tensor {layout.tensor}{' (sequence)' if layout.sequence else ''} × "
+        f"pipeline {layout.pipeline} (virtual {layout.virtual}) × context {layout.context} × "
+        f"data {layout.data}, recompute {plan.recompute}",
+    )
+    _line(
+        console,
+        f"step: {work.samples_per_step:,} samples, {work.tokens_per_step:,} tokens, updates: "
+        f"{work.updates_per_step} × {work.tokens_per_update:,} tokens",
+    )
+    _line(
+        console,
+        f"update: {work.micro_batches} micro-batches of about {work.micro_batch_tokens:,} "
+        f"tokens (at most {work.max_micro_batch_tokens:,}) on each rank",
+    )
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(
+        "stage",
+        "parameters",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "workspace",
+        "total",
+        title="Trainer memory per GPU, GB (total: with the larger of logits and workspace)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    worst = plan.worst_stage.stage
+    shown = sorted({0, worst, plan.layout.pipeline - 1})
+    for stage in (plan.stages[number] for number in shown):
+        mark = " ←" if stage.stage == worst and len(shown) > 1 else ""
+        table.add_row(
+            f"{stage.stage}{mark}",
+            f"{stage.parameters:,}",
+            _gb(stage.weights_bytes),
+            _gb(stage.gradients_bytes),
+            _gb(stage.optimizer_bytes),
+            f"{_gb(stage.activations_bytes)} ({stage.chunks_in_flight}×)",
+            _gb(stage.logits_bytes),
+            _gb(stage.workspace_bytes),
+            f"[bold]{_gb(stage.total_bytes)}[/]",
+        )
+    return table
+
+
+def _print_verdict(plan: Plan, console: Console) -> None:
+    assumptions = plan.assumptions
+    need, room = plan.worst_stage.total_bytes, assumptions.gpu_memory_bytes
+    answer = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
+    _line(
+        console,
+        f"{_gb(need)} GB + {_gb(assumptions.reserve_bytes)} GB reserve of {_gb(room)} GB: {answer}",
+    )
+
+
+def _print_rollout(plan: Plan, console: Console) -> None:
+    memory = plan.rollout
+    _line(
+        console,
+        f"rollout GPU, {memory.gpus_per_server} per server: weights {_gb(memory.weights_bytes)} "
+        f"GB + KV cache {_gb(memory.kv_cache_bytes)} GB, {memory.kv_bytes_per_token:,.0f} "
+        "bytes per token",
+    )
+    _line(
+        console,
+        f"server: {memory.kv_cache_tokens:,} tokens = {memory.mean_sequences} mean or "
+        f"{memory.longest_sequences} longest sequences at a time",
+    )
+
+
+def _messages_table(plan: Plan) -> Table:
+    table = Table(
+        "collective",
+        "over",
+        "link",
+        "operation",
+        "times",
+        "MB each",
+        "GB/step",
+        "hidden by",
+        title="Collectives of a step, as one GPU sends them",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for number in (4, 5, 6):
+        table.columns[number].justify = "right"
+    for message in plan.messages:
+        collective = message.collective
+        table.add_row(
+            collective.name,
+            f"{collective.group} {collective.ranks}",
+            "node" if collective.within_node else "network",
+            collective.operation,
+            f"{message.per_step * collective.count:,.0f}",
+            _number(collective.tensor_bytes / 1e6),
+            _number(message.bytes_per_step / 1e9),
+            "" if collective.hidden_by == "nothing" else collective.hidden_by,
+        )
+    if not plan.messages:
+        table.add_row("none: one GPU")
+    return table
+
+
+def _phases_table(plan: Plan) -> Table:
+    table = Table(
+        "phase",
+        "seconds",
+        "compute",
+        "messages",
+        "bubble",
+        "share",
+        title="Estimated time of a step",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase in plan.phases:
+        table.add_row(
+            phase.name,
+            _number(phase.seconds),
+            _number(phase.compute_s),
+            _number(phase.messages_s),
+            _number(phase.bubble_s),
+            f"{phase.seconds / plan.step_s:.0%}",
+        )
+    table.add_row("[bold]step[/]", f"[bold]{_number(plan.step_s)}[/]", "", "", "", "")
+    return table
+
+
+def _layouts_table(plan: Plan) -> Table:
+    fitting = sum(estimate.fits for estimate in plan.layouts)
+    table = Table(
+        "",
+        "tensor",
+        "pipeline",
+        "virtual",
+        "context",
+        "data",
+        "recompute",
+        "GB",
+        "fits",
+        "bubble",
+        "training s",
+        title=(
+            f"{len(plan.layouts)} layouts of {plan.layout.gpus} GPUs, {fitting} fit; "
+            "the fastest, and the configured one (→)"
+        ),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for number in (1, 2, 3, 4, 5, 7, 9, 10):
+        table.columns[number].justify = "right"
+    for estimate in _shown_layouts(plan):
+        table.add_row(*_layout_row(estimate))
+    return table
+
+
+def _shown_layouts(plan: Plan) -> list[LayoutEstimate]:
+    """The fastest, each with its best number of chunks per stage, and the configured one."""
+    shown: list[LayoutEstimate] = []
+    seen = set()
+    for estimate in plan.layouts:
+        layout = estimate.layout
+        sizes = (layout.tensor, layout.pipeline, layout.context, layout.data)
+        if estimate.is_configured or (sizes not in seen and len(shown) < MAX_LAYOUTS):
+            shown.append(estimate)
+        seen.add(sizes)
+    return shown
+
+
+def _layout_row(estimate: LayoutEstimate) -> list[str]:
+    layout = estimate.layout
+    return [
+        "→" if estimate.is_configured else "",
+        f"{layout.tensor}{' seq' if layout.sequence else ''}",
+        f"{layout.pipeline}",
+        f"{layout.virtual}",
+        f"{layout.context}",
+        f"{layout.data}",
+        estimate.recompute,
+        _gb(estimate.memory_bytes),
+        "yes" if estimate.fits else "no",
+        f"{estimate.bubble_share:.0%}",
+        _number(estimate.training_s),
+    ]
+
+
+def _print_assumptions(plan: Plan, console: Console) -> None:
+    a = plan.assumptions
+    rate = "given" if a.rollout_tokens_per_s is not None else "estimated"
+    _line(console, "[bold]Assumptions[/] (1 GB = 10⁹ bytes)")
+    for line in (
+        f"{a.gpu}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
+        f"{a.memory_bytes_per_s / 1e12:.2f} TB/s at {a.memory_share:.0%}",
+        f"links: {a.node_link_bytes_per_s / 1e9:.0f} GB/s in a node of {a.node_gpus}, "
+        f"{a.network_bytes_per_s / 1e9:.0f} GB/s per GPU between nodes, at {a.link_share:.0%}; "
+        f"shared disk {a.disk_bytes_per_s / 1e9:.0f} GB/s",
+        f"mean lengths: prompt {a.prompt_tokens:,}, response {a.response_tokens:,} tokens, "
+        "responses uniform from 0 to twice that",
+        f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each ({rate})",
+        f"layers: {a.layers}",
+        *plan.notes,
+    ):
+        _line(console, f"- {line}")
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, highlight=False)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f}"
+
+
+def _number(value: float) -> str:
+    """Three digits that count."""
+    if 0 < value < 0.001:
+        return "<0.001"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

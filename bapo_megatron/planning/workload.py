@@ -1,0 +1,149 @@
+"""What one training step is made of: samples, updates, micro-batches, operations.
+
+Lengths are not known before the rollout. They are taken to be uniform between 0 and twice the mean,
+so that the mean of the square is 4/3 of the square of the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.planning.hardware import Assumptions
+    from bapo_megatron.planning.layout import Layout
+    from bapo_megatron.policy.hf_config import HfConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step, as a layout divides it."""
+
+    samples_per_step: int
+    tokens_per_step: int
+    """Prompts and responses, each sample once."""
+    response_tokens_per_step: int
+    updates_per_step: int
+    """Optimizer updates: updates_per_batch × epochs."""
+    samples_per_update: int
+    tokens_per_update: int
+    micro_batches: int
+    """Of each data-parallel rank in one update."""
+    micro_batch_tokens: int
+    """Mean, on one rank."""
+    max_micro_batch_tokens: int
+    """The most that one rank is given: what memory must hold."""
+    forward_passes_per_step: float
+    """Forward-only passes over an update's samples: for the bounds, and for ``behaviour:
+    recomputed``."""
+    forward_flops_per_update: float
+    """Of one forward pass over an update's samples, over all ranks."""
+    attention_flops_per_update: float
+    """Of them, causal attention."""
+    head_flops_per_update: float
+    """Of them, the output layer."""
+
+    @property
+    def forward_backward_flops_per_update(self) -> float:
+        """Backward takes two products for each one forward."""
+        return 3 * self.forward_flops_per_update
+
+
+def check_lengths(
+    config: RunConfig, prompt_tokens: int | None, response_tokens: int | None
+) -> None:
+    """Refuse lengths that do not fit.
+
+    Args:
+        config: The run.
+        prompt_tokens: The mean that is asked for, if any.
+        response_tokens: Likewise.
+
+    Raises:
+        ValueError: A mean above the longest, or a longest sequence above a micro-batch.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    for option, mean, key, longest in (
+        ("--prompt-tokens", prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("--response-tokens", response_tokens, "rollout.max_response_tokens", response),
+    ):
+        if mean is not None and mean > longest:
+            raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
+    room = config.train.max_tokens_per_micro_batch * config.parallel.context
+    if room < prompt + response:
+        raise ValueError(
+            "train.max_tokens_per_micro_batch × parallel.context: must hold data.max_prompt_tokens "
+            f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
+        )
+
+
+def plan_workload(
+    config: RunConfig, hf: HfConfig, layout: Layout, assumptions: Assumptions
+) -> Workload:
+    """Count what a step of a configuration is made of.
+
+    Args:
+        config: The run.
+        hf: The model.
+        layout: How ranks divide it.
+        assumptions: Mean lengths.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    samples = rollout.groups_per_step * rollout.samples_per_group
+    updates = algorithm.updates_per_batch
+    samples_per_update = samples // updates
+    length = assumptions.prompt_tokens + assumptions.response_tokens
+    capacity = rank_tokens(config, layout)
+    per_micro_batch = max(1, capacity * layout.context // length)
+    micro_batches = math.ceil(samples_per_update / (per_micro_batch * layout.data))
+    if layout.virtual > 1:  # the interleaved schedule runs them in rounds of one per stage
+        micro_batches = math.ceil(micro_batches / layout.pipeline) * layout.pipeline
+    mean_tokens = samples_per_update * length / (micro_batches * layout.data * layout.context)
+    flops = hf.sequence_flops
+    attention = samples_per_update * flops.per_pair * _mean_square(assumptions)
+    return Workload(
+        samples_per_step=samples,
+        tokens_per_step=samples * length,
+        response_tokens_per_step=samples * assumptions.response_tokens,
+        updates_per_step=updates * algorithm.epochs,
+        samples_per_update=samples_per_update,
+        tokens_per_update=samples_per_update * length,
+        micro_batches=micro_batches,
+        micro_batch_tokens=math.ceil(mean_tokens),
+        max_micro_batch_tokens=capacity,
+        forward_passes_per_step=_forward_passes(config),
+        forward_flops_per_update=samples_per_update * flops.per_token * length + attention,
+        attention_flops_per_update=attention,
+        head_flops_per_update=2.0 * samples_per_update * length * hf.vocab_size * hf.hidden_size,
+    )
+
+
+def rank_tokens(config: RunConfig, layout: Layout) -> int:
+    """Return the tokens of the largest micro-batch on one rank.
+
+    Other layouts than the configured one keep the micro-batch over all context-parallel ranks, so
+    that the longest sequence fits them as well.
+    """
+    total = config.train.max_tokens_per_micro_batch * config.parallel.context
+    multiple = layout.sequence_ranks * (2 if layout.context > 1 else 1)
+    return math.ceil(total / layout.context / multiple) * multiple
+
+
+def _mean_square(assumptions: Assumptions) -> float:
+    """Mean of (prompt + response)², the response uniform between 0 and twice its mean."""
+    prompt, response = assumptions.prompt_tokens, assumptions.response_tokens
+    return prompt**2 + 2 * prompt * response + 4 / 3 * response**2
+
+
+def _forward_passes(config: RunConfig) -> float:
+    """Forward-only passes of a step, each over the samples of one update (``trainer.step``)."""
+    algorithm = config.algorithm
+    updates = algorithm.updates_per_batch
+    searches = algorithm.clip == "bapo" and algorithm.bapo.scope == "update"
+    recomputes = algorithm.behaviour == "recomputed"
+    passes = updates * algorithm.epochs if searches else 0
+    if recomputes:  # the first update finds its log-probs there
+        passes += updates - (1 if searches else 0)
+    return float(passes)

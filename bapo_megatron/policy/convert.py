@@ -1,0 +1,278 @@
+"""Conversion between Hugging Face model directories and Megatron's torch_dist checkpoints.
+
+One process, on the CPU, without process groups; one parameter is in memory at a time, and on the
+way to Hugging Face one file of the result. A checkpoint written here keeps what is not weights
+(config.json, tokenizer, chat template, generation settings) under ``hf/``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from bapo_megatron.files import atomic_directory
+from bapo_megatron.policy.convert_torch_dist import (
+    METADATA_NAME,
+    TorchDistReader,
+    TorchDistWriter,
+)
+from bapo_megatron.policy.hf_config import read_hf_config
+from bapo_megatron.policy.hf_weights import (
+    check_names,
+    check_shapes,
+    files_by_tensor,
+    from_shards,
+    hf_shapes,
+    to_shard,
+    weight_table,
+)
+from bapo_megatron.policy.megatron_setup import DTYPES
+from bapo_megatron.policy.weight_export import (
+    copy_companions,
+    plan_files,
+    write_config,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from bapo_megatron.policy.hf_config import HfConfig
+    from bapo_megatron.policy.hf_weights import Weight
+
+COMPANIONS_NAME = "hf"
+"""Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""
+
+SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A part of the work, or all of it."""
+
+    num_tensors: int
+    """Counted as Hugging Face counts: query, key and value are three."""
+    num_bytes: int
+    """Of these tensors in the target's dtype."""
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was written."""
+
+    format: Literal["Megatron", "Hugging Face"]
+    amount: Amount
+    dtype: torch.dtype
+    num_files: int
+    """Files that hold weights."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    hf_dir: Path | None = None,
+    dtype: str | None = None,
+    max_file_bytes: int,
+    force: bool = False,
+    report: Callable[[Amount, Amount], None],
+) -> Conversion:
+    """Convert a Hugging Face model to a torch_dist checkpoint, or a checkpoint to a model.
+
+    Without ``dtype`` every weight keeps its bits. A checkpoint's weights are those the model
+    computes with, also where its optimizer holds float32 copies.
+
+    Args:
+        source: A Hugging Face directory, a checkpoint of a run (``step_<n>``), or any torch_dist
+            checkpoint of a model this project knows.
+        target: The directory to write. It appears when it is complete.
+        hf_dir: Directory with the config.json and the tokenizer of a checkpoint's model. None: what
+            the checkpoint keeps itself, or the ``model.path`` of its run.
+        dtype: ``float32`` or ``bfloat16``; None: that of the source.
+        max_file_bytes: Weights beyond this are divided over several files.
+        force: Replace a target that is not empty.
+        report: Called after every parameter with what is done and what there is to do.
+
+    Raises:
+        ValueError: The source is not complete or not of a known kind, or the target may not be
+            written; one line that names the directory, file or tensor.
+        OSError: The target cannot be written; nothing is left under its name.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype: {dtype} is none of {', '.join(DTYPES)}")
+    if max_file_bytes <= 0:
+        raise ValueError("--max-file-gb: must be above 0; leave it out for 5")
+    wanted = None if dtype is None else DTYPES[dtype]
+    if (source / METADATA_NAME).is_file():
+        hf_dir = hf_dir or _find_companions(source)
+        if not (hf_dir / "config.json").is_file():
+            raise ValueError(f"--hf: no config.json in {hf_dir}; give a Hugging Face directory")
+        _check_target(target, [source, hf_dir], force=force)
+        return _to_hf(source, hf_dir, target, wanted, max_file_bytes, report)
+    if not (source / "config.json").is_file():
+        raise ValueError(_unknown(source))
+    if hf_dir is not None:
+        raise ValueError(f"--hf: {source} is a Hugging Face model itself; leave --hf out")
+    _check_target(target, [source], force=force)
+    return _to_megatron(source, target, wanted, max_file_bytes, report)
+
+
+def _to_megatron(
+    source: Path,
+    target: Path,
+    wanted: torch.dtype | None,
+    max_file_bytes: int,
+    report: Callable[[Amount, Amount], None],
+) -> Conversion:
+    hf = read_hf_config(source)
+    table = weight_table(hf)
+    files = files_by_tensor(source)
+    check_names(table, files, hf, source)
+    dtype = _target_dtype(source, _hf_dtypes(table, files, hf, source), wanted)
+    total = _amount(table, hf, dtype)
+    done = Amount(0, 0)
+    with atomic_directory(target) as temporary:
+        with TorchDistWriter(temporary, hf, max_file_bytes) as writer:
+            for weight in table:
+                tensors = [_read_tensor(files[name], name).to(dtype) for name in weight.hf]
+                writer.write(weight, to_shard(weight, tensors, hf, rank=0, size=1))
+                done += _amount([weight], hf, dtype)
+                report(done, total)
+            writer.finish()
+        companions = temporary / COMPANIONS_NAME
+        companions.mkdir()
+        write_config(source, companions, dtype)
+        copy_companions(source, companions)
+    return Conversion("Megatron", total, dtype, writer.num_files)
+
+
+def _to_hf(
+    source: Path,
+    hf_dir: Path,
+    target: Path,
+    wanted: torch.dtype | None,
+    max_file_bytes: int,
+    report: Callable[[Amount, Amount], None],
+) -> Conversion:
+    hf = read_hf_config(hf_dir)
+    table = weight_table(hf)
+    reader = TorchDistReader(source, hf)
+    dtype = _target_dtype(source, reader.dtypes, wanted)
+    total = _amount(table, hf, dtype)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        done = Amount(0, 0)
+        for weight in table:
+            yield from from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
+            done += _amount([weight], hf, dtype)
+            report(done, total)
+
+    files = plan_files(hf, dtype, max_file_bytes)
+    with atomic_directory(target) as temporary:
+        write_weights(tensors(), files, temporary)
+        write_config(hf_dir, temporary, dtype)
+        copy_companions(hf_dir, temporary)
+    return Conversion("Hugging Face", total, dtype, len(files))
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    """Read one tensor; the file is mapped for no longer than the tensor lives."""
+    with safe_open(path, framework="pt") as reader:
+        tensor: Tensor = reader.get_tensor(name)
+        return tensor
+
+
+def _hf_dtypes(
+    table: list[Weight], files: dict[str, Path], hf: HfConfig, source: Path
+) -> dict[str, torch.dtype]:
+    """Check the shapes of all tensors and return their dtypes by name."""
+    readers = {path: safe_open(path, framework="pt") for path in sorted(set(files.values()))}
+    check_shapes(table, files, readers, hf, source)
+    dtypes = {}
+    for weight in table:
+        for name in weight.hf:
+            stored = readers[files[name]].get_slice(name).get_dtype()
+            if stored not in SAFETENSORS_DTYPES:
+                raise ValueError(
+                    f"{source}: {name} is stored as {stored}; only {', '.join(SAFETENSORS_DTYPES)} "
+                    "can be converted"
+                )
+            dtypes[name] = SAFETENSORS_DTYPES[stored]
+    return dtypes
+
+
+def _target_dtype(
+    source: Path, stored: Mapping[str, torch.dtype], wanted: torch.dtype | None
+) -> torch.dtype:
+    if wanted is not None:
+        return wanted
+    examples = {dtype: name for name, dtype in stored.items()}
+    if len(examples) > 1:
+        found = ", ".join(f"{str(dtype)[6:]} ({name})" for dtype, name in examples.items())
+        raise ValueError(f"{source}: weights of several dtypes, {found}; choose one by --dtype")
+    return next(iter(examples))
+
+
+def _amount(weights: list[Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
+    shapes = [shape for weight in weights for shape in hf_shapes(weight, hf).values()]
+    return Amount(len(shapes), sum(map(math.prod, shapes)) * dtype.itemsize)
+
+
+def _find_companions(source: Path) -> Path:
+    """Return the Hugging Face directory that a checkpoint without ``--hf`` belongs to."""
+    own = source / COMPANIONS_NAME
+    if (own / "config.json").is_file():
+        return own
+    run_config = source.resolve().parent.parent / "config.yaml"
+    if not run_config.is_file():
+        raise ValueError(
+            f"{source}: does not say of which model it is; give the directory with its config.json "
+            "and tokenizer by --hf"
+        )
+    try:
+        settings = yaml.safe_load(run_config.read_text(encoding="utf-8"))
+        path = Path(settings["model"]["path"])
+    except (UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{run_config}: no readable model.path; give the directory by --hf"
+        ) from error
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"{run_config}: its model.path {path} is not a model from here; give the directory "
+            "with config.json and tokenizer by --hf"
+        )
+    return path
+
+
+def _check_target(target: Path, sources: list[Path], *, force: bool) -> None:
+    for source in sources:
+        if target.resolve() in (source.resolve(), *source.resolve().parents):
+            raise ValueError(f"{target}: writing it would delete {source}; choose another target")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target}: is a file; choose another target")
+    if target.is_dir() and any(target.iterdir()) and not force:
+        raise ValueError(
+            f"{target}: exists and is not empty; choose another target, or replace it by --force"
+        )
+
+
+def _unknown(source: Path) -> str:
+    if not source.is_dir():
+        return f"{source}: no such directory; give a Hugging Face model or a checkpoint"
+    if any(source.glob("*.distcp")):
+        return f"{source}: an incomplete checkpoint, {METADATA_NAME} is missing; use another one"
+    return (
+        f"{source}: neither a Hugging Face model (no config.json) nor a torch_dist checkpoint (no "
+        f"{METADATA_NAME}); give one of them, such as <run>/checkpoints/step_<n>"
+    )

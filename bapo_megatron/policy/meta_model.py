@@ -1,0 +1,141 @@
+"""The model of any rank of any layout, without memory, weights or other ranks.
+
+Megatron's modules ask process groups for their sizes, so one process plays one rank after the other
+in a world that does not exist: torch's fake backend answers every collective with nothing.
+Parameters are on the meta device: they have names, shapes and types, and no storage.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.megatron_setup import build_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
+    from bapo_megatron.policy.hf_config import HfConfig
+
+META = torch.device("meta")
+
+
+def stage_parameters(
+    hf: HfConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    stage: int,
+) -> list[dict[str, tuple[int, ...]]]:
+    """Return what a rank of a pipeline stage allocates, by building its model.
+
+    All ranks of a stage hold parameters of the same shapes. Not for a process that has joined a
+    process group, nor for one that will use a GPU later (``cpu_compat``).
+
+    Args:
+        hf: The architecture.
+        model: Its dtype; no file is read.
+        parallel: The layout; one data-parallel replica is played.
+        stage: Which pipeline stage.
+
+    Returns:
+        For each of the stage's chunks of layers, shapes by Megatron's parameter names.
+
+    Raises:
+        ValueError: The model cannot be divided so.
+    """
+    if not torch.cuda.is_available():
+        cpu_compat.install()
+    rank = stage * parallel.tensor * parallel.context
+    with fake_world(parallel, rank) as groups, _EverythingOnMeta():
+        # What the megatron section trades changes no shape, and parts of it need a GPU.
+        chunks = build_chunks(hf, model, parallel, MegatronConfig(), groups)
+    for chunk in chunks:
+        strays = [name for name, p in chunk.named_parameters() if p.device != META]
+        assert not strays, f"allocated: {strays}"
+    return [{name: tuple(p.shape) for name, p in c.named_parameters()} for c in chunks]
+
+
+@contextmanager
+def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
+    """Be one rank of one data-parallel replica, for the time of a block.
+
+    Args:
+        parallel: The layout. Ranks are numbered tensor first, then context, then pipeline.
+        rank: Which one; its groups name the meta device.
+    """
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already; build meta models in a process apart")
+    virtual = parallel.virtual_pipeline
+    dist.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=rank,
+        world_size=parallel.tensor * parallel.context * parallel.pipeline,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=parallel.context,
+            create_gloo_process_groups=False,
+        )
+        yield _groups(parallel, rank)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _groups(parallel: ParallelConfig, rank: int) -> ProcessGroups:
+    from megatron.core import parallel_state
+
+    world = dist.group.WORLD
+    assert world is not None
+    return ProcessGroups(
+        world=world,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        control=world,
+        device=META,
+        rank=rank,
+        world_size=world.size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel.tensor,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel.context,
+        data_rank=0,
+        data_size=1,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel.pipeline,
+        virtual_size=parallel.virtual_pipeline,
+    )
+
+
+class _EverythingOnMeta(TorchFunctionMode):
+    """Makes every new tensor a meta tensor, also where Megatron names a device."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _device_constructors():
+            kwargs["device"] = META
+        return func(*args, **kwargs)

@@ -1,0 +1,147 @@
+"""``python -m bapo_megatron plan``, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch import run
+from tests.planning.cases import MODELS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = str(MODELS / "deepseek-r1-distill-qwen-7b.json")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: run\nrun_dir: runs/run\nmodel: {path: models/absent}\n"
+        "parallel: {tensor: 2, pipeline: 2, context: 2}\n"
+        "rollout: {max_response_tokens: 6144}\n"
+    )
+    return str(path)
+
+
+def test_the_tables_are_readable_on_100_columns(config: str) -> None:
+    arguments = ["plan", config, "--model-config", MODEL, "--gpus", "16", "--gpu-memory", "80"]
+    result = run(arguments, environment={"COLUMNS": "100"})
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "…" not in result.stdout  # nothing is cut off
+    for heading in (
+        "Trainer memory per GPU",
+        "Collectives of a step",
+        "Estimated time of a step",
+        "layouts of 16 GPUs",
+        "Assumptions",
+    ):
+        assert sum(heading in line for line in lines) == 1
+    assert sum(line.lstrip().startswith("→") for line in lines) == 1
+
+
+def test_no_cell_of_the_widest_table_is_wrapped(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: run\nrun_dir: runs/run\nmodel: {path: models/absent}\n"
+        "parallel: {tensor: 8, sequence: true, pipeline: 2, context: 4}\n"
+        "megatron: {overlap_grad_reduce: true, overlap_param_gather: true}\n"
+        "rollout: {groups_per_step: 128, samples_per_group: 16, max_response_tokens: 65536}\n"
+        "train: {max_tokens_per_micro_batch: 16640}\n"
+    )
+    model = str(MODELS / "deepseek-r1-distill-qwen-32b.json")
+    arguments = ["plan", str(path), "--model-config", model, "--gpus", "128"]
+    table = run(arguments, environment={"COLUMNS": "100"})
+    plan = json.loads(run([*arguments, "--json"]).stdout)
+    grouped = re.compile(r" (tensor|context|pipeline|data) \d+ +(node|network) ")
+    rows = [line.strip() for line in table.stdout.splitlines() if grouped.search(line)]
+    for message, row in zip(plan["messages"], rows, strict=True):
+        collective = message["collective"]
+        assert row.startswith(collective["name"])
+        assert f" {collective['operation']} " in row
+        assert row.endswith(collective["hidden_by"]) != (collective["hidden_by"] == "nothing")
+    assert len(rows) == 18
+
+
+def test_json_holds_every_figure(config: str) -> None:
+    result = run(["plan", config, "--model-config", MODEL, "--gpus", "16", "--json"])
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["layout"] == {
+        "tensor": 2,
+        "sequence": False,
+        "pipeline": 2,
+        "virtual": 1,
+        "context": 2,
+        "data": 2,
+    }
+    assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
+    for stage in plan["stages"]:
+        parts = [stage[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer")]
+        passing = max(stage["logits_bytes"], stage["workspace_bytes"])
+        assert stage["total_bytes"] == sum(parts) + stage["activations_bytes"] + passing
+    assert {message["collective"]["group"] for message in plan["messages"]} == {
+        "tensor",
+        "context",
+        "pipeline",
+        "data",
+    }
+    assert [phase["name"] for phase in plan["phases"]] == [
+        "rollout",
+        "forward-only",
+        "forward + backward",
+        "optimizer",
+        "weight sync",
+    ]
+    assert plan["step_s"] == pytest.approx(sum(phase["seconds"] for phase in plan["phases"]))
+    assert plan["assumptions"]["mfu_share"] == 0.4
+    assert sum(estimate["is_configured"] for estimate in plan["layouts"]) == 1
+
+
+def test_options_and_overrides_change_the_plan(config: str) -> None:
+    result = run(
+        [
+            *("plan", config, "parallel.pipeline=1", "--model-config", MODEL, "--json"),
+            *("--gpu", "b200", "--mfu", "0.5", "--response-tokens", "1000"),
+            *("--rollout-gpus", "3", "--rollout-tokens-per-s", "2000"),
+        ]
+    )
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert (plan["gpus"], plan["layout"]["pipeline"]) == (4, 1)
+    assumptions = plan["assumptions"]
+    assert (assumptions["gpu"], assumptions["gpu_memory_bytes"]) == ("B200", 180e9)
+    assert (assumptions["mfu_share"], assumptions["response_tokens"]) == (0.5, 1000)
+    # 512 responses of 1000 tokens at 6000 tokens per second.
+    assert plan["phases"][0]["seconds"] == pytest.approx(512 * 1000 / 6000)
+
+
+def test_the_parameters_can_be_checked_against_megatron(config: str) -> None:
+    result = run(["plan", config, "--model-config", MODEL, "--check", "--json"])
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == ["parameters: equal to Megatron's on every stage"]
+    assert json.loads(result.stdout)["model_parameters"] == 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model.path: 'models/absent' has no config.json; download that file of the model"),
+        (["--model-config", "none.json"], "--model-config: no such file 'none.json'"),
+        (["--model-config", MODEL, "--gpus", "12"], "--gpus: must be a multiple of"),
+        (["--model-config", MODEL, "--gpu", "h1000"], "did you mean H100?"),
+        (["--model-config", MODEL, "parallel.tensor=3"], "must divide the model's 28 attention"),
+    ],
+)
+def test_what_is_wrong_is_one_line(config: str, arguments: list[str], message: str) -> None:
+    result = run(["plan", config, *arguments])
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""

@@ -1,0 +1,88 @@
+"""The figures in docs/scaling.md are those that the command prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.planning.parameters import layer_parameters
+from bapo_megatron.planning.plan import Plan, PlanOptions, make_plan
+from bapo_megatron.policy.hf_config import read_hf_config_file
+from tests.launch import REPOSITORY
+from tests.planning.cases import MODELS
+
+TEXT = " ".join((REPOSITORY / "docs" / "scaling.md").read_text().split())
+
+MODEL_OF = {
+    name: read_hf_config_file(MODELS / f"deepseek-r1-distill-qwen-{size}.json")
+    for name, size in (("r1-distill-qwen-7b-8k", "7b"), ("bp-math-32b-64k", "32b"))
+}
+
+
+def shipped(name: str, options: PlanOptions, *overrides: str) -> Plan:
+    """The plan of a file in configs/."""
+    config = load_config(REPOSITORY / "configs" / f"{name}.yaml", overrides)
+    return make_plan(config, MODEL_OF[name], options)
+
+
+def plan_7b(gpus: int = 4, *overrides: str, local: bool = False) -> Plan:
+    layers = "local" if local else "transformer-engine"
+    return shipped("r1-distill-qwen-7b-8k", PlanOptions(gpus=gpus, layers=layers), *overrides)
+
+
+def plan_32b(options: PlanOptions | None = None, *overrides: str) -> Plan:
+    return shipped("bp-math-32b-64k", options or PlanOptions(gpus=128), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stage"),
+    [(plan_7b(), 0), (plan_32b(), 0)],
+    ids=["7b", "32b"],
+)
+def test_the_memory_tables_are_those_of_the_plan(plan: Plan, stage: int) -> None:
+    memory = plan.stages[stage]
+    assert f"= {memory.parameters:,} |" in TEXT
+    assert f"· {layer_parameters(MODEL_OF[plan.name], plan.layout.tensor):,} +" in TEXT
+    for name, value in (
+        ("weights", memory.weights_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations", memory.activations_bytes),
+        ("total", memory.total_bytes),
+    ):
+        rows = [row for row in TEXT.split(" | | ") if row.startswith(f"{name} |")]
+        rows += [f"{name} |" + part for part in TEXT.split(f"| {name} |")[1:]]
+        assert any(row.split("|")[2].strip() == f"{value / 1e9:.1f}" for row in rows), name
+
+
+@pytest.mark.parametrize("plan", [plan_7b(), plan_32b()], ids=["7b", "32b"])
+def test_the_phase_tables_are_those_of_the_plan(plan: Plan) -> None:
+    table = TEXT.split(f"| phase ({plan.layout.gpus} + {plan.layout.gpus} H100)")[1]
+    for phase in plan.phases:
+        row = table.split(f"| {phase.name}")[1].split("| |")[0].split(" |")
+        seconds = f"{phase.seconds:,.0f}" if phase.seconds >= 1 else f"{phase.seconds:.2f}"
+        assert seconds in [cell.strip() for cell in row], phase.name
+
+
+def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
+    def gb(plan: Plan) -> str:
+        return f"{plan.worst_stage.total_bytes / 1e9:.1f}"
+
+    full = plan_32b(PlanOptions(gpus=128), "megatron.recompute=full")
+    for sentence in (
+        f"the total is {gb(plan_7b(8))} GB. Without Transformer Engine: {gb(plan_7b(local=True))}"
+        f" GB. With `recompute=full`: {gb(plan_7b(4, 'megatron.recompute=full'))} GB.",
+        f"{plan_7b().step_s:.0f} s per step",
+        f"{plan_32b().stages[1].logits_bytes / 1e9:.1f} GB of chunked logits: "
+        f"{plan_32b().stages[1].total_bytes / 1e9:.1f} GB.",
+        f"{gb(plan_32b(PlanOptions(gpus=128), 'parallel.pipeline=1'))} GB in all",
+        f"needs {gb(full)} GB and {full.phases[2].seconds:.0f} s instead of "
+        f"{plan_32b().phases[2].seconds:.0f}",
+        f"takes {plan_32b(PlanOptions(gpus=128, response_tokens=16000)).step_s:.0f} s instead of "
+        f"{plan_32b().step_s:,.0f}",
+        f"takes {plan_32b(PlanOptions(gpus=64, rollout_gpus=192)).step_s:,.0f} s, 128 and 128 "
+        f"take {plan_32b().step_s:,.0f} s",
+        f"{plan_7b().rollout_tokens_per_s:,.0f} per s",
+        f"{plan_32b().rollout_tokens_per_s:,.0f} tokens/s per GPU",
+    ):
+        assert sentence in TEXT, sentence

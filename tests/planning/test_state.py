@@ -1,0 +1,28 @@
+"""Weights, gradients and optimizer state of a plan against what Megatron allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bapo_megatron.planning.memory import plan_memory
+from bapo_megatron.planning.plan import PlanOptions, make_assumptions
+from bapo_megatron.planning.workload import plan_workload
+from tests.planning.cases import STATE, layout_of, small_model
+from tests.planning.runs import run_config
+
+
+@pytest.mark.parametrize("case", STATE)
+def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
+    dtype, parallel, megatron = STATE[case]
+    config = run_config(model={"path": "x", "dtype": dtype}, parallel=parallel, megatron=megatron)
+    hf, layout = small_model("qwen2", 4), layout_of(parallel)
+    assumptions = make_assumptions(config, layout.gpus, PlanOptions())
+    workload = plan_workload(config, hf, layout, assumptions)
+    (memory,) = plan_memory(config, hf, layout, config.megatron, workload, assumptions)
+    found = measured["state"][case]
+    assert memory.weights_bytes == found["weights"]
+    # Buffers are padded to multiples of 128 elements, and each parameter in them to 64.
+    assert memory.gradients_bytes == pytest.approx(found["gradients"], rel=2e-3)
+    assert memory.optimizer_bytes == pytest.approx(found["masters"] + found["moments"], rel=2e-3)
