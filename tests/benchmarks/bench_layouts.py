@@ -14,7 +14,7 @@ import yaml
 from tests.benchmarks.harness import REPOSITORY, machine
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
-from tests.trainer.layout_ranks import CASES, Case, train_in, with_references
+from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_references
 
 STEPS = 10
 COMPARED = {"loss": "loss/policy", "gradient norm": "policy/grad_norm"}
@@ -27,19 +27,16 @@ def measure(root: Path) -> list[dict[str, Any]]:
     dumps = write_dump_shapes(root / "dumps", model, steps=STEPS)
     config = root / "replay.yaml"
     config.write_text(yaml.safe_dump(replay_settings(model, dumps["mixed"], root / "run")))
-    rows: dict[str, list[dict[str, Any]]] = {}
+    outcomes: dict[str, Outcome] = {}
     for ranks in (1, 2, 4):
-        cases = with_references(ranks)
-        rows |= run_ranks(train_in, ranks, cases, config, dumps, root / str(ranks), timeout_s=1800)[
-            0
-        ]
-    return [_compare(case, rows[case.name], rows[case.reference.name]) for case in CASES]
+        arguments = (with_references(ranks), config, dumps, root / str(ranks))
+        outcomes |= run_ranks(train_in, ranks, *arguments, timeout_s=1800)[0]
+    return [_compare(case, outcomes[case.name], outcomes[case.reference.name]) for case in CASES]
 
 
-def _compare(
-    case: Case, rows: list[dict[str, Any]], expected: list[dict[str, Any]]
-) -> dict[str, Any]:
-    pairs = list(zip(rows, expected, strict=True))
+def _compare(case: Case, outcome: Outcome, expected: Outcome) -> dict[str, Any]:
+    rows = outcome.rows
+    pairs = list(zip(rows, expected.rows, strict=True))
     largest = {
         label: max(abs(row[name] - ref[name]) / max(abs(ref[name]), 1.0) for row, ref in pairs)
         for label, name in COMPARED.items()
@@ -50,6 +47,10 @@ def _compare(
         "settings": " ".join((*case.overrides, *case.algorithm)),
         "steps": len(pairs),
         **largest,
+        "weights": max(
+            float((weight - expected.weights[name]).abs().max())
+            for name, weight in outcome.weights.items()
+        ),
         "bounds equal": all(row[name] == ref[name] for row, ref in pairs for name in BOUNDS),
         "different bounds": len({row[name] for row in rows for name in BOUNDS}),
         "imbalance": max(row["train/imbalance_ratio"] for row in rows),
@@ -70,18 +71,20 @@ def _markdown(report: dict[str, Any]) -> str:
         "",
         f"A random Qwen2 of 4 layers in float32 trains {STEPS} steps of 2 updates from the same "
         "dumps in every layout (`train replay=…`). Differences are the largest over the steps, "
-        "relative to max(1, |value|). The bounds of every search are compared bit by bit. "
+        "relative to max(1, |value|); those of the weights are absolute, after the last step "
+        "(learning rate up to 1e-3). The bounds of every search are compared bit by bit. "
         "Imbalance is the operations of the rank with the most over the mean; packed is the share "
         "of positions that hold a real token, both of the worst step.",
         "",
-        "| layout | ranks | loss | gradient norm | bounds | imbalance | packed |",
-        "|---|---|---|---|---|---|---|",
+        "| layout | ranks | loss | gradient norm | weights | bounds | imbalance | packed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         bounds = "equal" if row["bounds equal"] else "DIFFERENT"
         lines.append(
             f"| {row['layout']} | {row['ranks']} | {row['loss']:.1e} | "
-            f"{row['gradient norm']:.1e} | {bounds} | {row['imbalance']:.2f} | "
+            f"{row['gradient norm']:.1e} | {row['weights']:.1e} | {bounds} | "
+            f"{row['imbalance']:.2f} | "
             f"{row['packed']:.0%} |"
         )
     lines += ["", "Settings:", ""]

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from bapo_megatron.config.load import load_config
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.loop import train
@@ -33,6 +36,16 @@ class Case:
         """The same training on one rank."""
         name = ", ".join(("one rank", self.dumps, *self.algorithm))
         return Case(name, 1, dumps=self.dumps, algorithm=self.algorithm)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training left behind."""
+
+    rows: list[dict[str, Any]]
+    """Metrics of each step."""
+    weights: dict[str, Tensor]
+    """Of the exported model."""
 
 
 CASES = (
@@ -76,16 +89,19 @@ def with_references(num_ranks: int) -> tuple[Case, ...]:
 
 def train_in(
     cases: tuple[Case, ...], config: Path, dumps: dict[str, Path], root: Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Train in each layout; returns the metrics of its steps by its name, on every rank."""
-    rows = {}
+) -> dict[str, Outcome]:
+    """Train in each layout; returns the outcomes by the layouts' names, on every rank."""
+    outcomes = {}
     for number, case in enumerate(cases):
         take_port()
-        run_dir = root / f"{len(cases)}_{case.ranks}_{number}"
+        run_dir = root / str(number)
         overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}"]
         overrides += [*case.overrides, *case.algorithm]
         steps = len(list(dumps[case.dumps].glob("step_*.parquet")))
-        overrides += [f"train.steps={steps}", "log.console=false", "checkpoint.at_end=false"]
+        overrides += [f"train.steps={steps}", "log.console=false"]
         train(load_config(config, overrides))
-        rows[case.name] = read_metrics(run_dir / "metrics.jsonl")
-    return rows
+        outcomes[case.name] = Outcome(
+            rows=read_metrics(run_dir / "metrics.jsonl"),
+            weights=load_file(run_dir / "hf" / "model.safetensors"),
+        )
+    return outcomes

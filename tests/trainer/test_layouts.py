@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import write_dump_shapes
-from tests.trainer.layout_ranks import CASES, Case, train_in, with_references
+from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_references
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,21 +34,19 @@ def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[
 @pytest.fixture(scope="module")
 def trained(
     tmp_path_factory: pytest.TempPathFactory, replay_config: Path, dumps: dict[str, Path]
-) -> dict[str, list[dict[str, Any]]]:
-    """Metrics of every case and of what each is compared with, by name."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+) -> dict[str, Outcome]:
+    """What became of every case and of what each is compared with, by name."""
+    outcomes: dict[str, Outcome] = {}
     for ranks in (1, 2, 4):
         cases = with_references(ranks)
         root = tmp_path_factory.mktemp(f"ranks_{ranks}")
-        rows |= run_ranks(train_in, ranks, cases, replay_config, dumps, root, timeout_s=500)[0]
-    return rows
+        outcomes |= run_ranks(train_in, ranks, cases, replay_config, dumps, root, timeout_s=500)[0]
+    return outcomes
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_layout_trains_like_one_rank(
-    trained: dict[str, list[dict[str, Any]]], case: Case
-) -> None:
-    rows, expected = trained[case.name], trained[case.reference.name]
+def test_a_layout_trains_like_one_rank(trained: dict[str, Outcome], case: Case) -> None:
+    rows, expected = trained[case.name].rows, trained[case.reference.name].rows
     assert len(rows) == len(expected) == 3
     for row, reference in zip(rows, expected, strict=True):
         assert row["policy/grad_norm"] > 0.01
@@ -57,15 +56,27 @@ def test_a_layout_trains_like_one_rank(
             assert row[name] == reference[name], name
 
 
-def test_the_bounds_that_layouts_agree_on_are_not_all_alike(
-    trained: dict[str, list[dict[str, Any]]],
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_layout_exports_the_weights_of_one_rank(
+    trained: dict[str, Outcome], random_model: Path, case: Case
 ) -> None:
-    highs = {row["bapo/clip_high"] for rows in trained.values() for row in rows}
+    weights, expected = trained[case.name].weights, trained[case.reference.name].weights
+    start = load_file(random_model / "model.safetensors")
+    assert weights.keys() == expected.keys() == start.keys()
+    for name, weight in weights.items():
+        assert (weight - start[name]).abs().max() > 1e-4, name  # Adam moves all by lr at least once
+        assert (weight - expected[name]).abs().max() < 2e-5, name
+
+
+def test_the_bounds_that_layouts_agree_on_are_not_all_alike(
+    trained: dict[str, Outcome],
+) -> None:
+    highs = {row["bapo/clip_high"] for outcome in trained.values() for row in outcome.rows}
     assert len(highs) > 2
 
 
-def test_ranks_without_work_still_take_part(trained: dict[str, list[dict[str, Any]]]) -> None:
+def test_ranks_without_work_still_take_part(trained: dict[str, Outcome]) -> None:
     (imbalance, *_) = [
-        row["train/imbalance_ratio"] for row in trained["DP 4, two ranks without a token"]
+        row["train/imbalance_ratio"] for row in trained["DP 4, two ranks without a token"].rows
     ]
     assert imbalance >= 2.0  # two of four ranks have all of the work
