@@ -214,7 +214,7 @@ def plan(
     ] = None,
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     gpu_memory: Annotated[
-        float | None, typer.Option(help="GB of one GPU; default: that GPU's.")
+        float | None, typer.Option(min=1, help="GB of one GPU; default: that GPU's.")
     ] = None,
     node_gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     mfu: Annotated[

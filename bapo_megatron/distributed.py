@@ -119,15 +119,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
             f"parallel: tensor × pipeline × context = {replica_size} must divide the number of "
             f"ranks, {world_size}; change the sizes or torchrun's --nproc-per-node"
         )
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    backend = "nccl" if use_cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, rank=rank, world_size=world_size)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    device = _join_world(rank, world_size, local_rank)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -136,7 +128,16 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         ),
         context_parallel_size=parallel.context,
     )
-    timeout = timedelta(seconds=parallel.timeout_s)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
+    return megatron_groups(parallel, control, device)
+
+
+def megatron_groups(
+    parallel: ParallelConfig, control: dist.ProcessGroup, device: torch.device
+) -> ProcessGroups:
+    """Return this rank's place in the groups that Megatron has built."""
+    from megatron.core import parallel_state
+
     world = dist.group.WORLD
     assert world is not None
     return ProcessGroups(
@@ -145,10 +146,10 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        control=dist.new_group(backend="gloo", timeout=timeout),
+        control=control,
         device=device,
-        rank=rank,
-        world_size=world_size,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
@@ -159,6 +160,20 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_size=parallel.virtual_pipeline,
     )
+
+
+def _join_world(rank: int, world_size: int, local_rank: int) -> torch.device:
+    """Meet all other ranks; returns the device of this one."""
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if use_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return device
 
 
 def shutdown_distributed() -> None:

@@ -7,6 +7,7 @@ Parameters are on the meta device: they have names, shapes and types, and no sto
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from bapo_megatron.config.megatron import MegatronConfig
-from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.distributed import ProcessGroups, megatron_groups
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.megatron_setup import build_chunks
 
@@ -78,6 +79,7 @@ def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
     if dist.is_initialized():
         raise RuntimeError("this process is a rank already; build meta models in a process apart")
     virtual = parallel.virtual_pipeline
+    excepthook = sys.excepthook  # torch puts one around it that names the rank
     dist.init_process_group(
         "fake",
         store=FakeStore(),
@@ -92,37 +94,13 @@ def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
             context_parallel_size=parallel.context,
             create_gloo_process_groups=False,
         )
-        yield _groups(parallel, rank)
+        world = dist.group.WORLD
+        assert world is not None
+        yield megatron_groups(parallel, world, META)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _groups(parallel: ParallelConfig, rank: int) -> ProcessGroups:
-    from megatron.core import parallel_state
-
-    world = dist.group.WORLD
-    assert world is not None
-    return ProcessGroups(
-        world=world,
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        context=parallel_state.get_context_parallel_group(),
-        data=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        control=world,
-        device=META,
-        rank=rank,
-        world_size=world.size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel.tensor,
-        context_rank=parallel_state.get_context_parallel_rank(),
-        context_size=parallel.context,
-        data_rank=0,
-        data_size=1,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=parallel.pipeline,
-        virtual_size=parallel.virtual_pipeline,
-    )
+        sys.excepthook = excepthook
 
 
 class _EverythingOnMeta(TorchFunctionMode):

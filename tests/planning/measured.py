@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -100,7 +101,13 @@ def state() -> dict[str, dict[str, int]]:
                 del parameter.main_grad
             config = MegatronConfig.model_validate(megatron)
             wrapped = wrap_for_data_parallel([gpt], config)
-            optimizer = build_optimizer(wrapped, OptimizerConfig(), config)
+            # Groups for checkpoints; the fake backend has none over gloo.
+            with mock.patch.multiple(
+                parallel_state,
+                get_data_parallel_group_gloo=mock.DEFAULT,
+                get_expert_data_parallel_group_gloo=mock.DEFAULT,
+            ):
+                optimizer = build_optimizer(wrapped, OptimizerConfig(), config)
             masters = {}
             states = {}
             for inner in optimizer.chained_optimizers:
