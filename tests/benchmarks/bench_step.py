@@ -46,9 +46,9 @@ def measure(run_dir: Path, steps: int) -> dict[str, dict[str, float]]:
             config = run_dir / "config.yaml"
             (first, *_) = run_ranks(profile_steps, ranks, settings, config, True, timeout_s=1800)
         rows = first["seconds"][WARM_UP:]
-        medians = {label: _median(rows, label) for label in (*PARTS, "whole")}
-        medians["the rest"] = medians["whole"] - sum(medians[label] for label in PARTS)
-        table[name] = medians
+        for row in rows:
+            row["the rest"] = row["whole"] - sum(row.get(label, 0.0) for label in PARTS)
+        table[name] = {label: _median(rows, label) for label in (*PARTS, "the rest", "whole")}
     return table
 
 
