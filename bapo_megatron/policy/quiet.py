@@ -6,6 +6,7 @@ import warnings
 
 MESSAGES = (
     r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses
+    r"If you are using transformer_engine as the transformer implementation",  # a guess of its own
     r"full scope is deprecated",  # Megatron about its own default
     r"`torch\.distributed\.\w+` is deprecated",  # torch about Megatron's calls
     r"When using (sequence parallelism|async grad allreduce) it is recommended",  # tuning for GPUs

@@ -65,7 +65,7 @@ def test_a_layout_exports_the_weights_of_one_rank(
     assert weights.keys() == expected.keys() == start.keys()
     for name, weight in weights.items():
         assert (weight - start[name]).abs().max() > 1e-4, name  # Adam moves all by lr at least once
-        assert (weight - expected[name]).abs().max() < 2e-5, name
+        assert (weight - expected[name]).abs().max() < 1e-4, name
 
 
 def test_the_bounds_that_layouts_agree_on_are_not_all_alike(
