@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import random
 import shutil
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from bapo_megatron.policy.checkpoint_files import (
     unfinished_directory,
 )
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
-from bapo_megatron.policy.optimizer_state import finish_load
+from bapo_megatron.policy.optimizer_state import load_state, sharded_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,8 @@ LOAD_ERRORS = (
     OSError,
     ValueError,
     KeyError,
+    EOFError,
+    pickle.UnpicklingError,
 )
 
 
@@ -92,7 +95,8 @@ class CheckpointSaver:
 
         Args:
             step: Number of the checkpoint; one of the same number is replaced. Those of higher
-                numbers are removed: the try that wrote them was abandoned for this one.
+                numbers are removed, unless they are to stay for good: the try that wrote them was
+                abandoned for this one.
             policy: The policy.
             extra: State of the caller, plain JSON values; only rank 0's is written.
 
@@ -164,6 +168,7 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
         if groups.rank == 0:
             check_files(directory, state)
         _check_optimizer(directory, policy, saved_distributed=state.distributed_optimizer)
+        rng = _read_rng(directory, groups) if state.layout == layout_of(groups) else None
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
     except LOAD_ERRORS as error:
@@ -173,11 +178,10 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
         ) from error
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
-    policy.optimizer.load_state_dict(loaded["optimizer"])
-    finish_load(policy.optimizer)
+    load_state(policy.optimizer, loaded["optimizer"])
     policy.num_updates = state.num_updates
-    if state.layout == layout_of(groups):
-        _restore_rng(torch.load(directory / _rng_name(groups), weights_only=True))
+    if rng is not None:
+        _restore_rng(rng)
     return state.extra
 
 
@@ -185,13 +189,15 @@ def _begin(root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any])
     """Plan the save and write its small parts."""
     groups = policy.groups
     unfinished = unfinished_directory(root, step)
-    with fail_together(groups):
+    with _written_together(root, step, groups):
         if groups.rank == 0:
             remove_unfinished(root)
             unfinished.mkdir(parents=True)
     policy.finish_weights()
-    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished, groups)
-    with fail_together(groups):
+    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
+    with _written_together(root, step, groups):
+        if groups.rank == 0:
+            writer.write_common(unfinished)
         rng = io.BytesIO()
         torch.save(_rng_state(groups), rng)
         atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
@@ -207,26 +213,39 @@ def _begin(root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any])
 def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
     """Agree on the outcome of the writing, and publish the checkpoint."""
     groups, writer = save.groups, save.writer
-    directory, unfinished = step_directory(root, save.step), unfinished_directory(root, save.step)
-    failure = None
-    if writer.error is not None:
-        failure = f"cannot write {directory}: {_reason(writer.error)} (rank {groups.rank})"
-    failure = first_message(failure, groups)
-    if failure is not None:
-        if groups.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(f"{failure}; the last complete checkpoint is untouched") from writer.error
+    unfinished = unfinished_directory(root, save.step)
+    with _written_together(root, save.step, groups):
+        if writer.error is not None:
+            raise OSError(_reason(writer.error)) from writer.error
     written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
-    with fail_together(groups):
+    with _written_together(root, save.step, groups):
         if written is not None:
             missing = [n for names, _ in written for n in names if not (unfinished / n).is_file()]
             if missing:
                 raise OSError(
-                    f"{directory}: {missing[0]} was written by another rank and is not there; put "
-                    "run_dir on a file system that all nodes share"
+                    f"{missing[0]}, which another rank wrote, is not there; put run_dir on a file "
+                    "system that all nodes share"
                 )
             writer.write_metadata(unfinished, [results for _, results in written])
             publish(root, save.step, save.fields, config)
+
+
+@contextmanager
+def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[None]:
+    """An operating-system error of the block is raised on every rank, and nothing of it is left."""
+    try:
+        with fail_together(groups):
+            try:
+                yield
+            except OSError as error:
+                raise OSError(
+                    f"cannot write {step_directory(root, step)}: {error}; the last complete "
+                    "checkpoint is untouched"
+                ) from error
+    except OSError:
+        if groups.rank == 0:
+            shutil.rmtree(unfinished_directory(root, step), ignore_errors=True)
+        raise
 
 
 def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
@@ -235,11 +254,7 @@ def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(policy.chunks)
     }
-    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    # One optimizer's state, or those of several by number.
-    for part in [optimizer, *(optimizer[key] for key in optimizer if isinstance(key, int))]:
-        if part.get("param_state", {}) is None:  # it is another rank's to write
-            del part["param_state"]
+    optimizer = sharded_state(policy.optimizer, state, is_loading=is_loading, metadata=metadata)
     return {**state, "optimizer": optimizer}
 
 
@@ -285,6 +300,17 @@ def _rng_state(groups: ProcessGroups) -> dict[str, Any]:
     return state
 
 
+def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
+    path = directory / _rng_name(groups)
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except LOAD_ERRORS as error:
+        raise CheckpointError(
+            f"{path}: damaged ({_reason(error)}); resume from another checkpoint"
+        ) from error
+    return state
+
+
 def _restore_rng(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -298,6 +324,8 @@ def _reason(error: BaseException) -> str:
     """Return the first line of what went wrong first."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "a file is damaged"  # torch's message suggests to trust it more
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

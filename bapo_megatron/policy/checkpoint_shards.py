@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
-from bapo_megatron.distributed import fail_together
 from bapo_megatron.files import atomic_write_bytes
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
-
-    from bapo_megatron.distributed import ProcessGroups
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
 
@@ -52,16 +49,31 @@ class ShardWriter:
         error: Why it ended early, if it did.
     """
 
-    def __init__(self, storage: FileSystemWriterAsync, metadata: Metadata | None) -> None:
-        """Take the plan: ``storage`` holds this rank's tensors, ``metadata`` is rank 0's."""
+    def __init__(
+        self, storage: FileSystemWriterAsync, metadata: Metadata | None, common: dict[str, Any]
+    ) -> None:
+        """Take the plan.
+
+        Args:
+            storage: Holds this rank's tensors.
+            metadata: On rank 0: what the shards of all ranks are.
+            common: What is equal on all ranks and no tensor.
+        """
         self._storage = storage
         self._metadata = metadata
+        self._common = common
         self._buckets: list[Any] = storage.write_buckets
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.file_names = [name for _, name, _ in self._buckets]
         self.results: list[WriteResult] = []
         self.error: Exception | None = None
+
+    def write_common(self, directory: Path) -> None:
+        """Write what all ranks have in common; on rank 0."""
+        content = io.BytesIO()
+        torch.save(self._common, content)
+        atomic_write_bytes(directory / COMMON_STATE_FNAME, content.getvalue())
 
     def write(self) -> None:
         """Write the files; ``error`` tells whether it succeeded."""
@@ -144,33 +156,24 @@ class ShardWriter:
             yield item, tensor.to("cpu")
 
 
-def plan_shards(state: dict[str, Any], directory: Path, groups: ProcessGroups) -> ShardWriter:
-    """Decide who writes what, and write what is common to all ranks; a collective over all ranks.
+def plan_shards(state: dict[str, Any], directory: Path) -> ShardWriter:
+    """Decide who writes what; a collective over all ranks.
 
-    These are the steps of ``dist_checkpointing.save`` up to the writing of shards.
+    These are the steps of ``dist_checkpointing.save`` up to the first file.
 
     Args:
         state: Megatron's sharded state dict.
         directory: An existing, empty directory.
-        groups: This rank's groups.
-
-    Raises:
-        OSError: The common part cannot be written.
     """
     sharded, common = save_preprocess(state)
-    with fail_together(groups):
-        if groups.rank == 0:
-            content = io.BytesIO()
-            torch.save(common, content)
-            atomic_write_bytes(directory / COMMON_STATE_FNAME, content.getvalue())
     # Planning asks for the queue through which Megatron's processes would return their results,
     # and starts the manager process if there is none.
     filesystem_async._results_queue = queue.SimpleQueue()
     strategy = _PlanningStrategy(
         BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
     )
-    writer: ShardWriter = strategy.async_save(sharded, str(directory))
-    return writer
+    storage, metadata = strategy.async_save(sharded, str(directory))
+    return ShardWriter(storage, metadata, common)
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
@@ -178,5 +181,5 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
 
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, planned: tuple[Any, Metadata | None, Any]
-    ) -> ShardWriter:
-        return ShardWriter(writer, planned[1])
+    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
+        return writer, planned[1]

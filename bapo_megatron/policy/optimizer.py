@@ -122,6 +122,9 @@ def build_optimizer(
         ),
         wrapped,
     )
+    for group in optimizer.param_groups:
+        # Megatron leaves that to a scheduler of its own, and decays everything without it.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     prepare(optimizer)
     return optimizer
 

@@ -1,20 +1,23 @@
 """What Megatron's checkpoints assume of optimizer states, and torch's AdamW does otherwise.
 
-Megatron knows Transformer Engine's and apex's Adam, which count steps once per group; torch's counts
-them in the state of every parameter. ``prepare`` when the optimizer is built and ``finish_load``
-after every load make up for it, whichever of Megatron's optimizers is around it.
+Megatron knows Transformer Engine's and apex's Adam, which count steps once per group; torch's
+counts them in the state of every parameter. ``prepare`` makes up for it when the optimizer is
+built, ``load_state`` when it is loaded, whichever of Megatron's optimizers is around it.
 """
 
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
+
+CONFIGURED = ("betas", "eps", "weight_decay", "wd_mult")
+"""Entries of a parameter group that follow from the configuration."""
 
 
 def prepare(optimizer: MegatronOptimizer) -> None:
@@ -25,13 +28,13 @@ def prepare(optimizer: MegatronOptimizer) -> None:
     2. ``DistributedOptimizer`` copies every entry of a state from the checkpoint, which holds no
        ``step`` (it is stored once, with the parameter groups): hand it the current one.
 
-    The third is in ``finish_load``.
+    The others are in ``load_state``.
     """
     for inner in optimizer.chained_optimizers:
         if inner.init_state_fn is None:  # none but the optimizer that steps in host memory
             continue
         inner.init_state_fn(inner.optimizer, inner.config)
-        if not isinstance(inner.optimizer, torch.optim.Adam):  # AdamW is one
+        if not _is_torch(inner):
             continue
         for state in inner.optimizer.state.values():
             state["step"] = torch.tensor(0.0)
@@ -39,17 +42,59 @@ def prepare(optimizer: MegatronOptimizer) -> None:
             inner._set_main_param_and_optimizer_states = MethodType(_set_states_with_step, inner)
 
 
-def finish_load(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter its own step count.
+def sharded_state(
+    optimizer: MegatronOptimizer,
+    model_state: dict[str, Any],
+    *,
+    is_loading: bool,
+    metadata: dict[str, Any],
+) -> dict[str, Any]:
+    """Return Megatron's sharded state dict; a collective over all ranks."""
+    state: dict[str, Any] = optimizer.sharded_state_dict(
+        model_state, is_loading=is_loading, metadata=metadata
+    )
+    for _, part in _parts(optimizer, state):
+        if part.get("param_state", {}) is None:  # it is another rank's to write
+            del part["param_state"]
+    return state
+
+
+def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Load what ``dist_checkpointing.load`` has made of ``sharded_state``.
+
+    What the configuration says of decay and the like holds, not what the checkpoint was saved with.
 
     3. Loading puts one shared ``step`` tensor into all states, so that AdamW counts one update as
-       many as there are parameters. The first update after a load would look right, the second not.
-       The optimizers that are not distributed put none where no step had been made.
+       many as there are parameters. The first update after a load would look right, the second not:
+       give each its own.
+    4. The optimizers that are not distributed do not save a ``step`` of 0, without which AdamW
+       refuses the state: add it.
     """
-    for inner in optimizer.chained_optimizers:
-        if isinstance(inner.optimizer, torch.optim.Adam):
-            for state in inner.optimizer.state.values():
-                state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+    for inner, part in _parts(optimizer, state):
+        if not isinstance(inner, DistributedOptimizer) and _is_torch(inner):
+            part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
+    configured = [
+        {name: group[name] for name in CONFIGURED if name in group}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        group.update(values)
+    for inner in filter(_is_torch, optimizer.chained_optimizers):
+        for entries in inner.optimizer.state.values():
+            entries["step"] = entries["step"].clone()
+
+
+def _parts(
+    optimizer: MegatronOptimizer, state: dict[Any, Any]
+) -> list[tuple[MegatronOptimizer, dict[str, Any]]]:
+    """Pair Megatron's optimizers, mostly one, with their states."""
+    inner = optimizer.chained_optimizers
+    return [(inner[0], state)] if len(inner) == 1 else [(o, state[n]) for n, o in enumerate(inner)]
+
+
+def _is_torch(inner: MegatronOptimizer) -> bool:
+    return isinstance(inner.optimizer, torch.optim.Adam)  # AdamW is one
 
 
 def _set_states_with_step(

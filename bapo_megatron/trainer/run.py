@@ -29,7 +29,7 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
-from bapo_megatron.telemetry.progress import RolloutProgress
+from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.timer import PhaseTimer
 from bapo_megatron.trainer.layout import make_layout
@@ -91,7 +91,7 @@ class Run:
             source: RolloutSource | None = None
             if rank == 0:
                 _claim_run_dir(config)
-                progress = stack.enter_context(RolloutProgress())
+                progress = stack.enter_context(ProgressLine())
                 source = _open_source(config, progress)
                 stack.callback(source.close)
             _prepare_device()
@@ -124,9 +124,7 @@ class Run:
     def begin(self) -> None:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
-            self.progress = load_run(
-                _checkpoint_root(self.config), self.policy, self._source
-            )
+            self.progress = load_run(_checkpoint_root(self.config), self.policy, self._source)
         with self.timer.phase("server_start"):
             if isinstance(self._source, CollectorClient):
                 self._source.wait_ready()
@@ -251,7 +249,7 @@ def _claim_run_dir(config: RunConfig) -> None:
     save_resolved(config, run_dir / "config.yaml")
 
 
-def _open_source(config: RunConfig, progress: RolloutProgress) -> RolloutSource:
+def _open_source(config: RunConfig, progress: ProgressLine) -> RolloutSource:
     if config.replay is not None:
         if config.eval.sets:
             Console(stderr=True).print("replay has no server: eval.sets are not evaluated")

@@ -1,24 +1,27 @@
-"""What the ranks of test_policy_checkpoint.py do."""
+"""What the ranks of test_policy_checkpoint.py do: train, save, and continue in any layout."""
 
 from __future__ import annotations
 
-import os
 import random
-import resource
-import shutil
-import signal
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from torch import Tensor
 
+from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.data.context import TOKEN_FIELDS, shard_context
 from bapo_megatron.distributed import ProcessGroups
-from bapo_megatron.policy import checkpoint
-from bapo_megatron.policy.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
+from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
-from tests.policy.parity_ranks import build, forward_backward, own_problems, snapshot
+from tests.policy.parity_ranks import build, forward_backward, snapshot
+from tests.policy.tiny_models import VOCAB_SIZE, Problem
 
 OPTIMIZER = {
     "lr": 1e-2,
@@ -28,35 +31,98 @@ OPTIMIZER = {
     # those errors, so that layouts, which round differently, can be compared.
     "eps": 1e-3,
 }
-NUM_UPDATES = 4
+NUM_UPDATES = 3
+MASTER_PREFIX = "optimizer.state.param."
 EXTRA = {"data": {"epoch": 1, "row": 7}, "unfinished": ["a", "ß"], "share": 0.1}
+LENGTHS = ((4, 8), (12,))
+"""Tokens of the sequences of each micro-batch; context parallel 2 needs multiples of 4."""
+
+ONE: dict[str, dict[str, Any]] = {"single": {}}
+TWO: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor": 2},
+    "DP2": {},
+    "PP2": {"pipeline": 2},
+    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "CP2": {"context": 2},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "TP2 PP2": {"tensor": 2, "pipeline": 2},
+    "DP2 CP2": {"context": 2},
+}
+"""Layouts by name, by their number of ranks: sizes of ``ParallelConfig``."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain single": {"distributed_optimizer": False},
+    "plain DP2": {"distributed_optimizer": False},
+    "plain PP2 VPP2": {"distributed_optimizer": False},
+    "overlapped DP2": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+"""Layouts that are run again with other settings of ``MegatronConfig``."""
+
+
+def problems_of(groups: ProcessGroups, seed: int) -> list[Problem]:
+    """This rank's part of the micro-batches of an update."""
+    problems = [_problem(lengths, 10 * seed + n) for n, lengths in enumerate(LENGTHS)]
+    own = problems[groups.data_rank :: groups.data_size]
+    return [_shard(problem, groups) for problem in own]
+
+
+def update(policy: MegatronPolicy) -> None:
+    """One optimizer update on tokens that depend on its number."""
+    forward_backward(policy, problems_of(policy.groups, seed=policy.num_updates))
+    assert policy.optimizer_step().applied
+
+
+def weights_of(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """Copies of all weights; the last update may still be under way to some of them."""
+    policy.finish_weights()
+    return snapshot(policy)
 
 
 def train(policy: MegatronPolicy) -> list[dict[str, Tensor]]:
     """Weights after each of the updates that are left."""
     weights = []
     while policy.num_updates < NUM_UPDATES:
-        forward_backward(policy, own_problems(policy.groups, seed=policy.num_updates))
-        assert policy.optimizer_step().applied
-        weights.append(snapshot(policy))
+        update(policy)
+        weights.append(weights_of(policy))
     return weights
 
 
-def train_and_save(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
-    """An uninterrupted run that saves after its first update."""
-    policy = build(model, groups, **OPTIMIZER)
-    forward_backward(policy, own_problems(groups, seed=0))
-    policy.optimizer_step()
-    first = snapshot(policy)
+def save(
+    root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any], **config: Any
+) -> Path:
+    """Save in the foreground."""
+    return CheckpointSaver(root, CheckpointConfig(**config)).save(step, policy, extra)
+
+
+def train_and_save(
+    model: Path,
+    root: Path,
+    groups: ProcessGroups,
+    *,
+    asynchronous: bool = False,
+    before_wait: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """An uninterrupted run that saves after its first update.
+
+    ``before_wait`` is called when training has ended and before the save must be complete.
+    """
+    policy = build(model, groups, **OPTIMIZER, **options)
+    update(policy)
     random.random(), torch.rand(3)
-    save_checkpoint(root, 1, policy, EXTRA, keep_last=2)
+    saver = CheckpointSaver(root, CheckpointConfig(asynchronous=asynchronous))
+    saver.save(1, policy, EXTRA)
     drawn = (random.random(), torch.rand(3))
-    return {"weights": [first, *train(policy)], "lr": policy.lr, "drawn": drawn}
+    weights = [weights_of(policy), *train(policy)]
+    before_wait()
+    saver.wait()
+    return {"weights": weights, "lr": policy.lr, "drawn": drawn}
 
 
-def resume(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
+def resume(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> dict[str, Any]:
     """The run continued from its checkpoint by a fresh policy."""
-    policy = build(model, groups, **OPTIMIZER)
+    policy = build(model, groups, **OPTIMIZER, **options)
     directory = find_latest(root)
     assert directory is not None
     extra = load_checkpoint(directory, policy)
@@ -65,158 +131,88 @@ def resume(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
         "extra": extra,
         "drawn": drawn,
         "num_updates": policy.num_updates,
-        "weights": [snapshot(policy), *train(policy)],
+        "weights": [weights_of(policy), *train(policy)],
         "lr": policy.lr,
     }
 
 
-def two_ranks(model: Path, root: Path) -> dict[str, Any]:
-    """Save in both two-rank layouts; resume in the same and in the other one."""
-    results = {}
-    for tensor, name in ((2, "tensor"), (1, "data")):
-        with joined(tensor) as groups:
-            results[name] = train_and_save(model, root / name, groups)
-            results[f"{name} from {name}"] = resume(model, root / name, groups)
-    with joined(2) as groups:
-        results["tensor from data"] = resume(model, root / "data", groups)
-    with joined(1) as groups:
-        results["data from tensor"] = resume(model, root / "tensor", groups)
+def run_layouts(
+    model: Path, root: Path, layouts: dict[str, dict[str, Any]], sources: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Save in each layout, and continue from what it and others saved.
+
+    Args:
+        model: The model's directory.
+        root: Where checkpoints lie, by name of the run.
+        layouts: What this number of ranks can be.
+        sources: By name of the layout: whose checkpoints are continued from.
+    """
+    results: dict[str, Any] = {}
+    for layout, sizes in layouts.items():
+        with joined(**sizes) as groups:
+            results[layout] = train_and_save(model, root / layout, groups, asynchronous=True)
+            for source in [layout, *sources[layout]]:
+                results[f"{layout} from {source}"] = resume(model, root / source, groups)
+            for name in [name for name in VARIANTS if name.split(" ", 1)[1] == layout]:
+                options = {"megatron": VARIANTS[name]}
+                results[name] = train_and_save(model, root / name, groups, **options)
+                for source in {name, *sources.get(name, [])}:
+                    resumed = resume(model, root / source, groups, **options)
+                    results[f"{name} from {source}"] = resumed
     return results
 
 
-def one_rank(models: dict[str, Path], root: Path) -> dict[str, Any]:
-    """An uninterrupted run, and resumptions of what two ranks saved."""
-    model = models["qwen2"]
+def last_rank(model: Path, root: Path, sources: list[str]) -> dict[str, Any]:
+    """A single rank continues what others saved, and runs what needs no other layout."""
+    results: dict[str, Any] = {}
     with joined() as groups:
-        results = {"single": train_and_save(model, root / "single", groups)}
-        for name in ("single", "tensor", "data"):
-            results[f"single from {name}"] = resume(model, root / name, groups)
-        results["kept"] = _kept_steps(model, root / "kept", groups)
-        results["kept_after_abandoned"] = _kept_after_abandoned(model, root / "abandoned", groups)
-        results["errors"] = _errors(models, root / "single" / "step_1", root / "damaged", groups)
-        results["disk_full"] = _disk_full(model, root / "full", groups)
-        results["bfloat16"] = _bfloat16(model, root / "bfloat16", groups)
+        for source in sources:
+            results[f"single from {source}"] = resume(model, root / source, groups)
+        results["stale"] = _stale_weights(root / "overlapped DP2" / "step_1")
+        for name, distributed in (("distributed", True), ("plain", False)):
+            megatron = {"distributed_optimizer": distributed}
+            options = {"dtype": "bfloat16", "megatron": megatron}
+            place = root / f"bfloat16 {name}"
+            results[f"bfloat16 {name}"] = {
+                "uninterrupted": train_and_save(model, place, groups, **options)["weights"],
+                "resumed": resume(model, place, groups, **options)["weights"],
+            }
+            results[f"decay {name}"] = _decay(model, place, groups, **options)
+            first, continued = (build(model, groups, megatron=megatron) for _ in range(2))
+            load_checkpoint(save(root / f"start {name}", 0, first, {}), continued)
+            results[f"start {name}"] = {"uninterrupted": train(first), "resumed": train(continued)}
     return results
 
 
-def save_killed_at(moment: str, model: Path, root: Path) -> None:
-    """Save step 1, then die while saving step 2."""
-    with joined() as groups:
-        policy = build(model, groups)
-        save_checkpoint(root, 1, policy, {"saved": 1}, keep_last=1)
-
-        def die(*args: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if moment == "before the rename":
-            checkpoint.publish_directory = die
-        elif moment == "while Megatron writes":
-            checkpoint.torch.save = die
-        else:
-            write = checkpoint.atomic_write_text
-            checkpoint.atomic_write_text = lambda path, text: (
-                die() if path.name == "latest" else write(path, text)
-            )
-        save_checkpoint(root, 2, policy, {"saved": 2}, keep_last=1)
+def _stale_weights(directory: Path) -> list[str]:
+    """Weights of a float32 checkpoint that are not the optimizer's own copies of them."""
+    tensors = dist_checkpointing.load_plain_tensors(str(directory))
+    masters = {name: value for name, value in tensors.items() if name.startswith(MASTER_PREFIX)}
+    assert len(masters) == 10  # embedding, final norm, and eight of a layer
+    return [n for n, value in masters.items() if not value.equal(tensors[n[len(MASTER_PREFIX) :]])]
 
 
-def continue_after_kill(model: Path, roots: list[Path]) -> list[dict[str, Any]]:
-    """Load the newest checkpoint of each root, and save over what the kill left."""
-    results = []
-    with joined() as groups:
-        for root in roots:
-            policy = build(model, groups)
-            directory = find_latest(root)
-            assert directory is not None
-            result = {"loaded": directory.name, "extra": load_checkpoint(directory, policy)}
-            save_checkpoint(root, 2, policy, {"saved": 2}, keep_last=1)
-            result["left"] = sorted(path.name for path in root.iterdir())
-            results.append(result)
-    return results
+def _decay(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> set[float]:
+    """The weight decay of a run that continues one of 0.1 and was configured with 0.3."""
+    policy = build(model, groups, **{**OPTIMIZER, "weight_decay": 0.3}, **options)
+    load_checkpoint(root / "step_1", policy)
+    return {group["weight_decay"] for group in policy.optimizer.param_groups}
 
 
-def _kept_steps(model: Path, root: Path, groups: ProcessGroups) -> list[str]:
-    policy = build(model, groups)
-    for step in (9, 10, 11):
-        save_checkpoint(root, step, policy, {}, keep_last=2)
-    return sorted(path.name for path in root.iterdir())
+def _problem(lengths: tuple[int, ...], seed: int) -> Problem:
+    """Random tokens and coefficients; the fields of response tokens hold numbers of rows."""
+    num_tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    used = {
+        "token_ids_N": torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator),
+        "position_ids_N": torch.cat([torch.arange(length) for length in lengths]),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        **{name: torch.arange(num_tokens) for name in TOKEN_FIELDS},
+    }
+    micro_batch = MicroBatch(**{f.name: used[f.name] for f in fields(MicroBatch)})
+    return Problem(micro_batch, torch.randn(num_tokens, VOCAB_SIZE, generator=generator) / 100)
 
 
-def _kept_after_abandoned(model: Path, root: Path, groups: ProcessGroups) -> list[str]:
-    """``latest`` is set back by hand, and the new try saves where the old one had gone further."""
-    policy = build(model, groups)
-    for step in (2, 5, 6):
-        save_checkpoint(root, step, policy, {}, keep_last=3)
-    (root / "latest").write_text("step_2\n")
-    saved = save_checkpoint(root, 3, policy, {}, keep_last=3)
-    assert find_latest(root) == saved
-    return sorted(path.name for path in root.iterdir())
-
-
-def _errors(
-    models: dict[str, Path], good: Path, scratch: Path, groups: ProcessGroups
-) -> dict[str, str]:
-    errors = {}
-    for name in ("truncated", "missing", "no state", "bad state", "format"):
-        damaged = scratch / name
-        shutil.copytree(good, damaged)
-        part = next(damaged.glob("*.distcp"))
-        state = damaged / "state.json"
-        if name == "truncated":
-            part.write_bytes(part.read_bytes()[:-1])
-        elif name == "missing":
-            part.unlink()
-        elif name == "no state":
-            state.unlink()
-        elif name == "bad state":
-            state.write_text('{"num_updates": 1}')
-        else:
-            state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
-        errors[name] = _load_error(damaged, build(models["qwen2"], groups))
-    errors["other model"] = _load_error(good, build(models["qwen3"], groups))
-    errors["other width"] = _load_error(good, build(models["wide"], groups))
-    return errors
-
-
-def _load_error(directory: Path, policy: MegatronPolicy) -> str:
-    try:
-        load_checkpoint(directory, policy)
-    except checkpoint.CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
-def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
-    """Save while no file may grow beyond 4 kB."""
-    policy = build(model, groups)
-    save_checkpoint(root, 1, policy, {"saved": 1}, keep_last=1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
-    result: dict[str, Any] = {"error": "no error"}
-    try:
-        save_checkpoint(root, 2, policy, {"saved": 2}, keep_last=1)
-    except OSError as error:
-        result["error"] = str(error)
-    try:
-        policy.export_hf(root / "export")
-    except OSError as error:
-        result["export_error"] = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    latest = find_latest(root)
-    assert latest is not None
-    result["extra"] = load_checkpoint(latest, policy)
-    result["exported"] = (root / "export").exists()
-    return result
-
-
-def _bfloat16(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
-    """Whether the float32 master weights survive: without them resumption would round."""
-    policy = build(model, groups, dtype="bfloat16", **OPTIMIZER)
-    forward_backward(policy, own_problems(groups, seed=0))
-    policy.optimizer_step()
-    save_checkpoint(root, 1, policy, {}, keep_last=1)
-    uninterrupted = train(policy)
-    resumed = build(model, groups, dtype="bfloat16", **OPTIMIZER)
-    load_checkpoint(root / "step_1", resumed)
-    return {"uninterrupted": uninterrupted, "resumed": train(resumed)}
+def _shard(problem: Problem, groups: ProcessGroups) -> Problem:
+    micro_batch = shard_context(problem.micro_batch, groups.context_rank, groups.context_size)
+    return Problem(micro_batch, problem.coefficient_NV[micro_batch.target_T])

@@ -114,6 +114,7 @@ def single_rank(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
     results = run_layout(models, {}, export_root)
     with joined() as groups:
         directory = models["qwen2"]
+        results["decay"] = _decayed(build(directory, groups, lr=0.1, weight_decay=0.5))
         results["lr_zero"] = _weights_around_update(build(directory, groups, lr=0.0))
         results["non_finite"] = _non_finite_update(build(directory, groups))
         results["bfloat16"] = _bfloat16(build(directory, groups, dtype="bfloat16"))
@@ -184,6 +185,15 @@ def _weights_around_update(policy: MegatronPolicy) -> dict[str, Any]:
         "step": step,
         "num_updates": policy.num_updates,
     }
+
+
+def _decayed(policy: MegatronPolicy) -> dict[str, Any]:
+    """Weights before and after an update whose gradients are all 0."""
+    before = snapshot(policy)
+    (problem, *_) = own_problems(policy.groups)
+    forward_backward(policy, [Problem(problem.micro_batch, problem.coefficient_NV * 0)])
+    assert policy.optimizer_step().applied
+    return {"before": before, "after": snapshot(policy)}
 
 
 def _non_finite_update(policy: MegatronPolicy) -> dict[str, Any]:

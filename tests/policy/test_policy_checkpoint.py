@@ -1,94 +1,113 @@
-"""Checkpoints: resuming, other layouts, kills, damage."""
+"""Runs that are continued from checkpoints equal uninterrupted ones, in any layout."""
 
 from __future__ import annotations
 
-import signal
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from bapo_megatron.policy.checkpoint import CheckpointError, find_latest
-from tests.distributed_launch import run_ranks, run_to_exit
-from tests.policy import checkpoint_ranks
+from tests.distributed_launch import run_ranks
+from tests.policy import checkpoint_ranks as ranks
 from tests.policy.tiny_models import make_model
 
 pytestmark = pytest.mark.distributed
 
-RESUMED = (
-    "single from single",
-    "tensor from tensor",
-    "data from data",
-    "tensor from data",
-    "data from tensor",
-    "single from tensor",
-    "single from data",
-)
-KILLED_AT = ("while Megatron writes", "before the rename", "before the pointer moves")
+LAYOUTS = [*ranks.ONE, *ranks.TWO, *ranks.FOUR]
+VARIANTS = [*ranks.VARIANTS]
+
+SOURCES = {
+    "single": ["TP2", "DP2", "PP2", "PP2 VPP2", "CP2"],
+    "TP2": ["single"],
+    "DP2": ["TP2"],
+    "PP2": ["TP2", "single"],
+    "PP2 VPP2": ["PP2", "DP2"],
+    "CP2": ["PP2 VPP2"],
+    "TP2 PP2": ["DP2", "PP2 VPP2"],
+    "DP2 CP2": ["TP2 PP2"],
+    "plain DP2": ["plain single"],
+    "plain PP2 VPP2": ["plain DP2"],
+    "overlapped DP2": ["TP2"],
+}
+"""Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
+
+CROSSED = [f"{layout} from {source}" for layout in SOURCES for source in SOURCES[layout]]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    make_model("qwen2", root / "qwen2")
-    make_model("qwen3", root / "qwen3")
-    make_model("qwen2", root / "wide", intermediate_size=64)
-    return {name: root / name for name in ("qwen2", "qwen3", "wide")}
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, so that two interleaved stages have two chunks; tied embeddings."""
+    directory = tmp_path_factory.mktemp("model") / "qwen3"
+    make_model("qwen3", directory, num_hidden_layers=4)
+    return directory
 
 
 @pytest.fixture(scope="module")
-def results(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Any]]:
-    """Results by name, one entry per rank."""
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Results by name, one entry per rank; a job finds what those before it have saved."""
     root = tmp_path_factory.mktemp("checkpoints")
-    two = run_ranks(checkpoint_ranks.two_ranks, 2, models["qwen2"], root)
-    (one,) = run_ranks(checkpoint_ranks.one_rank, 1, models, root)
-    return {**{name: [rank[name] for rank in two] for name in two[0]}, **{k: [one[k]] for k in one}}
+    results: dict[str, list[Any]] = {}
+    jobs = (
+        (1, ranks.ONE, {"single": []}),
+        (2, ranks.TWO, SOURCES),
+        (4, ranks.FOUR, SOURCES),
+    )
+    for num_ranks, layouts, sources in jobs:
+        job = run_ranks(ranks.run_layouts, num_ranks, model, root, layouts, sources)
+        results |= {name: [rank[name] for rank in job] for name in job[0]}
+    (last,) = run_ranks(ranks.last_rank, 1, model, root, SOURCES["single"])
+    return results | {name: [result] for name, result in last.items()}
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_resumed_updates_equal_those_of_an_uninterrupted_run(
-    results: dict[str, list[Any]], name: str
-) -> None:
-    expected = results[name.split(" from ")[0]][0]["weights"]
-    for rank in results[name]:
-        assert len(rank["weights"]) == len(expected) == 4
-        for update, (resumed, uninterrupted) in enumerate(
-            zip(rank["weights"], expected, strict=True), start=1
-        ):
-            for key, tensor in uninterrupted.items():
-                assert (resumed[key] - tensor).abs().max() < 1e-6, (update, key)
+def _largest_differences(own: dict[str, Any], expected: dict[str, Any]) -> list[float]:
+    """After each update, over all weights."""
+    pairs = list(zip(own["weights"], expected["weights"], strict=True))
+    assert len(pairs) == ranks.NUM_UPDATES
+    return [max(float((a[key] - b[key]).abs().max()) for key in b) for a, b in pairs]
 
 
-@pytest.mark.parametrize("layout", ["tensor", "data"])
-def test_four_updates_do_not_depend_on_the_layout(
+@pytest.mark.parametrize("layout", [*LAYOUTS, *VARIANTS])
+def test_resumed_updates_equal_those_of_the_uninterrupted_run(
     results: dict[str, list[Any]], layout: str
 ) -> None:
-    for rank in results[layout]:
-        for own, single in zip(rank["weights"], results["single"][0]["weights"], strict=True):
-            assert max(float((own[key] - single[key]).abs().max()) for key in single) < 1e-5
+    resumed, uninterrupted = results[f"{layout} from {layout}"][0], results[layout][0]
+    assert max(_largest_differences(resumed, uninterrupted)) < 1e-6
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_updates_resumed_in_another_layout_equal_those_of_an_uninterrupted_run(
+    results: dict[str, list[Any]], name: str
+) -> None:
+    uninterrupted = results[name.split(" from ")[0]][0]
+    assert max(_largest_differences(results[name][0], uninterrupted)) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS[1:], *VARIANTS])
+def test_updates_do_not_depend_on_layout_and_optimizer(
+    results: dict[str, list[Any]], layout: str
+) -> None:
+    assert max(_largest_differences(results[layout][0], results["single"][0])) < 1e-5
 
 
 def test_updates_move_the_weights_far_beyond_the_tolerances(results: dict[str, list[Any]]) -> None:
-    weights = results["single"][0]["weights"]
-    for before, after in pairwise(weights):
-        assert (after["lm_head.weight"] - before["lm_head.weight"]).abs().max() > 1e-3
+    for before, after in pairwise(results["single"][0]["weights"]):
+        for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
+            assert (after[name] - before[name]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_state_of_caller_and_schedule_come_back(results: dict[str, list[Any]], name: str) -> None:
+@pytest.mark.parametrize("name", CROSSED)
+def test_state_of_caller_and_schedule_come_back_on_every_rank(
+    results: dict[str, list[Any]], name: str
+) -> None:
     for rank in results[name]:
-        assert rank["extra"] == checkpoint_ranks.EXTRA
+        assert rank["extra"] == ranks.EXTRA
         assert rank["num_updates"] == 1
-        assert rank["lr"] == pytest.approx(0.006)  # 0.01 · (1 − 4 / 10)
+        assert rank["lr"] == pytest.approx(0.007)  # 0.01 · (1 − 3 / 10)
 
 
-@pytest.mark.parametrize("layout", ["single", "tensor", "data"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_streams_continue_in_the_layout_that_saved_them(
     results: dict[str, list[Any]], layout: str
 ) -> None:
@@ -99,92 +118,42 @@ def test_random_streams_continue_in_the_layout_that_saved_them(
         assert torch.equal(tensor, same_tensor)
 
 
-def test_bfloat16_resumes_with_its_master_weights(results: dict[str, list[Any]]) -> None:
-    (run,) = results["bfloat16"]
-    assert len(run["resumed"]) == 3
+@pytest.mark.parametrize("name", ["PP2 from TP2", "PP2 VPP2 from PP2", "DP2 CP2 from TP2 PP2"])
+def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
+    results: dict[str, list[Any]], name: str
+) -> None:
+    source = results[name.split(" from ")[1]]
+    for resumed, saved in zip(results[name], source, strict=True):
+        assert resumed["drawn"][0] != saved["drawn"][0]
+        assert not torch.equal(resumed["drawn"][1], saved["drawn"][1])
+
+
+@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("bfloat16", id="bfloat16 with its master weights"),
+        pytest.param("start", id="before the first update"),
+    ],
+)
+def test_a_single_rank_resumes_bit_by_bit(
+    results: dict[str, list[Any]], kind: str, optimizer: str
+) -> None:
+    (run,) = results[f"{kind} {optimizer}"]
+    assert len(run["resumed"]) == ranks.NUM_UPDATES
     for resumed, uninterrupted in zip(run["resumed"], run["uninterrupted"], strict=True):
         assert all(torch.equal(resumed[key], uninterrupted[key]) for key in uninterrupted)
 
 
-def test_only_the_last_checkpoints_are_kept(results: dict[str, list[Any]]) -> None:
-    assert results["kept"] == [["latest", "step_10", "step_11"]]
+@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
+def test_the_configuration_decides_on_weight_decay_and_not_the_checkpoint(
+    results: dict[str, list[Any]], optimizer: str
+) -> None:
+    assert 0.3 in results[f"decay {optimizer}"][0]
+    assert 0.1 not in results[f"decay {optimizer}"][0]
 
 
-def test_checkpoints_of_an_abandoned_try_make_room_for_the_one_just_saved(
+def test_an_update_that_was_still_on_its_way_to_the_weights_is_in_the_checkpoint(
     results: dict[str, list[Any]],
 ) -> None:
-    assert results["kept_after_abandoned"] == [["latest", "step_2", "step_3"]]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("truncated", ".distcp has "),
-        ("missing", ".distcp is missing"),
-        ("no state", "not a complete checkpoint, state.json is missing"),
-        ("bad state", "state.json: damaged"),
-        ("format", "format 99, this version reads format 1"),
-        ("other model", "cannot be loaded into this model"),
-        ("other width", "cannot be loaded into this model"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
-    results: dict[str, list[Any]], name: str, message: str
-) -> None:
-    (error,) = (errors[name] for errors in results["errors"])
-    assert message in error
-    assert "\n" not in error
-
-
-def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
-    results: dict[str, list[Any]],
-) -> None:
-    (run,) = results["disk_full"]
-    assert "step_2" in run["error"]
-    assert "File too large" in run["error"]
-    assert "export" in run["export_error"]
-    assert run["extra"] == {"saved": 1}
-    assert not run["exported"]
-
-
-def _started_by_ranks(scratch: Path) -> list[psutil.Process]:
-    """Processes that ranks started, also those that have lost their parent since."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("TEST_SCRATCH") == str(scratch):
-                found.append(process)
-    return found
-
-
-def test_a_kill_while_saving_leaves_the_last_checkpoint_loadable_and_no_process(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    roots = [tmp_path / moment for moment in KILLED_AT]
-    for moment, root in zip(KILLED_AT, roots, strict=True):
-        codes = run_to_exit(
-            checkpoint_ranks.save_killed_at, 1, moment, models["qwen2"], root, scratch=tmp_path
-        )
-        assert codes == [-signal.SIGKILL]
-        assert not psutil.wait_procs(_started_by_ranks(tmp_path), timeout=10)[1]
-        latest = find_latest(root)
-        assert latest is not None
-        assert latest.name == "step_1"
-
-    (continued,) = run_ranks(checkpoint_ranks.continue_after_kill, 1, models["qwen2"], roots)
-
-    assert continued == [
-        {"loaded": "step_1", "extra": {"saved": 1}, "left": ["latest", "step_2"]}
-    ] * len(roots)
-
-
-def test_there_is_no_latest_checkpoint_before_the_first_save(tmp_path: Path) -> None:
-    assert find_latest(tmp_path) is None
-    assert find_latest(tmp_path / "never made") is None
-
-
-@pytest.mark.parametrize("content", ["step_3\n", "../elsewhere\n", ""])
-def test_a_pointer_to_nothing_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "latest").write_text(content)
-    with pytest.raises(CheckpointError, match="not a checkpoint beside it"):
-        find_latest(tmp_path)
+    assert results["stale"] == [[]]

@@ -208,6 +208,14 @@ def test_learning_rate_0_leaves_every_bit_of_the_weights(one_rank: dict[str, Any
     assert all(torch.equal(run["after"][name], run["before"][name]) for name in run["before"])
 
 
+def test_weight_decay_leaves_norms_and_biases_alone(one_rank: dict[str, Any]) -> None:
+    before, after = one_rank["decay"]["before"], one_rank["decay"]["after"]
+    for name, weight in before.items():
+        # lr 0.1 · weight decay 0.5: a matrix keeps 95 %.
+        expected = weight if weight.dim() == 1 else 0.95 * weight
+        assert torch.allclose(after[name], expected, rtol=1e-6, atol=0), name
+
+
 def test_a_gradient_that_is_not_finite_is_reported_and_changes_nothing(
     one_rank: dict[str, Any],
 ) -> None:

@@ -1,0 +1,121 @@
+"""Which checkpoints stay, what ``latest`` names, and in which order files reach the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.policy.checkpoint_files import (
+    CheckpointError,
+    check_files,
+    find_latest,
+    publish,
+    read_state,
+    unfinished_directory,
+)
+
+FIELDS: dict[str, Any] = {
+    "num_updates": 7,
+    "layout": {"tensor": 1},
+    "distributed_optimizer": True,
+    "extra": {"a": [1, "ß"]},
+}
+
+
+def _save(root: Path, step: int, **config: Any) -> None:
+    unfinished = unfinished_directory(root, step)
+    unfinished.mkdir(parents=True)
+    (unfinished / "__0_0.distcp").write_bytes(b"12345")
+    publish(root, step, FIELDS, CheckpointConfig(**config))
+
+
+def _left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_published_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    _save(tmp_path, 3)
+    directory = find_latest(tmp_path)
+    assert directory == tmp_path / "step_3"
+    state = read_state(directory)
+    assert (state.num_updates, state.layout, state.extra) == (7, {"tensor": 1}, {"a": [1, "ß"]})
+    assert state.file_bytes == {"__0_0.distcp": 5}
+    check_files(directory, state)
+
+
+def test_the_newest_checkpoints_by_number_stay(tmp_path: Path) -> None:
+    for step in (9, 10, 11):
+        _save(tmp_path, step, keep_last=2)
+    assert _left(tmp_path) == ["latest", "step_10", "step_11"]
+
+
+def test_multiples_of_keep_every_stay_for_good(tmp_path: Path) -> None:
+    for step in (5, 10, 12, 15, 20, 21, 22):
+        _save(tmp_path, step, keep_last=2, keep_every=10)
+    assert _left(tmp_path) == ["latest", "step_10", "step_20", "step_21", "step_22"]
+
+
+def test_a_checkpoint_to_keep_for_good_is_also_one_of_the_newest(tmp_path: Path) -> None:
+    for step in (8, 9, 10):
+        _save(tmp_path, step, keep_last=2, keep_every=10)
+    assert _left(tmp_path) == ["latest", "step_10", "step_9"]
+
+
+def test_checkpoints_of_an_abandoned_try_make_room_for_the_one_just_saved(tmp_path: Path) -> None:
+    for step in (2, 5, 6, 10):
+        _save(tmp_path, step, keep_last=9, keep_every=5)
+    (tmp_path / "latest").write_text("step_2\n")
+    _save(tmp_path, 3, keep_last=9, keep_every=5)
+    assert find_latest(tmp_path) == tmp_path / "step_3"
+    assert _left(tmp_path) == ["latest", "step_10", "step_2", "step_3", "step_5"]
+
+
+def test_everything_is_flushed_before_the_rename_and_the_pointer_moves_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def name_of(descriptor: int) -> str:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path.parent))
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(f"flush {name_of(descriptor)}")
+        fsync(descriptor)
+
+    def record_rename(self: Path, target: Path) -> Path:
+        events.append(f"rename to {target.name}")
+        return rename(self, target)
+
+    def record_replace(self: Path, target: Path) -> Path:
+        events.append(f"replace {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    monkeypatch.setattr(Path, "replace", record_replace)
+    _save(tmp_path, 3)
+
+    root = tmp_path.name
+    renamed, pointed = events.index("rename to step_3"), events.index("replace latest")
+    flushed = {event.removeprefix("flush ") for event in events[:renamed] if "flush" in event}
+    unfinished = f"{root}/.step_3.tmp"
+    assert {unfinished, f"{unfinished}/__0_0.distcp", f"{unfinished}/state.json"} <= flushed
+    assert f"flush {root}" in events[renamed:pointed]
+    assert f"flush {root}" in events[pointed:]
+
+
+def test_there_is_no_latest_checkpoint_before_the_first_save(tmp_path: Path) -> None:
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "never made") is None
+
+
+@pytest.mark.parametrize("content", ["step_3\n", "../elsewhere\n", ""])
+def test_a_pointer_to_nothing_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "latest").write_text(content)
+    with pytest.raises(CheckpointError, match="not a checkpoint beside it"):
+        find_latest(tmp_path)
