@@ -18,7 +18,7 @@ from bapo_megatron.config.multiples import packing_multiples
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
+    from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
     from bapo_megatron.config.schema import (
         DataConfig,
         DatasetConfig,
@@ -47,7 +47,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     _check_parallel(config.parallel, world_size)
     hf_config = _check_model(config.model)
     _check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
-    _check_layers(hf_config, config.parallel)
+    _check_layers(hf_config, config.parallel, config.megatron)
     _check_optimizer(config)
     if not owns_files:
         return
@@ -118,13 +118,26 @@ def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def _check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
+def _check_layers(
+    hf_config: dict[str, Any], parallel: ParallelConfig, megatron: MegatronConfig
+) -> None:
     layers = hf_config.get("num_hidden_layers")
     parts = parallel.pipeline * parallel.virtual_pipeline
     if isinstance(layers, int) and layers % parts:
         raise ConfigError(
             f"parallel.pipeline: pipeline × virtual_pipeline = {parts} must divide the model's "
             f"{layers} layers; choose other sizes"
+        )
+    offloaded = megatron.activation_offload_layers
+    if offloaded and parallel.pipeline > 1:
+        raise ConfigError(
+            "megatron.activation_offload_layers: needs parallel.pipeline = 1, got "
+            f"{parallel.pipeline}; set one of them to its default"
+        )
+    if isinstance(layers, int) and offloaded >= layers:
+        raise ConfigError(
+            f"megatron.activation_offload_layers: must be below the model's {layers} layers, got "
+            f"{offloaded}; lower it"
         )
 
 

@@ -42,7 +42,10 @@ class ParallelConfig(Section):
 
 
 class MegatronConfig(Section):
-    """What Megatron trades between memory, communication and time; only fp8 changes results."""
+    """What Megatron trades between memory, communication and time.
+
+    Up to rounding only fp8 changes results.
+    """
 
     distributed_optimizer: bool = True
     """Divide the optimizer's state over data-parallel ranks."""
@@ -53,7 +56,8 @@ class MegatronConfig(Section):
     and overlap_grad_reduce)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to compute again in the backward pass instead of keeping them: those of the
-    attention itself (``selective``), or everything between layers (``full``)."""
+    attention itself (``selective``: pays only without flash attention), or everything between
+    layers (``full``)."""
     recompute_layers: int = Field(1, ge=1)
     """``recompute: full`` keeps the input of each block of so many layers."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
@@ -61,9 +65,11 @@ class MegatronConfig(Section):
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """How ``fp8`` scales."""
     optimizer_offload_share: float = Field(0.0, ge=0, le=1)
-    """Share of the optimizer's state kept in host memory and stepped there (needs a GPU)."""
+    """Share of the optimizer's state kept in host memory and stepped there (needs a GPU and
+    distributed_optimizer)."""
     activation_offload_layers: int = Field(0, ge=0)
-    """Layers whose activations wait in host memory (needs Transformer Engine)."""
+    """Layers whose activations wait in host memory (needs Transformer Engine; neither with
+    recompute nor with pipeline > 1)."""
 
     @model_validator(mode="after")
     def _overlap(self) -> Self:
@@ -72,6 +78,20 @@ class MegatronConfig(Section):
             raise ValueError(
                 "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce; "
                 "set both to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload(self) -> Self:
+        if self.optimizer_offload_share > 0 and not self.distributed_optimizer:
+            raise ValueError(
+                "optimizer_offload_share needs distributed_optimizer; set it to true, or the share "
+                "to 0"
+            )
+        if self.activation_offload_layers > 0 and self.recompute != "none":
+            raise ValueError(
+                "activation_offload_layers does not go with recompute: what is offloaded is not "
+                "computed again; set recompute to none, or the layers to 0"
             )
         return self
 

@@ -19,9 +19,17 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
-from bapo_megatron.distributed import any_rank, fail_together, first_message, gather_objects
+from bapo_megatron.distributed import (
+    any_rank,
+    barrier,
+    fail_together,
+    first_message,
+    gather_objects,
+    is_peer_loss,
+)
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy.checkpoint_files import (
     CheckpointError,
@@ -29,6 +37,7 @@ from bapo_megatron.policy.checkpoint_files import (
     layout_of,
     publish,
     read_state,
+    remove_others,
     remove_unfinished,
     step_directory,
     unfinished_directory,
@@ -95,8 +104,7 @@ class CheckpointSaver:
 
         Args:
             step: Number of the checkpoint; one of the same number is replaced. Those of higher
-                numbers are removed, unless they are to stay for good: the try that wrote them was
-                abandoned for this one.
+                numbers are removed: the try that wrote them was abandoned for this one.
             policy: The policy.
             extra: State of the caller, plain JSON values; only rank 0's is written.
 
@@ -172,6 +180,10 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
     except LOAD_ERRORS as error:
+        if isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and is_peer_loss(error)
+        ):
+            raise  # not the checkpoint's fault
         raise CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
             "the model that saved it, or from another checkpoint"
@@ -220,14 +232,22 @@ def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
     written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
     with _written_together(root, save.step, groups):
         if written is not None:
-            missing = [n for names, _ in written for n in names if not (unfinished / n).is_file()]
-            if missing:
-                raise OSError(
-                    f"{missing[0]}, which another rank wrote, is not there; put run_dir on a file "
-                    "system that all nodes share"
-                )
             writer.write_metadata(unfinished, [results for _, results in written])
-            publish(root, save.step, save.fields, config)
+            publish(root, save.step, save.fields, [n for names, _ in written for n in names])
+    if groups.rank == 0:
+        _remove_old(root, save.step, config)
+    barrier(groups)
+
+
+def _remove_old(root: Path, step: int, config: CheckpointConfig) -> None:
+    """Remove what need not stay; a complete checkpoint is no failure because that does not work."""
+    try:
+        remove_others(root, step, config)
+    except OSError as error:
+        Console(stderr=True).print(
+            f"cannot remove an old checkpoint under {root} ({error}); remove it by hand",
+            highlight=False,
+        )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.files import atomic_write_text, publish_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from bapo_megatron.config.schema import CheckpointConfig
@@ -140,37 +141,51 @@ def remove_unfinished(root: Path) -> None:
         shutil.rmtree(path)
 
 
-def publish(root: Path, step: int, fields: dict[str, Any], config: CheckpointConfig) -> None:
-    """Complete the unfinished checkpoint of ``step``, let ``latest`` name it, and remove old ones.
+def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[str]) -> None:
+    """Complete the unfinished checkpoint of ``step`` and let ``latest`` name it.
 
     Args:
         root: Directory of all checkpoints of the run.
         step: Number of the checkpoint; one of the same number is replaced.
         fields: Those of ``CheckpointState`` except the sizes of files.
-        config: Which checkpoints stay.
+        written: Names of the files that all ranks have written.
 
     Raises:
-        OSError: It cannot be written; ``latest`` and the checkpoint that it names are untouched.
+        OSError: It cannot be written, or a file of another rank is not to be seen here; ``latest``
+            and the checkpoint that it names are untouched.
     """
     unfinished = unfinished_directory(root, step)
-    state = CheckpointState(**fields, file_bytes=_file_bytes(unfinished))
+    file_bytes = _file_bytes(unfinished)
+    if missing := sorted(set(written) - set(file_bytes)):
+        raise OSError(
+            f"{missing[0]}, which another rank wrote, is not there; put run_dir on a file system "
+            "that all nodes share"
+        )
+    state = CheckpointState(**fields, file_bytes=file_bytes)
     atomic_write_text(unfinished / STATE_NAME, json.dumps(asdict(state), indent=2) + "\n")
     publish_directory(unfinished, step_directory(root, step))
     atomic_write_text(root / LATEST_NAME, f"{step_directory(root, step).name}\n")
-    _remove_others(root, step, config)
 
 
-def _remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
-    """Keep the newest, those to keep for good, and nothing else.
+def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
+    """Keep the newest checkpoints, those to keep for good, and nothing else.
 
-    Steps above the one just saved are of a try that was abandoned for this one.
+    Steps above the one just saved are of a try that was abandoned for this one, and go.
+
+    Args:
+        root: Directory of all checkpoints of the run.
+        saved_step: The newest.
+        config: Which ones stay.
+
+    Raises:
+        OSError: One cannot be removed.
     """
     steps = [
         int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))
     ]
     kept = set(sorted(step for step in steps if step <= saved_step)[-config.keep_last :])
     if config.keep_every > 0:
-        kept.update(step for step in steps if step % config.keep_every == 0)
+        kept.update(s for s in steps if s <= saved_step and s % config.keep_every == 0)
     for step in set(steps) - kept:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
         removed = unfinished_directory(root, step)

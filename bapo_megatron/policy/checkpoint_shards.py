@@ -91,8 +91,10 @@ class ShardWriter:
         """
         for _, _, (_, tensors) in self._buckets:
             for number, (item, tensor) in enumerate(tensors):
-                # In place: what Megatron gathered for this save goes as its copy comes.
-                tensors[number] = (item, tensor.to("cpu", copy=True))
+                # In place: what Megatron gathered for this save goes as its copy comes. What it
+                # brought to the host of a GPU is a copy already; without a GPU the weights
+                # themselves are there.
+                tensors[number] = (item, tensor.to("cpu", copy=not torch.cuda.is_available()))
         # Nobody waits for a daemon at the interpreter's exit; ``abandon`` does, and briefly.
         self._thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -166,13 +168,16 @@ def plan_shards(state: dict[str, Any], directory: Path) -> ShardWriter:
         directory: An existing, empty directory.
     """
     sharded, common = save_preprocess(state)
-    # Planning asks for the queue through which Megatron's processes would return their results,
-    # and starts the manager process if there is none.
-    filesystem_async._results_queue = queue.SimpleQueue()
     strategy = _PlanningStrategy(
         BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
     )
-    storage, metadata = strategy.async_save(sharded, str(directory))
+    # Planning asks for the queue through which Megatron's processes would return their results,
+    # and starts the manager process if there is none.
+    former, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
+    try:
+        storage, metadata = strategy.async_save(sharded, str(directory))
+    finally:
+        filesystem_async._results_queue = former
     return ShardWriter(storage, metadata, common)
 
 

@@ -3,8 +3,9 @@
 On a GPU with Transformer Engine installed: Megatron's own Transformer Engine layer. Elsewhere:
 Megatron's parallel linears with PyTorch twins of the two Transformer Engine modules that have no
 equivalent in Megatron-core. The twins bear **Transformer Engine's parameter names**
-(``linear_qkv.layer_norm_weight``), so that weight mapping, checkpoints and packing are one code
-path.
+(``linear_qkv.layer_norm_weight``), so that weight mapping and packing are one code path.
+Checkpoints are too, but Transformer Engine asks for states of its own in them, so that those of one
+kind of layers do not load into the other; the Hugging Face export does.
 
 Shape legend: N = packed tokens on this rank, S = those of one sequence, C = context-parallel ranks,
 H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -49,7 +51,7 @@ def layer_spec(
         device: Where it lives.
         vp_stage: Which of this rank's chunks of layers; None where it has one.
     """
-    if uses_transformer_engine(device):
+    if uses_transformer_engine(device, config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
@@ -68,9 +70,25 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
-def uses_transformer_engine(device: torch.device) -> bool:
-    """Return whether layers on ``device`` are Transformer Engine's."""
-    return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether layers on ``device`` are Transformer Engine's.
+
+    Not those in float32: its attention has no kernel for them that takes packed sequences under
+    context parallelism.
+
+    Raises:
+        ValueError: Transformer Engine is installed, but cannot be used.
+    """
+    if device.type != "cuda" or dtype is torch.float32:
+        return False
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    if not HAVE_TE:
+        raise ValueError(
+            "transformer-engine: installed, but Megatron cannot import its PyTorch part; build it "
+            "for this torch and CUDA (docs/launch.md), or uninstall it"
+        )
+    return True
 
 
 class RMSNorm(nn.Module):

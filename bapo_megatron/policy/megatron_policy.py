@@ -10,6 +10,7 @@ Shape legend: N = packed tokens of a micro-batch, V = columns of the padded voca
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from bapo_megatron.types import MicroBatch
 
 Result = TypeVar("Result")
+
+ROTATION_TABLE_MULTIPLE = 4096
+"""The longest sequence that is named to fused kernels is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +300,7 @@ class MegatronPolicy:
                 input_ids=micro_batch.token_ids_N[None],
                 position_ids=micro_batch.position_ids_N[None],
                 attention_mask=None,
-                packed_seq_params=_packed_seq_params(host_batch, micro_batch),
+                packed_seq_params=self._packed_seq_params(host_batch, micro_batch),
                 **self._forward_options,
             )
 
@@ -338,14 +342,23 @@ class MegatronPolicy:
                 f"{ranks} context-parallel ranks; padding must belong to a sequence"
             )
 
+    def _packed_seq_params(
+        self, host_batch: MicroBatch, micro_batch: MicroBatch
+    ) -> PackedSeqParams:
+        """Describe the sequences; lengths are read from the host copy, so nothing waits for a GPU.
 
-def _packed_seq_params(host_batch: MicroBatch, micro_batch: MicroBatch) -> PackedSeqParams:
-    """Describe the sequences; lengths are read from the host copy, so nothing waits for a GPU."""
-    max_tokens = int(host_batch.cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=micro_batch.cu_seqlens,
-        cu_seqlens_kv=micro_batch.cu_seqlens,
-        max_seqlen_q=max_tokens,
-        max_seqlen_kv=max_tokens,
-    )
+        Megatron keeps a table of rotations for each of the last 32 longest lengths, 32 MB each at
+        64k tokens; fused kernels take any upper bound, so few different ones are named. (The
+        unfused rotation would read a bound that equals the whole micro-batch as something else.)
+        """
+        max_tokens = int(host_batch.cu_seqlens.diff().max())
+        if self._transformer.apply_rope_fusion:
+            multiple = math.lcm(ROTATION_TABLE_MULTIPLE, 2 * self.groups.context_size)
+            max_tokens = -(-max_tokens // multiple) * multiple
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro_batch.cu_seqlens,
+            cu_seqlens_kv=micro_batch.cu_seqlens,
+            max_seqlen_q=max_tokens,
+            max_seqlen_kv=max_tokens,
+        )

@@ -86,6 +86,7 @@ def transformer_config(
     """
     _check_divisible(hf, parallel)
     dtype = DTYPES[model.dtype]
+    fused = uses_transformer_engine(groups.device, dtype)
     return TransformerConfig(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
@@ -119,8 +120,8 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         # Losses come with global denominators: neither schedule nor DDP may divide gradients.
         calculate_per_token_loss=True,
-        **memory_options(megatron, uses_transformer_engine(groups.device)),
-        **_speed_options(groups.device, interleaved=parallel.virtual_pipeline > 1),
+        **memory_options(megatron, fused),
+        **_speed_options(groups.device, fused=fused, interleaved=parallel.virtual_pipeline > 1),
     )
 
 
@@ -157,14 +158,14 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
     return options
 
 
-def _speed_options(device: torch.device, *, interleaved: bool) -> dict[str, Any]:
-    """Fused kernels and messages: what the machine has, none of it changes results.
+def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> dict[str, Any]:
+    """Fused kernels and messages: what the machine has; up to rounding results are the same.
 
-    Our own layers (without Transformer Engine) use PyTorch's kernels alone.
+    Our own layers (``fused`` is False) use PyTorch's kernels alone.
     """
-    fused = uses_transformer_engine(device)
     on_gpu = device.type == "cuda"
     # NVIDIA's apex has the kernel that Megatron's own output layer accumulates gradients with.
+    # Without it every micro-batch's gradient of a weight is rounded to bfloat16 before it is added.
     accumulates = fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "gradient_accumulation_fusion": accumulates,

@@ -76,7 +76,7 @@ def wrap_for_data_parallel(
                 grad_reduce_in_fp32=True,
             ),
             Float16Module(config, gpt) if config.bf16 else gpt,
-            # Only the first chunk's reduction can overlap with much; the others' is one message.
+            # The other chunks' messages are behind the work of the first one anyway.
             disable_bucketing=number > 0,
         )
         for number, gpt in enumerate(chunks)
@@ -103,6 +103,8 @@ def build_optimizer(
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": megatron.optimizer_offload_share,
             "overlap_cpu_optimizer_d2h_h2d": True,
+            # The host's optimizer reads gradients where this flag has them put.
+            "use_precision_aware_optimizer": True,
         }
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -149,7 +151,13 @@ def step_optimizer(
     counted = () if faults is None else tuple(faults.tolist())
     if not math.isfinite(grad_norm) or any(count != 0 for count in counted):
         return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
-    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, grad_norm)
+    for inner in optimizer.chained_optimizers:
+        clip_grad_by_total_norm_fp32(
+            inner.get_parameters(),
+            clip_grad,
+            grad_norm,
+            use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        )
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step_with_ready_grads()

@@ -110,6 +110,22 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "choose other sizes",
         ),
         (
+            [
+                "parallel.pipeline=2",
+                "megatron.activation_offload_layers=1",
+                "train.max_tokens_per_micro_batch=500",
+            ],
+            2,
+            "megatron.activation_offload_layers: needs parallel.pipeline = 1, got 2; set one of "
+            "them to its default",
+        ),
+        (
+            ["megatron.activation_offload_layers=6"],
+            1,
+            "megatron.activation_offload_layers: must be below the model's 6 layers, got 6; "
+            "lower it",
+        ),
+        (
             ["parallel.sequence=true"],
             1,
             "parallel.sequence: needs parallel.tensor > 1, got 1; "

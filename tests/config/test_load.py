@@ -303,3 +303,27 @@ def test_every_key_is_described():
     assert keys["algorithm.bapo.lower.step"].default == "0.02 (preset paper)"
     assert keys["eval.sets[].path"].type == "path"
     assert keys["rollout.server.max_total_tokens"].type == "integer | null ≥ 1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (
+            ["megatron.overlap_param_gather=true"],
+            "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce",
+        ),
+        (
+            ["megatron.optimizer_offload_share=0.5", "megatron.distributed_optimizer=false"],
+            "optimizer_offload_share needs distributed_optimizer",
+        ),
+        (
+            ["megatron.activation_offload_layers=2", "megatron.recompute=full"],
+            "activation_offload_layers does not go with recompute",
+        ),
+    ],
+)
+def test_what_megatron_cannot_combine_is_refused_before_it_starts(folder, overrides, rule):
+    message = error_of(folder / "base.yaml", *overrides)
+
+    assert "megatron" in message
+    assert rule in message

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -375,16 +376,9 @@ def _limited(limit_bytes: int | None) -> Iterator[None]:
 @contextmanager
 def _failing_metadata() -> Iterator[None]:
     """The disk is full when all shards are written."""
-    original = ShardWriter.write_metadata
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", ".metadata")
-
-    ShardWriter.write_metadata = fail
-    try:
+    full = OSError(errno.ENOSPC, "No space left on device", ".metadata")
+    with mock.patch.object(ShardWriter, "write_metadata", side_effect=full):
         yield
-    finally:
-        ShardWriter.write_metadata = original
 
 
 def _save_error(saver: CheckpointSaver, step: int, policy: Any) -> str:

@@ -15,6 +15,7 @@ from bapo_megatron.policy.checkpoint_files import (
     find_latest,
     publish,
     read_state,
+    remove_others,
     unfinished_directory,
 )
 
@@ -30,7 +31,8 @@ def _save(root: Path, step: int, **config: Any) -> None:
     unfinished = unfinished_directory(root, step)
     unfinished.mkdir(parents=True)
     (unfinished / "__0_0.distcp").write_bytes(b"12345")
-    publish(root, step, FIELDS, CheckpointConfig(**config))
+    publish(root, step, FIELDS, ["__0_0.distcp"])
+    remove_others(root, step, CheckpointConfig(**config))
 
 
 def _left(root: Path) -> list[str]:
@@ -71,7 +73,16 @@ def test_checkpoints_of_an_abandoned_try_make_room_for_the_one_just_saved(tmp_pa
     (tmp_path / "latest").write_text("step_2\n")
     _save(tmp_path, 3, keep_last=9, keep_every=5)
     assert find_latest(tmp_path) == tmp_path / "step_3"
-    assert _left(tmp_path) == ["latest", "step_10", "step_2", "step_3", "step_5"]
+    assert _left(tmp_path) == ["latest", "step_2", "step_3"]
+
+
+def test_a_file_that_another_rank_wrote_and_nobody_sees_is_named(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    unfinished = unfinished_directory(tmp_path, 2)
+    unfinished.mkdir()
+    with pytest.raises(OSError, match=r"^__1_0.distcp, which another rank wrote, is not there; "):
+        publish(tmp_path, 2, FIELDS, ["__1_0.distcp"])
+    assert find_latest(tmp_path) == tmp_path / "step_1"
 
 
 def test_everything_is_flushed_before_the_rename_and_the_pointer_moves_last(

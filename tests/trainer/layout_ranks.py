@@ -64,6 +64,14 @@ CASES = (
     Case("DP 2, no distributed optimizer", 2, ("megatron.distributed_optimizer=false",)),
     Case("DP 2, overlap", 2, OVERLAP),
     Case("DP 2, uneven", 2, dumps="uneven"),
+    Case("PP 2, bf16", 2, ("parallel.pipeline=2",), algorithm=("model.dtype=bfloat16",)),
+    Case(
+        "CP 2 × PP 2, VPP 2, recomputed",
+        4,
+        ("parallel.context=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+        algorithm=("algorithm.behaviour=recomputed",),
+    ),
+    Case("CP 2 × DP 2, overlap", 4, ("parallel.context=2", *OVERLAP)),
     Case("TP 2 × PP 2, SP", 4, (*SEQUENCE, "parallel.pipeline=2")),
     Case("CP 2 × TP 2, SP", 4, (*SEQUENCE, "parallel.context=2")),
     Case(
