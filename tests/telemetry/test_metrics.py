@@ -68,6 +68,8 @@ def _sums(tokens: float, loss: float, staleness_max: float) -> dict[str, float]:
         "nonfinite_tokens": 0.0,
         "packing_real": 6.0,
         "packing_slots": 8.0,
+        "flops_mean": 4.0,
+        "flops_max": 5.0,
     }
 
 
@@ -86,6 +88,7 @@ def test_token_metrics_are_quotients_of_sums_over_all_updates() -> None:
     assert values["train/skipped_updates"] == 1.0
     assert values["tokens/positive_share"] == 0.5
     assert values["train/packing_share"] == 0.75
+    assert values["train/imbalance_ratio"] == 1.25
     assert "mismatch/logprob_abs_mean" not in values
     assert values["throughput/tokens_per_s"] == 5.0
     assert values["throughput/generated_tokens_per_s"] == 10.0

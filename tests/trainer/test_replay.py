@@ -58,9 +58,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, replay_config: Path)
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        pytest.param(2, ["parallel.tensor=2"], id="TP 2"),
-        pytest.param(2, ["parallel.tensor=2", "parallel.sequence=true"], id="TP 2 with SP"),
-        pytest.param(2, [], id="DP 2"),
+        pytest.param(2, ["parallel.tensor=2"], id="TP 2"),  # test_layouts.py has the others
         pytest.param(1, ["train.max_tokens_per_micro_batch=64"], id="smaller micro-batches"),
     ],
 )
