@@ -36,7 +36,6 @@ MANY_STEPS = 200
 
 TP2 = ("parallel.tensor=2",)
 PP2 = ("parallel.pipeline=2",)
-PLAIN = ("megatron.distributed_optimizer=false",)
 ASYNCHRONOUS = ("checkpoint.asynchronous=true",)
 
 
@@ -55,7 +54,6 @@ def _weights(run_dir: Path) -> dict[str, object]:
     [
         pytest.param([*PP2, *ASYNCHRONOUS], [*PP2, *ASYNCHRONOUS], 1e-6, id="PP 2, asynchronous"),
         pytest.param(ASYNCHRONOUS, ASYNCHRONOUS, 1e-6, id="DP 2, asynchronous"),
-        pytest.param(PLAIN, PLAIN, 1e-6, id="DP 2, no distributed optimizer"),
         pytest.param(TP2, PP2, 1e-5, id="TP 2 to PP 2"),
     ],
 )
