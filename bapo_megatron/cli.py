@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from bapo_megatron.parent import end_with_parent
+from bapo_megatron.telemetry.console import uncut_console
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -63,8 +62,14 @@ def train(
 
     ignore_known_warnings()  # before megatron is imported
     from bapo_megatron.trainer.loop import train as run_training
+    from bapo_megatron.trainer.resume import how_to_continue
 
-    run_training(run_config)
+    try:
+        run_training(run_config)
+    except KeyboardInterrupt:
+        # Typer would make a status of it, after which nobody knows the run.
+        _complain(f"interrupted{how_to_continue(run_config)}")
+        sys.exit(INTERRUPTED)
 
 
 @app.command("eval")
@@ -74,6 +79,28 @@ def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> Non
     from bapo_megatron.trainer.evaluate import evaluate_model, print_eval_table
 
     print_eval_table(evaluate_model(run_config))
+
+
+@app.command()
+def generate(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option(min=1, help="Batches to generate.")] = 1,
+) -> None:
+    """Generate batches with model.path and the training prompts, without a trainer."""
+    run_config = _load(config, overrides)
+    from bapo_megatron.trainer.generate import generate_batches
+
+    generate_batches(run_config, steps).print(uncut_console())
+
+
+@app.command()
+def serve(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere."""
+    run_config = _load(config, overrides)
+    from bapo_megatron.rollout.serve import serve as run_servers
+
+    run_servers(run_config, show=typer.echo)
 
 
 @app.command()
@@ -100,7 +127,7 @@ def bounds(
     if as_json:
         typer.echo(json.dumps(report.to_json_dict(), indent=2))
     else:
-        report.print(Console())
+        report.print(uncut_console())
 
 
 @app.command()
@@ -117,7 +144,7 @@ def doctor(
     if as_json:
         typer.echo(to_json(findings))
     else:
-        print_report(findings, Console())
+        print_report(findings, uncut_console())
     if any(finding.verdict == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -269,16 +296,13 @@ def show_config(
     overrides: OverridesArgument = None,
 ) -> None:
     """Print the resolved CONFIG; without one, every key with type, default and meaning."""
-    from bapo_megatron.config.describe import describe_keys
+    from bapo_megatron.config.describe import print_keys
     from bapo_megatron.config.load import dump_yaml
 
     if config is not None:
         typer.echo(dump_yaml(_load(config, overrides)), nl=False)
-        return
-    table = Table("key", "type", "default", "meaning")
-    for key in describe_keys():
-        table.add_row(key.name, key.type, key.default, key.description)
-    Console().print(table)
+    else:
+        print_keys(uncut_console())
 
 
 def _end_once(number: int, frame: FrameType | None) -> None:

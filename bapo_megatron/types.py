@@ -90,6 +90,19 @@ class RolloutStats:
     """Samples left unfinished in the buffer when the batch was complete."""
     reward_timeouts: int = 0
     """Answers scored 0 because grading them took too long."""
+    replayed_groups: int = 0
+    """Groups of the batch that an earlier batch held already."""
+    equal_reward_groups: int = 0
+    """Finished groups left out because all their rewards were equal (dynamic sampling)."""
+    filled_groups: int = 0
+    """Such groups that are in the batch nevertheless, because its limit was reached."""
+    dropped_groups: dict[str, int] = field(default_factory=dict)
+    """Groups given up since the batch before, by reason: ``equal_rewards``, ``stale``, ``carried``,
+    ``surplus`` (without ``partial``)."""
+    regenerated_samples: int = 0
+    """Responses started again since the batch before because they were too old."""
+    lost_requests: int = 0
+    """Requests continued elsewhere since the batch before, because their server failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,9 @@ class MicroBatch:
     """[T] float32: A."""
     mask_T: torch.Tensor
     """[T] float32: m, 1 for tokens that train, else 0."""
+    importance_T: torch.Tensor
+    """[T] float32: π_recomputed / π_rollout of the token, or of its whole response, where
+    ``algorithm.correction`` asks for it; else 1."""
     loss_weight_T: torch.Tensor
     """[T] float32: m over the global denominator of the update. Σ ``loss_weight · loss`` over all
     ranks and micro-batches is the loss of the update."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron import cli
+from bapo_megatron.config.describe import describe_keys
 from tests.launch import REPOSITORY, run
 
 if TYPE_CHECKING:
@@ -129,6 +130,17 @@ def test_every_key_of_the_configuration_is_described() -> None:
     assert result.returncode == 0, result.stderr
     assert "algorithm.bapo.target" in result.stdout
     assert "rollout.groups_per_step" in result.stdout
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_no_cell_is_cut(monkeypatch: pytest.MonkeyPatch, columns: str | None) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = run(["config"], environment={"COLUMNS": columns} if columns else None)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("…") == sum(key.description.count("…") for key in describe_keys())
+    if columns is None:  # a search in a pipe finds keys with their meaning
+        (line,) = [line for line in result.stdout.splitlines() if "virtual_pipeline" in line]
+        assert "Chunks of layers of each stage (interleaved schedule)" in line
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import yaml
 
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import REPOSITORY, free_port
+from tests.rollout.helpers import descendants
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
 
 if TYPE_CHECKING:
@@ -29,20 +29,8 @@ SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 KEY = "BAPO_MEGATRON_ADMIN_API_KEY"
 READ = (
     *("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("MODEL", "HOST", "PORT", "SERVERS", "TENSOR", KEY, "BAPO_MEGATRON_API_KEY"),
+    *("HOST", "SERVERS", "TENSOR", KEY, "BAPO_MEGATRON_API_KEY"),
 )
-CPU_SERVER = [
-    "--device=cpu",
-    "--dtype=float32",
-    "--attention-backend=torch_native",
-    "--sampling-backend=pytorch",
-    "--disable-overlap-schedule",
-    "--disable-cuda-graph",
-    "--grammar-backend=none",
-    "--mem-fraction-static=0.3",
-    "--max-total-tokens=8192",
-    "--sleep-on-idle",
-]
 
 
 @pytest.fixture
@@ -152,7 +140,7 @@ def test_without_arguments_a_script_says_what_it_needs(script: str, commands: Pa
     status, lines = run(script, env=environment(PYTHON=str(never)))
     assert status != 0
     assert len(lines) == 1
-    assert "usage" in lines[0] or "set MODEL to" in lines[0]
+    assert "usage" in lines[0]
 
 
 def test_single_node_runs_torchrun_on_every_gpu_with_megatron_s_settings(commands: Path) -> None:
@@ -202,43 +190,24 @@ def test_two_nodes_train_together(replay_config: Path, tmp_path: Path) -> None:
     assert "2/2" in outputs[1]  # the node with NODE_RANK=0 reports
 
 
-def test_rollout_servers_have_ports_and_gpus_of_their_own(commands: Path) -> None:
-    python = stand_in(commands, "python", 'echo "$@"; sleep 0.5')
-    env = environment(
-        PYTHON=str(python), MODEL="m", HOST="10.0.0.7", SERVERS="2", TENSOR="4", **{KEY: "secret"}
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({"HOST": "10.0.0.7"}, "10.0.0.7"),
+        ({"SLURMD_NODENAME": "node3"}, "node3"),
+        ({}, "127.0.0.1"),
+    ],
+)
+def test_rollout_servers_listen_where_they_are_told(
+    commands: Path, variables: dict[str, str], host: str
+) -> None:
+    python = stand_in(commands, "python", 'echo "$@"')
+    env = environment(PYTHON=str(python), **variables)
+    status, lines = run("rollout_servers.sh", "a.yaml", "rollout.server.count=8", env=env)
+    assert (status, lines) == (
+        0,
+        [f"-m bapo_megatron serve a.yaml rollout.server.host={host} rollout.server.count=8"],
     )
-    status, lines = run("rollout_servers.sh", "--sleep-on-idle", env=env)
-    assert status == 0
-    launcher = "-m bapo_megatron.rollout.sglang_launcher --model-path m --host 10.0.0.7 --port "
-    common = "--log-level-http warning --sleep-on-idle"
-    assert sorted(lines) == [
-        f"{launcher}30000 --dtype bfloat16 --tensor-parallel-size 4 --base-gpu-id 0 {common}",
-        f"{launcher}30001 --dtype bfloat16 --tensor-parallel-size 4 --base-gpu-id 4 {common}",
-    ]
-
-
-def test_rollout_servers_listen_for_nobody_without_an_admin_key(commands: Path) -> None:
-    python = stand_in(commands, "python", "echo started")
-    env = environment(PYTHON=str(python), MODEL="m", HOST="10.0.0.7")
-    status, lines = run("rollout_servers.sh", env=env)
-    assert status != 0
-    assert len(lines) == 1
-    assert f"{KEY}: set it: whoever reaches the port could replace the weights" in lines[0]
-
-
-def test_when_one_rollout_server_dies_the_others_and_the_script_end(commands: Path) -> None:
-    python = stand_in(
-        commands,
-        "python",
-        'case "$*" in *30001*) sleep 0.5; exit 7 ;; *) exec sleep 300 ;; esac',
-    )
-    env = environment(
-        PYTHON=str(python), MODEL="m", HOST="127.0.0.1", SERVERS="3", **{KEY: "secret"}
-    )
-    process = start("rollout_servers.sh", env=env)
-    finish(process, timeout_s=20)
-    assert process.returncode == 7
-    assert not of_session(process.pid)
 
 
 def of_session(session: int) -> list[list[str]]:
@@ -251,71 +220,65 @@ def of_session(session: int) -> list[list[str]]:
     return found
 
 
-def slurm_environment(commands: Path, tmp_path: Path, *, curl: str, servers: str) -> dict[str, str]:
+def slurm_environment(
+    commands: Path, tmp_path: Path, *, servers: str, trainer: str
+) -> dict[str, str]:
     """A heterogeneous job of two trainer nodes and two rollout nodes, with stand-ins for Slurm."""
     stand_in(commands, "scontrol", 'test "$1 $2" = "show hostnames" && printf "%s1\\n%s2\\n" $3 $3')
     stand_in(
         commands,
         "srun",
-        f'echo "srun $* | $MODEL $SERVERS $TENSOR $NNODES $MASTER_ADDR ${{#{KEY}}}" '
-        f'>> {tmp_path}/calls\ncase "$1" in --het-group=1) {servers} ;; esac',
+        f'echo "srun $* | $NNODES $MASTER_ADDR ${{#{KEY}}}" >> {tmp_path}/calls\n'
+        f'case "$1" in --het-group=1) {servers} ;; *) {trainer} ;; esac',
     )
-    stand_in(commands, "curl", f'echo "curl ${{@: -1}}" >> {tmp_path}/calls\n{curl}')
     return environment(
         commands, SLURM_JOB_NODELIST_HET_GROUP_0="train", SLURM_JOB_NODELIST_HET_GROUP_1="sample"
     )
 
 
-def test_the_slurm_job_starts_servers_waits_for_them_and_trains(
+def test_the_slurm_job_starts_servers_and_trainer_and_ends_with_the_trainer(
     commands: Path, tmp_path: Path
 ) -> None:
-    env = slurm_environment(commands, tmp_path, curl="exit 0", servers="exec sleep 300")
+    env = slurm_environment(commands, tmp_path, servers="exec sleep 300", trainer="sleep 1")
     env |= {"SERVERS": "2", "TENSOR": "4"}
-    process = start("slurm.sbatch", "configs/a.yaml", "models/b", "train.steps=3", env=env)
-    finish(process, timeout_s=20)
+    process = start("slurm.sbatch", "configs/a.yaml", "train.steps=3", env=env)
+    finish(process, timeout_s=60)
     assert process.returncode == 0
-    calls = (tmp_path / "calls").read_text().splitlines()
-    state = "models/b 2 4 2 train1 32"
     flags = "--cpu-bind=none --kill-on-bad-exit=1"
-    assert calls[-1] == (
-        f"srun --het-group=0 {flags} examples/multi_node.sh configs/a.yaml model.path=models/b "
+    assert sorted((tmp_path / "calls").read_text().splitlines()) == [
+        f"srun --het-group=0 {flags} examples/multi_node.sh configs/a.yaml train.steps=3 "
         "rollout.servers=[http://sample1:30000,http://sample1:30001,http://sample2:30000,"
-        f"http://sample2:30001] train.steps=3 | {state}"
-    )
-    assert sorted(calls[:-1]) == [
-        "curl http://sample1:30000/ready",
-        "curl http://sample1:30001/ready",
-        "curl http://sample2:30000/ready",
-        "curl http://sample2:30001/ready",
-        f"srun --het-group=1 {flags} examples/rollout_servers.sh | {state}",
+        "http://sample2:30001] | 2 train1 32",
+        f"srun --het-group=1 {flags} examples/rollout_servers.sh configs/a.yaml train.steps=3 "
+        "rollout.server.count=2 rollout.server.tensor=4 rollout.server.port=30000 | 2 train1 32",
     ]
     assert not of_session(process.pid)
 
 
-def test_the_slurm_job_ends_when_its_servers_do_not_start(commands: Path, tmp_path: Path) -> None:
-    env = slurm_environment(commands, tmp_path, curl="exit 7", servers="exit 1")
-    stand_in(commands, "sleep", "exec /bin/sleep 0.2")
-    process = start("slurm.sbatch", "configs/a.yaml", "models/b", env=env)
-    finish(process, timeout_s=20)
-    assert process.returncode != 0
-    assert "--het-group=0" not in (tmp_path / "calls").read_text()
+def test_the_slurm_job_ends_when_its_servers_do(commands: Path, tmp_path: Path) -> None:
+    env = slurm_environment(commands, tmp_path, servers="exit 7", trainer="exec sleep 300")
+    process = start("slurm.sbatch", "configs/a.yaml", env=env)
+    finish(process, timeout_s=60)
+    assert process.returncode == 7
+    assert not of_session(process.pid)
 
 
 @pytest.fixture
 def server(replay_config: Path, tmp_path: Path) -> Iterator[str]:
-    """Address of a real server that rollout_servers.sh started."""
+    """Address of a real server that rollout_servers.sh is starting."""
     port, log_path = free_port(), tmp_path / "server.log"
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("w"))
         process = subprocess.Popen(
-            [str(EXAMPLES / "rollout_servers.sh"), *CPU_SERVER],
-            env=environment(
-                MODEL=str(replay_config.parent / "model"),
-                HOST="127.0.0.1",
-                PORT=str(port),
-                SERVERS="1",
-                **{KEY: "admin-secret"},
-            ),
+            [
+                str(EXAMPLES / "rollout_servers.sh"),
+                str(replay_config),
+                f"run_dir={tmp_path / 'servers'}",
+                f"rollout.server.port={port}",
+                "rollout.server.mem_fraction=0.3",
+                "rollout.server.max_total_tokens=8192",
+            ],
+            env=environment(**{KEY: "admin-secret"}),
             cwd=REPOSITORY,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -323,41 +286,31 @@ def server(replay_config: Path, tmp_path: Path) -> Iterator[str]:
         )
         address = f"http://127.0.0.1:{port}"
         try:
-            while not _answers(address):
-                assert process.poll() is None, log_path.read_text()
-                time.sleep(0.5)
-            running = of_session(process.pid)
+            yield address
+            assert process.poll() is None, log_path.read_text()
+            running = [child.cmdline() for child in descendants(process.pid)]
             assert len(running) >= 3
             assert "admin-secret" not in str(running)
-            yield address
             process.terminate()
-            process.wait(timeout=30)
-            assert not of_session(process.pid)
-            assert "admin-secret" not in log_path.read_text()
+            process.wait(timeout=60)
+            assert not descendants(mentioning=f"--port={port}")
+            for written in (log_path, tmp_path / "servers" / "logs" / "sglang.log"):
+                assert "admin-secret" not in written.read_text()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/ready", timeout=1, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 @pytest.mark.sglang
-def test_a_trainer_and_an_evaluation_use_servers_that_run_elsewhere(
+def test_a_trainer_waits_for_servers_elsewhere_and_an_evaluation_uses_them_too(
     server: str, replay_config: Path, tmp_path: Path
 ) -> None:
-    refused = httpx.post(f"{server}/abort_request", json={"rid": "x"}, trust_env=False)
-    assert refused.status_code in (401, 403)
     prompts = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(3) for b in range(3)]
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     overrides = [
         f"rollout.servers=[{server}]",
-        "replay=null",
+        "replay.dumps=null",
         f"data.train.path={questions}",
         "data.max_prompt_tokens=32",
         "rollout.groups_per_step=4",  # two updates
@@ -378,6 +331,8 @@ def test_a_trainer_and_an_evaluation_use_servers_that_run_elsewhere(
     (row,) = (row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] == 0)
     assert row["rollout/generated_tokens"] > 0
     assert row["mismatch/logprob_abs_max"] < 1e-4  # trainer and server hold the same weights
+    refused = httpx.post(f"{server}/abort_request", json={"rid": "x"}, trust_env=False)
+    assert refused.status_code in (401, 403)
 
     status, lines = run(
         "evaluate.sh",

@@ -148,12 +148,13 @@ def bounds_from_file(
 
 def _read_tokens(path: Path) -> dict[str, FloatArray]:
     """Return the four columns as [T] float32, checked, in the order of ``accumulate``."""
-    raw = _read_columns(path)
+    raw, found = _read_columns(path)
     for name in COLUMNS:
         if name not in raw:
             raise ValueError(
-                f"{path}: column '{name}' is missing, found {', '.join(sorted(raw)) or 'none'}; "
-                f"write the columns {', '.join(COLUMNS)} and optionally mask"
+                f"{path}: column '{name}' is missing, found {', '.join(sorted(found)) or 'none'}; "
+                f"write the columns {', '.join(COLUMNS)} and optionally mask, one row per token "
+                "(the dumps in rollouts/ have no log-probs of the trainer)"
             )
     length = raw[COLUMNS[0]].shape[0] if raw[COLUMNS[0]].ndim else 0
     raw.setdefault("mask", np.ones(length, dtype=np.float32))
@@ -172,16 +173,18 @@ def _read_tokens(path: Path) -> dict[str, FloatArray]:
     return columns
 
 
-def _read_columns(path: Path) -> dict[str, Array]:
+def _read_columns(path: Path) -> tuple[dict[str, Array], list[str]]:
+    """The wanted columns that are there, and the names of all."""
     wanted = (*COLUMNS, "mask")
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
-                return {name: archive[name] for name in wanted if name in archive.files}
+                return {name: archive[name] for name in wanted if name in archive}, archive.files
         if path.suffix == ".parquet":
-            names = [name for name in pq.read_schema(path).names if name in wanted]
+            found = list(pq.read_schema(path).names)
+            names = [name for name in found if name in wanted]
             table = pq.read_table(path, columns=names)
-            return {name: table[name].to_numpy() for name in names}
+            return {name: table[name].to_numpy() for name in names}, found
     except (zipfile.BadZipFile, zlib.error, pa.ArrowInvalid, EOFError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); write the file again") from error
     raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")

@@ -19,14 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-    from bapo_megatron.config.schema import (
-        DataConfig,
-        DatasetConfig,
-        LogConfig,
-        RolloutConfig,
-        RunConfig,
-    )
+    from bapo_megatron.config.rollout import RolloutConfig
+    from bapo_megatron.config.schema import DataConfig, DatasetConfig, LogConfig, RunConfig
 
+_LAST_PORT = 65535
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """File formats of prompts."""
 
@@ -52,8 +48,8 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     if not owns_files:
         return
     _check_log(config.log)
-    if config.replay:
-        _check_replay(config.replay)
+    if config.replay.dumps is not None:
+        _check_replay(config.replay.dumps, config.train.steps)
     else:
         _check_batch(config)
         _check_train_data(config.data)
@@ -65,7 +61,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
             "add a set, or leave it 0"
         )
-    if config.eval.sets and not config.replay:
+    if config.eval.sets and config.replay.dumps is None:
         _check_eval(hf_config, config)
 
 
@@ -85,6 +81,51 @@ def check_eval_config(config: RunConfig) -> None:
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
     _check_eval(hf_config, config)
+
+
+def check_generate_config(config: RunConfig) -> None:
+    """Hold the rules of generation without training.
+
+    Args:
+        config: A validated configuration; what concerns training only is not looked at.
+
+    Raises:
+        ConfigError: As by ``check_config``.
+    """
+    if config.replay.dumps is not None:
+        raise ConfigError(
+            f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
+            "exist already; set replay.dumps=null"
+        )
+    if config.data.train is None:
+        raise ConfigError("data.train: needed to generate, got null; set data.train.path=FILE")
+    hf_config = _check_model(config.model)
+    _check_dataset(config.data.train, "data.train")
+    _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
+    _check_servers(hf_config, config.rollout)
+
+
+def check_serve_config(config: RunConfig) -> None:
+    """Hold the rules of servers without a trainer.
+
+    Args:
+        config: A validated configuration; only model and servers are looked at.
+
+    Raises:
+        ConfigError: As by ``check_config``.
+    """
+    hf_config = _check_model(config.model)
+    if config.rollout.colocated:
+        raise ConfigError(
+            "rollout.colocated: must be false for serve, got true: only the trainer's own servers "
+            "share its GPUs; leave it out"
+        )
+    if config.rollout.server.host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            "rollout.server.host: must be one address, which the trainer can use, got "
+            f"'{config.rollout.server.host}'; give this node's"
+        )
+    _check_own_servers(hf_config, config.rollout)
 
 
 def _check_apex() -> None:
@@ -205,15 +246,23 @@ def _check_batch(config: RunConfig) -> None:
         )
 
 
-def _check_replay(replay: Path) -> None:
-    if not replay.is_dir():
+def _check_replay(dumps: Path, steps: int) -> None:
+    if not dumps.is_dir():
         raise ConfigError(
-            f"replay: no such directory '{replay}'; give the rollouts directory of a run"
+            f"replay: no such directory '{dumps}'; give the rollouts directory of a run"
         )
-    if not any(replay.glob("step_*.parquet")):
+    present = {path.name for path in dumps.glob("step_*.parquet")}
+    if not present:
         raise ConfigError(
-            f"replay: '{replay}' holds no step_*.parquet; give the rollouts directory of a run "
+            f"replay: '{dumps}' holds no step_*.parquet; give the rollouts directory of a run "
             "that had rollout.dump=true"
+        )
+    missing = next((n for n in range(steps) if f"step_{n:06d}.parquet" not in present), None)
+    if missing is not None:
+        remedy = f"set train.steps={missing}, or " if missing else ""
+        raise ConfigError(
+            f"replay: '{dumps}' must hold a dump for each of train.steps = {steps} steps, got no "
+            f"step_{missing:06d}.parquet; {remedy}copy what is missing"
         )
 
 
@@ -227,7 +276,7 @@ def _check_train_data(data: DataConfig) -> None:
 
 def _check_servers(hf_config: dict[str, Any], rollout: RolloutConfig) -> None:
     if not rollout.servers:
-        _check_heads(hf_config, "rollout.server.tensor", rollout.server.tensor)
+        _check_own_servers(hf_config, rollout)
     for server in rollout.servers:
         if not server.startswith(("http://", "https://")):
             raise ConfigError(
@@ -235,6 +284,38 @@ def _check_servers(hf_config: dict[str, Any], rollout: RolloutConfig) -> None:
                 f"did you mean 'http://{server}'?"
             )
     _refuse_twice("rollout.servers", rollout.servers)
+
+
+def _check_own_servers(hf_config: dict[str, Any], rollout: RolloutConfig) -> None:
+    import torch  # takes seconds, and most commands do not need it
+
+    server = rollout.server
+    _check_heads(hf_config, "rollout.server.tensor", server.tensor)
+    if server.port and server.port + server.count - 1 > _LAST_PORT:
+        raise ConfigError(
+            f"rollout.server.port: the last of rollout.server.count = {server.count} servers must "
+            f"have at most {_LAST_PORT}, got {server.port} for the first; lower it"
+        )
+    num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
+    if num_gpus and wanted > num_gpus:
+        raise ConfigError(
+            "rollout.server.count: count × tensor must be at most this machine's "
+            f"{num_gpus} visible GPUs, got {server.count} × {server.tensor}; lower one of them"
+        )
+    if not rollout.colocated:
+        return
+    if not num_gpus:
+        raise ConfigError(
+            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
+            "rollout.colocated=false"
+        )
+    sync = rollout.weight_sync
+    if sync.method == "broadcast" and sync.backend != "gloo":
+        raise ConfigError(
+            "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
+            f"broadcast by {sync.backend}: NCCL has no groups with two processes on one GPU; set "
+            "rollout.weight_sync.method=tensor"
+        )
 
 
 def _check_dataset(dataset: DatasetConfig, key: str) -> None:

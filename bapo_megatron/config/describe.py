@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from rich.markup import escape
+from rich.table import Table
 
 from bapo_megatron.config.schema import BAPO_PRESETS, BapoConfig, RunConfig
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
+    from rich.console import Console
 
 _BOUNDS: tuple[tuple[Any, str, str], ...] = (
     (annotated_types.Ge, "ge", "≥"),
@@ -43,6 +46,16 @@ class KeyInfo:
 def describe_keys(section: type[BaseModel] = RunConfig) -> list[KeyInfo]:
     """List every key of a section, and of those within it, in the schema's order."""
     return _section_keys(section, "")
+
+
+def print_keys(console: Console) -> None:
+    """Print every key of a run as a table."""
+    table = Table()
+    for heading in ("key", "type", "default", "meaning"):
+        table.add_column(heading, overflow="fold")
+    for key in describe_keys():
+        table.add_row(*map(escape, (key.name, key.type, key.default, key.description)))
+    console.print(table)
 
 
 def nested_section(annotation: Any) -> tuple[type[BaseModel], str] | None:

@@ -70,7 +70,7 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             section = nested[0]
     near = difflib.get_close_matches(wanted, section.model_fields, n=1)
     if near:
-        return f"did you mean '{near[0]}'?"
+        return f"did you mean '{_dotted([*location[:-1], near[0]])}'?"
     for known in describe_keys(root):
         if known.name.rpartition(".")[2] == wanted:
             return f"did you mean '{known.name}'?"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from bapo_megatron.config.explain import explain
@@ -66,7 +66,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         merged = OmegaConf.merge(*(layer.settings for layer in layers))
         settings = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}; correct this key") from error
+        remedy = "correct this key"
+        if isinstance(error, InterpolationKeyError) and not any(
+            _holds(layer.settings, ["name"]) for layer in layers
+        ):
+            remedy = "this is a base for other files: give one that inherits it and has a name"
+        raise ConfigError(f"{path}: {_first_line(error)}; {remedy}") from error
 
     def place_of(location: Sequence[int | str]) -> str:
         holding = (layer.place for layer in reversed(layers) if _holds(layer.settings, location))

@@ -18,6 +18,7 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.config.section import Section
 
 
@@ -47,70 +48,6 @@ class DataConfig(Section):
     """Appended to the question ("Put your answer in \\boxed{}."), unless empty."""
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
-
-
-class ServerConfig(Section):
-    """The SGLang server that the trainer starts itself when ``rollout.servers`` is empty."""
-
-    port: int = Field(0, ge=0, le=65535)
-    """Port on the loopback interface; 0 takes a free one."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """How long the server may take until it answers."""
-    tensor: int = Field(1, ge=1)
-    """The server's own tensor-parallel size."""
-    mem_fraction: float = Field(0.8, gt=0, lt=1)
-    """``--mem-fraction-static``."""
-    max_total_tokens: int | None = Field(None, ge=1)
-    """KV cache size in tokens; if empty, the server's choice on a GPU, and 65536 without one."""
-    max_running_requests: int | None = Field(None, ge=1)
-    """Largest batch; the server's choice if empty."""
-    extra_args: tuple[str, ...] = ()
-    """Further arguments, passed to ``sglang.launch_server`` as they are."""
-
-
-class RolloutConfig(Section):
-    """Generation of one step's samples."""
-
-    groups_per_step: int = Field(64, ge=1)
-    """Prompts per step."""
-    samples_per_group: int = Field(8, ge=2)
-    """Responses per prompt, G."""
-    max_response_tokens: int = Field(4096, ge=1)
-    """Longest response, over all resumptions."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by it too."""
-    top_p: float = 1.0
-    """Must be 1: the engine's log-probs ignore the filter and ratios would be biased."""
-    top_k: int = -1
-    """Must be -1, for the same reason."""
-    min_p: float = 0.0
-    """Must be 0, for the same reason."""
-    oversample_groups: int = Field(0, ge=0)
-    """Groups in flight beyond ``groups_per_step``. What is unfinished when the step has its groups
-    is aborted; with ``partial`` it is resumed by the next step, else it is discarded."""
-    partial: bool = True
-    """Keep unfinished responses of one step and resume them in the next (partial rollout)."""
-    servers: tuple[str, ...] = ()
-    """Addresses (http://host:port) of running servers; empty: the trainer starts one."""
-    server: ServerConfig = ServerConfig()
-    """How the trainer starts its own server."""
-    request_timeout_s: float = Field(1800.0, gt=0)
-    """Longest time without an answer to one request."""
-    max_connections: int = Field(512, ge=1)
-    """Requests in flight over all servers."""
-    dump: bool = True
-    """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay."""
-
-    @model_validator(mode="after")
-    def _no_filters(self) -> Self:
-        for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            value = getattr(self, name)
-            if value != neutral:
-                raise ValueError(
-                    f"{name} must be {neutral} for training, got {value}: the engine's log-probs "
-                    f"ignore this filter, so ratios would be biased; set {name}: {neutral}"
-                )
-        return self
 
 
 class RewardConfig(Section):
@@ -234,6 +171,24 @@ class FixedClipConfig(Section):
     """Upper bound of the importance ratio."""
 
 
+class CorrectionConfig(Section):
+    """Weights for the difference of trainer and engine: w = π_recomputed / π_rollout.
+
+    Needs ``behaviour: recomputed``. With stale tokens w carries their staleness too (decoupled
+    PPO). The bound search does not see it.
+    """
+
+    kind: Literal["none", "token", "sequence", "icepop"] = "none"
+    """``token``: min(w, cap) per token; ``sequence``: min(∏ w, cap) for a response's tokens;
+    ``icepop``: tokens with w outside [low, high] are left out of the loss."""
+    cap: float = Field(2.0, gt=0)
+    """Of ``token`` and ``sequence``."""
+    low: float = Field(0.5, gt=0, le=1)
+    """Of ``icepop``."""
+    high: float = Field(5.0, ge=1)
+    """Of ``icepop``."""
+
+
 class AlgorithmConfig(Section):
     """Advantages, clipping and the loss (docs/algorithm.md)."""
 
@@ -253,6 +208,8 @@ class AlgorithmConfig(Section):
     """The constant of ``token_sum_norm``: the sum is divided by responses × constant."""
     behaviour: Literal["rollout", "recomputed"] = "rollout"
     """μ: the engine's own log-probs, or the trainer's at the start of the step."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Correction for the engine's mismatch, with ``behaviour: recomputed``."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer updates that one batch is divided into (whole groups each)."""
     epochs: int = Field(1, ge=1)
@@ -261,6 +218,16 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     on_nonfinite: Literal["raise", "skip_update"] = "raise"
     """What a non-finite log-prob, advantage or gradient norm does."""
+
+    @model_validator(mode="after")
+    def _correction_compares(self) -> Self:
+        if self.correction.kind != "none" and self.behaviour != "recomputed":
+            raise ValueError(
+                f"behaviour must be recomputed with correction.kind: {self.correction.kind}, got "
+                f"{self.behaviour}: the correction compares the trainer's log-probs with the "
+                "engine's; set behaviour: recomputed, or correction.kind: none"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -352,8 +319,8 @@ class RunConfig(Section):
     """Directory of everything that the run writes."""
     seed: int = Field(0, ge=0)
     """Seed of data order, initialisation and dropout."""
-    replay: Path | None = None
-    """Directory of rollout dumps to train from, without any server."""
+    replay: ReplayConfig = ReplayConfig()
+    """Training from dumps, or on earlier batches again."""
     resume: bool = False
     """Continue from the newest checkpoint in ``run_dir``."""
     model: ModelConfig

@@ -33,11 +33,12 @@ def build_micro_batches(
     context_size: int,
     advantages_B: ArrayLike,
     loss_weights_B: ArrayLike,
+    masks_B: Sequence[np.ndarray] | None = None,
 ) -> list[MicroBatch]:
     """Build the micro-batches of one rank; arguments as in ``build_micro_batch``."""
     return [
         shard_context(
-            build_micro_batch(samples, indices, advantages_B, loss_weights_B, rules),
+            build_micro_batch(samples, indices, advantages_B, loss_weights_B, rules, masks_B),
             context_rank,
             context_size,
         )
@@ -51,6 +52,7 @@ def build_micro_batch(
     advantages_B: ArrayLike,
     loss_weights_B: ArrayLike,
     rules: PackingRules,
+    masks_B: Sequence[np.ndarray] | None = None,
 ) -> MicroBatch:
     """Pack samples into the tensors of one forward pass.
 
@@ -67,8 +69,10 @@ def build_micro_batch(
         samples: All samples of the batch, [B].
         sample_indices: The samples to pack, in this order; may be empty.
         advantages_B: [B] advantage of each sample, for all its tokens.
-        loss_weights_B: [B] weight of each token of the sample: 1 over the global denominator.
+        loss_weights_B: [B] weight of each token of the sample that trains: 1 over the global
+            denominator.
         rules: What sequences and micro-batches are padded to.
+        masks_B: For each sample, which of its response tokens train, [R] bool; None: all of them.
 
     Raises:
         ValueError: A prompt is empty, or the arrays of a sample differ in length.
@@ -86,6 +90,10 @@ def build_micro_batch(
     position_T = _ranges(response_S)
     first_row_S = (np.cumsum(slots_S) - slots_S)[: len(chosen)] + prompt_S - 1
 
+    mask_T = torch.ones(len(position_T), dtype=torch.float32)
+    if masks_B is not None:
+        mask_T = torch.from_numpy(_concatenate([masks_B[i] for i in sample_indices], np.float32))
+
     def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), response_S))
 
@@ -98,8 +106,9 @@ def build_micro_batch(
         behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
         rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
         advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
-        mask_T=torch.ones(len(position_T), dtype=torch.float32),
-        loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32),
+        mask_T=mask_T,
+        importance_T=torch.ones(len(position_T), dtype=torch.float32),
+        loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
         sample_T=per_token(index_S, np.int64),
         position_T=torch.from_numpy(position_T),
         version_T=torch.from_numpy(_concatenate([s.versions for s in chosen], np.int64)),

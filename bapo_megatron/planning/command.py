@@ -12,6 +12,7 @@ from bapo_megatron.planning.check import check_parameters
 from bapo_megatron.planning.plan import make_plan
 from bapo_megatron.planning.report import print_plan
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.telemetry.console import uncut_console
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +50,7 @@ def show_plan(
     if as_json:
         sys.stdout.write(json.dumps(plan.to_json_dict(), indent=2) + "\n")
     else:
-        print_plan(plan, Console())
+        print_plan(plan, uncut_console())
 
 
 def read_architecture(model_path: Path, config_file: Path | None) -> HfConfig:

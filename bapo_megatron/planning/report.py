@@ -1,4 +1,4 @@
-"""A plan as tables for people, 100 columns wide."""
+"""A plan as tables for people, 100 columns wide; on narrower terminals cells are folded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def print_plan(plan: Plan, console: Console) -> None:
         console: Where to.
     """
     _print_head(plan, console)
-    console.print(_memory_table(plan))
+    _print_table(console, _memory_table(plan))
     _print_verdict(plan, console)
     _print_rollout(plan, console)
-    console.print(_messages_table(plan))
-    console.print(_phases_table(plan))
-    console.print(_layouts_table(plan))
+    _print_table(console, _messages_table(plan))
+    _print_table(console, _phases_table(plan))
+    _print_table(console, _layouts_table(plan))
     _print_assumptions(plan, console)
 
 
@@ -258,6 +258,12 @@ def _print_assumptions(plan: Plan, console: Console) -> None:
         *plan.notes,
     ):
         _line(console, f"- {line}")
+
+
+def _print_table(console: Console, table: Table) -> None:
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
 
 
 def _line(console: Console, text: str) -> None:

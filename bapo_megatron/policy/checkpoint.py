@@ -32,6 +32,7 @@ from bapo_megatron.distributed import (
 )
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy.checkpoint_files import (
+    OTHER_CHECKPOINT,
     CheckpointError,
     check_files,
     layout_of,
@@ -186,7 +187,7 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             raise  # not the checkpoint's fault
         raise CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
-            "the model that saved it, or from another checkpoint"
+            f"the model that saved it; or, {OTHER_CHECKPOINT}"
         ) from error
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
@@ -325,9 +326,7 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:
-        raise CheckpointError(
-            f"{path}: damaged ({_reason(error)}); resume from another checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: damaged ({_reason(error)}); {OTHER_CHECKPOINT}") from error
     return state
 
 

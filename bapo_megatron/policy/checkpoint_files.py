@@ -30,6 +30,12 @@ STATE_NAME = "state.json"
 STEP_PATTERN = re.compile(r"step_(\d+)")
 
 
+OTHER_CHECKPOINT = (
+    f"to resume from another checkpoint, write its name (step_<n>) into checkpoints/{LATEST_NAME}"
+)
+"""What to do about a damaged one."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or of another model; the message says what to do."""
 
@@ -110,13 +116,10 @@ def read_state(directory: Path) -> CheckpointState:
         return CheckpointState(**fields)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; resume from another "
-            "checkpoint"
+            f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; {OTHER_CHECKPOINT}"
         ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error}); resume from another checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: damaged ({error}); {OTHER_CHECKPOINT}") from error
 
 
 def check_files(directory: Path, state: CheckpointState) -> None:
@@ -130,8 +133,8 @@ def check_files(directory: Path, state: CheckpointState) -> None:
         if found.get(name) != num_bytes:
             actual = f"has {found[name]} bytes" if name in found else "is missing"
             raise CheckpointError(
-                f"{directory}: damaged, {name} {actual} instead of {num_bytes} bytes; resume from "
-                "another checkpoint"
+                f"{directory}: damaged, {name} {actual} instead of {num_bytes} bytes; "
+                f"{OTHER_CHECKPOINT}"
             )
 
 

@@ -53,19 +53,31 @@ COMPANION_PATTERNS = (
 
 
 def gather_weights(
-    chunks: Sequence[GPTModel], hf: HfConfig, groups: ProcessGroups
+    chunks: Sequence[GPTModel],
+    hf: HfConfig,
+    groups: ProcessGroups,
+    table: Sequence[Weight] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on the ranks of the first stage; elsewhere nothing.
 
     One parameter is gathered at a time. A collective: the ranks of a model replica (its tensor and
     pipeline groups) iterate together, to the end.
+
+    Args:
+        chunks: This rank's layers.
+        hf: The architecture.
+        groups: This rank's groups.
+        table: A part of ``weight_table(hf)``; None: all of it.
     """
     held = {weight.megatron: parameter.detach() for weight, parameter in local_weights(chunks, hf)}
-    return gather_tensors(held, hf, groups)
+    return gather_tensors(held, hf, groups, table)
 
 
 def gather_tensors(
-    held: Mapping[str, Tensor], hf: HfConfig, groups: ProcessGroups
+    held: Mapping[str, Tensor],
+    hf: HfConfig,
+    groups: ProcessGroups,
+    table: Sequence[Weight] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """As ``gather_weights``, for anything of the parameters' shapes, such as their gradients.
 
@@ -73,9 +85,10 @@ def gather_tensors(
         held: This rank's tensors by Megatron's name of the parameter, all of one dtype.
         hf: The architecture.
         groups: This rank's groups.
+        table: A part of ``weight_table(hf)``; None: all of it.
     """
     dtype = next(iter(held.values())).dtype
-    for weight in weight_table(hf):
+    for weight in weight_table(hf) if table is None else table:
         stage = _stage_of(weight, hf, groups)
         if groups.pipeline_rank == stage:
             shard = held[weight.megatron].contiguous()
@@ -141,6 +154,24 @@ def export_hf(
             if groups.is_first_replica:
                 for _ in weights:
                     pass
+
+
+def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[Weight]]:
+    """Divide the parameters, in order, into buckets of at most ``max_bytes``.
+
+    A parameter above the limit has a bucket of its own.
+    """
+    buckets: list[list[Weight]] = [[]]
+    filled_bytes = 0
+    for weight in weight_table(hf):
+        num_bytes = sum(math.prod(shape) for shape in hf_shapes(weight, hf).values())
+        num_bytes *= dtype.itemsize
+        if buckets[-1] and filled_bytes + num_bytes > max_bytes:
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(weight)
+        filled_bytes += num_bytes
+    return buckets
 
 
 def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[dict[str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from typing import Any
 
@@ -22,16 +23,30 @@ class RolloutSource(Protocol):
     ``replay.ReplaySource`` (dumps of an earlier run).
     """
 
-    def collect(self, step: int) -> RolloutBatch:
-        """Return the batch of ``step`` (0, 1, …); blocks until it is complete."""
+    def collect(self, step: int) -> RolloutBatch | None:
+        """Return the batch of ``step`` (0, 1, …); blocks until it is complete.
+
+        None means that no server holds the newest weights any more: push them, then ask again.
+        """
         ...
 
     def sync_weights(self, model_dir: Path, version: int) -> None:
         """Load the Hugging Face weights in ``model_dir`` into every server as ``version``."""
         ...
 
-    def evaluate(self, step: int) -> list[EvalResult]:
-        """Score every configured evaluation set with the weights the servers hold."""
+    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+        """Start a call of ``weight_service.WeightService``.
+
+        Returns:
+            Waits for the answer; raises ``RolloutError`` where the call does.
+        """
+        ...
+
+    def evaluate(self, step: int) -> list[EvalResult] | None:
+        """Score every configured evaluation set with the weights the servers hold.
+
+        None means that no server holds them any more: push them, then ask again.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

@@ -1,28 +1,44 @@
 """What has been sampled and not yet been given to the trainer.
 
-A group enters when its prompt is drawn and leaves when the trainer gets it. In between each of its
-samples is unfinished (it may have a prefix from earlier steps), finished, or scored. The whole
-buffer becomes JSON for a checkpoint, bit for bit.
+A group enters when its prompt is drawn. It leaves when the trainer gets it, or when it is dropped
+for a reason that is counted, so that at any moment
+
+    drawn = trained + dropped + in the buffer.
+
+In between, each of its samples is unfinished (it may have a prefix from earlier steps), finished,
+or scored. ``buffer_json`` turns the whole buffer into JSON, bit for bit.
 
 R = response tokens of one sample.
 """
 
 from __future__ import annotations
 
-import base64
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapo_megatron.types import FinishReason, Group, Prompt, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from bapo_megatron.rollout.completion import Completion
 
-_FORMAT = 1
+
+class DropReason(StrEnum):
+    """Why a group is never trained on."""
+
+    EQUAL_REWARDS = "equal_rewards"
+    """Dynamic sampling: all its rewards are equal."""
+    STALE = "stale"
+    """Older than ``rollout.staleness`` allows."""
+    CARRIED = "carried"
+    """Unfinished for more batches than ``rollout.max_carries`` allows."""
+    SURPLUS = "surplus"
+    """Not needed for its batch, and nothing is kept without ``rollout.partial``."""
 
 
 @dataclass(slots=True)
@@ -30,7 +46,10 @@ class PendingSample:
     """A sample on its way, and whether its reward is known."""
 
     sample: Sample
+    """Without the latest parts while it is sampled: ``settle`` adds them."""
     is_scored: bool = False
+    _parts: list[Completion] = field(default_factory=list)
+    # A long response comes in a thousand parts; joined one by one, all of it is copied each time.
 
     @property
     def is_finished(self) -> bool:
@@ -40,29 +59,63 @@ class PendingSample:
     @property
     def num_tokens(self) -> int:
         """Response tokens so far."""
-        return len(self.sample.response_token_ids)
+        settled = len(self.sample.response_token_ids)
+        return settled + sum(len(part.token_ids) for part in self._parts)
 
     def input_ids(self) -> list[int]:
         """Prompt and response so far: what the engine continues."""
+        self.settle()
         return [*self.sample.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
-    def append(self, completion: Completion, max_response_tokens: int) -> None:
-        """Add what one request sampled.
+    def append(self, part: Completion, max_response_tokens: int) -> None:
+        """Add what an engine sampled.
 
         Args:
-            completion: Tokens after ``input_ids()``.
+            part: Tokens after ``input_ids()``.
             max_response_tokens: Longest response over all requests; reaching it is LENGTH, also
                 where the request was aborted at that very token.
         """
-        sample = self.sample
+        assert not self.is_finished, "a finished response is not continued"
+        self._parts.append(part)
+        finish_reason = part.finish_reason
+        if finish_reason is FinishReason.ABORT and self.num_tokens >= max_response_tokens:
+            finish_reason = FinishReason.LENGTH
+        self.sample.finish_reason = finish_reason
+        if finish_reason is not FinishReason.ABORT:
+            self.settle()
+
+    def settle(self) -> None:
+        """Join the parts, so that ``sample`` has every token."""
+        if not self._parts:
+            return
+        sample, parts = self.sample, self._parts
         sample.response_token_ids = np.concatenate(
-            (sample.response_token_ids, completion.token_ids)
+            [sample.response_token_ids, *(part.token_ids for part in parts)]
         )
-        sample.behaviour_logprobs = np.concatenate((sample.behaviour_logprobs, completion.logprobs))
-        sample.versions = np.concatenate((sample.versions, completion.versions))
-        sample.finish_reason = completion.finish_reason
-        if not self.is_finished and self.num_tokens >= max_response_tokens:
-            sample.finish_reason = FinishReason.LENGTH
+        sample.behaviour_logprobs = np.concatenate(
+            [sample.behaviour_logprobs, *(part.logprobs for part in parts)]
+        )
+        sample.versions = np.concatenate([sample.versions, *(part.versions for part in parts)])
+        self._parts = []
+
+    def start_again(self) -> None:
+        """Forget the response."""
+        self.sample = empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
+        self.is_scored = False
+        self._parts = []
+
+
+def empty_sample(group_id: int, index: int, prompt: Prompt) -> Sample:
+    """A sample without any token."""
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=prompt,
+        response_token_ids=np.empty(0, dtype=np.int64),
+        behaviour_logprobs=np.empty(0, dtype=np.float32),
+        versions=np.empty(0, dtype=np.int64),
+        finish_reason=FinishReason.ABORT,
+    )
 
 
 @dataclass(slots=True)
@@ -71,155 +124,104 @@ class PendingGroup:
 
     group_id: int
     samples: list[PendingSample]
+    carries: int = 0
+    """Batches that were formed while it was started and unfinished."""
 
     @classmethod
     def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> PendingGroup:
         """A group without any token."""
-        samples = [
-            Sample(
-                group_id=group_id,
-                index=index,
-                prompt=prompt,
-                response_token_ids=np.empty(0, dtype=np.int64),
-                behaviour_logprobs=np.empty(0, dtype=np.float32),
-                versions=np.empty(0, dtype=np.int64),
-                finish_reason=FinishReason.ABORT,
-            )
-            for index in range(samples_per_group)
-        ]
+        samples = [empty_sample(group_id, index, prompt) for index in range(samples_per_group)]
         return cls(group_id, [PendingSample(sample) for sample in samples])
+
+    @property
+    def is_started(self) -> bool:
+        """Some sample has tokens."""
+        return any(pending.num_tokens > 0 for pending in self.samples)
 
     @property
     def is_finished(self) -> bool:
         """Every sample is finished; rewards may still be missing."""
         return all(pending.is_finished for pending in self.samples)
 
+    @property
+    def is_scored(self) -> bool:
+        """Every sample is finished and has its reward."""
+        return all(pending.is_scored for pending in self.samples)
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """No sample is better than another: every advantage would be 0."""
+        return len({pending.sample.reward for pending in self.samples}) == 1
+
     def to_group(self) -> Group:
         """The record for the trainer; every sample is finished and scored."""
-        assert all(pending.is_finished and pending.is_scored for pending in self.samples)
+        assert self.is_finished
+        assert self.is_scored
         return Group(self.group_id, tuple(pending.sample for pending in self.samples))
 
 
 class RolloutBuffer:
     """Groups by id; the oldest come first."""
 
-    def __init__(self) -> None:
-        self._groups: dict[int, PendingGroup] = {}
-        self._next_group_id = 0
+    def __init__(self, num_earlier_batches: int = 0) -> None:
+        """Start empty.
+
+        Args:
+            num_earlier_batches: Of how many trained batches the groups are kept for replay.
+        """
+        self.groups: dict[int, PendingGroup] = {}
+        self.next_group_id = 0
+        """Also the number of groups that were drawn."""
+        self.num_trained = 0
+        self.dropped: Counter[str] = Counter()
+        """Groups by ``DropReason``."""
+        self.earlier: deque[tuple[Group, ...]] = deque(maxlen=num_earlier_batches)
+        """New groups of the latest batches, the newest last."""
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
     def __iter__(self) -> Iterator[PendingGroup]:
-        return iter(self._groups.values())
+        return iter(list(self.groups.values()))
 
     def start_group(self, prompt: Prompt, samples_per_group: int) -> PendingGroup:
         """Add a group for a new prompt."""
-        group = PendingGroup.start(self._next_group_id, prompt, samples_per_group)
-        self._groups[group.group_id] = group
-        self._next_group_id += 1
+        group = PendingGroup.start(self.next_group_id, prompt, samples_per_group)
+        self.groups[group.group_id] = group
+        self.next_group_id += 1
         return group
 
     def finished(self) -> list[PendingGroup]:
         """Groups whose samples are all finished, oldest first."""
         return [group for group in self if group.is_finished]
 
-    def take(self, groups: list[PendingGroup]) -> tuple[Group, ...]:
-        """Remove groups and return them as records."""
-        for group in groups:
-            del self._groups[group.group_id]
-        return tuple(group.to_group() for group in groups)
+    def take(self, groups: Sequence[PendingGroup]) -> tuple[Group, ...]:
+        """Remove groups for the trainer and return them as records."""
+        taken = tuple(self.groups.pop(group.group_id).to_group() for group in groups)
+        self.num_trained += len(taken)
+        if self.earlier.maxlen:
+            self.earlier.append(taken)
+        return taken
 
-    def discard_all(self) -> None:
-        """Forget every group; ids are not used again."""
-        self._groups.clear()
+    def put_back(self, groups: Sequence[PendingGroup]) -> None:
+        """Undo the latest ``take``."""
+        together = sorted([*groups, *self.groups.values()], key=lambda group: group.group_id)
+        self.groups = {group.group_id: group for group in together}
+        self.num_trained -= len(groups)
+        if self.earlier.maxlen:
+            self.earlier.pop()
+        self.check()
+
+    def drop(self, group: PendingGroup, reason: DropReason) -> None:
+        """Give a group up; its id is not used again."""
+        del self.groups[group.group_id]
+        self.dropped[reason.value] += 1
 
     def num_unfinished_samples(self) -> int:
         """Samples that still need tokens."""
         return sum(not pending.is_finished for group in self for pending in group.samples)
 
-    def state(self) -> dict[str, Any]:
-        """Everything as JSON values; arrays as base64 of their little-endian bytes."""
-        return {
-            "format": _FORMAT,
-            "next_group_id": self._next_group_id,
-            "groups": [_group_to_json(group) for group in self],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` returned.
-
-        Raises:
-            ValueError: Another version of this program wrote it.
-        """
-        if state["format"] != _FORMAT:
-            raise ValueError(
-                f"cannot restore the rollout buffer: its format is {state['format']}, this version "
-                f"reads {_FORMAT}; resume with the version that wrote the checkpoint"
-            )
-        groups = [_group_from_json(saved) for saved in state["groups"]]
-        self._groups = {group.group_id: group for group in groups}
-        self._next_group_id = state["next_group_id"]
-
-
-def _group_to_json(group: PendingGroup) -> dict[str, Any]:
-    prompt = group.samples[0].sample.prompt
-    return {
-        "group_id": group.group_id,
-        "prompt": {
-            "prompt_id": prompt.prompt_id,
-            "token_ids": list(prompt.token_ids),
-            "answer": prompt.answer,
-            "text": prompt.text,
-        },
-        "samples": [_sample_to_json(pending) for pending in group.samples],
-    }
-
-
-def _group_from_json(saved: dict[str, Any]) -> PendingGroup:
-    prompt = Prompt(**{**saved["prompt"], "token_ids": tuple(saved["prompt"]["token_ids"])})
-    samples = [
-        _sample_from_json(sample, saved["group_id"], index, prompt)
-        for index, sample in enumerate(saved["samples"])
-    ]
-    return PendingGroup(saved["group_id"], samples)
-
-
-def _sample_to_json(pending: PendingSample) -> dict[str, Any]:
-    sample = pending.sample
-    return {
-        "response_token_ids": _encode(sample.response_token_ids, "<i8"),
-        "behaviour_logprobs": _encode(sample.behaviour_logprobs, "<f4"),
-        "versions": _encode(sample.versions, "<i8"),
-        "finish_reason": sample.finish_reason.value,
-        "response_text": sample.response_text,
-        "reward": sample.reward,
-        "answer_found": sample.answer_found,
-        "is_scored": pending.is_scored,
-    }
-
-
-def _sample_from_json(
-    saved: dict[str, Any], group_id: int, index: int, prompt: Prompt
-) -> PendingSample:
-    sample = Sample(
-        group_id=group_id,
-        index=index,
-        prompt=prompt,
-        response_token_ids=_decode(saved["response_token_ids"], "<i8"),
-        behaviour_logprobs=_decode(saved["behaviour_logprobs"], "<f4"),
-        versions=_decode(saved["versions"], "<i8"),
-        finish_reason=FinishReason(saved["finish_reason"]),
-        response_text=saved["response_text"],
-        reward=saved["reward"],
-        answer_found=saved["answer_found"],
-    )
-    return PendingSample(sample, is_scored=saved["is_scored"])
-
-
-def _encode(values: np.ndarray, dtype: str) -> str:
-    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")
-
-
-def _decode(encoded: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(encoded), dtype=dtype).astype(dtype[1:])
+    def check(self) -> None:
+        """Every group that was drawn is accounted for, exactly once."""
+        accounted = self.num_trained + self.dropped.total() + len(self.groups)
+        assert self.next_group_id == accounted, (self.next_group_id, accounted)

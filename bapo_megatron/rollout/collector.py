@@ -1,8 +1,8 @@
 """The collector process: ``python -m bapo_megatron.rollout.collector FD``.
 
-It owns HTTP, the rollout buffer and the graders, so that hundreds of requests never share an
-interpreter lock with a trainer rank. ``collector_client.CollectorClient`` starts it and talks to it
-over the socket FD, one JSON object per line:
+It owns the run's own servers, HTTP, the rollout buffer and the graders, so that hundreds of
+requests never share an interpreter lock with a trainer rank. ``collector_client.CollectorClient``
+starts it and talks to it over the socket FD, one JSON object per line:
 
     → {"id": 1, "call": "collect", "arguments": {"step": 0}}
     ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
@@ -22,6 +22,7 @@ import socket
 import sys
 import tempfile
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,17 @@ from bapo_megatron.data.prompts import PromptStream, load_prompts
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.evaluation import EvalSet, Evaluator
-from bapo_megatron.rollout.generation import BatchCollector
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
+from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.supervisor import ServerSupervisor
+from bapo_megatron.rollout.timeline import NullTimeline, Timeline
+from bapo_megatron.rollout.weight_service import WeightService
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +55,7 @@ _LONGEST_MESSAGE_BYTES = 4 << 30
 """Limit of one line: a restored buffer of unfinished samples can be large."""
 
 _OWNER_POLL_S = 1.0
+_NEEDS_POLL_S = 0.5
 _NUM_PROBE_PROMPTS = 4
 
 
@@ -62,30 +69,46 @@ class Collector:
             send: Takes a message for the client.
         """
         self._send = send
+        self.timeline: Timeline = NullTimeline()
+        """Has every call as a slice, and every request."""
         self._stack = contextlib.AsyncExitStack()
+        self._supervisor: ServerSupervisor | None = None
+        self._colocated: ColocatedServers | None = None
         self._pool: EnginePool | None = None
         self._config: RunConfig
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
+        self.weights: WeightService
+        """Answers the calls ``weights.…``."""
         self._wire_dir: Path
 
     async def close(self) -> None:
-        """End the graders, close connections, remove temporary files."""
+        """End graders and servers, close connections, remove temporary files."""
         await self._stack.aclose()
 
-    async def open(self, config: dict[str, Any], for_training: bool) -> None:
-        """Load tokenizer and prompts.
+    async def open(self, config: dict[str, Any], for_training: bool, device: str) -> None:
+        """Start the servers, unless others are configured, and load tokenizer and prompts.
 
         Args:
             config: The run's configuration as JSON values.
             for_training: Whether batches will be asked for, or evaluations only.
+            device: Where servers run: ``cuda`` or ``cpu``.
 
         Raises:
+            RolloutError: The port of a server is in use.
             ValueError: A data row or the tokenizer cannot be used.
             OSError: A file cannot be read.
         """
         self._config = run = RunConfig.model_validate(config)
+        if run.rollout.timeline:
+            self.timeline = Timeline()
+        if not run.rollout.servers:  # first, because they take longest
+            self._supervisor = ServerSupervisor(
+                run.model, run.rollout, run_dir=run.run_dir, seed=run.seed, device=device
+            )
+            self._stack.push_async_callback(self._supervisor.close)
+            self._supervisor.start()
         self._wire_dir = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bapo-megatron-"))
         )
@@ -98,7 +121,10 @@ class Collector:
             prompts = load_prompts(run.data.train, renderer, run.data.max_prompt_tokens)
             self._probe_prompts = tuple(prompts[:_NUM_PROBE_PROMPTS])
             stream = PromptStream(prompts, run.seed, run.data.shuffle)
-            self._batches = BatchCollector(grader, stream, run.rollout, self._report)
+            plan = BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch)
+            self._batches = BatchCollector(
+                grader, stream, run.rollout, run.replay, plan, self._report
+            )
         sets = [
             EvalSet(
                 dataset.name or dataset.path.stem,
@@ -112,55 +138,103 @@ class Collector:
         ]
         self._evaluator = Evaluator(grader, sets, run.eval, run.run_dir / "eval", self._report)
 
-    async def connect(
-        self, addresses: list[str], api_key: str, admin_api_key: str, version: int | None
-    ) -> None:
+    async def connect(self, version: int | None) -> None:
         """Reach every server and probe its temperature convention before training.
 
         Args:
-            addresses: The servers.
-            api_key: See ``ApiKeys``.
-            admin_api_key: See ``ApiKeys``.
             version: Weights version that they hold, if it is known.
 
         Raises:
-            RolloutError: A server does not answer, or follows another convention.
+            RolloutError: A server does not start or answer, or follows another convention.
         """
         rollout = self._config.rollout
-        self._pool = EnginePool(addresses, ApiKeys(api_key, admin_api_key), rollout, version)
+        if self._supervisor is not None:
+            await self._supervisor.wait_ready(self._report)
+            addresses = [server.address for server in self._supervisor.servers]
+            keys = self._supervisor.keys
+        else:
+            addresses, keys = list(rollout.servers), ApiKeys.from_environment()
+        self._pool = EnginePool(addresses, keys, rollout, version, self.timeline)
         self._stack.push_async_callback(self._pool.close)
+        if self._batches is not None:
+            self._batches.attach(self._pool)
+            self._stack.push_async_callback(self._batches.close)
         contexts = [prompt.token_ids for prompt in self._probe_prompts]
         await self._pool.check(rollout.temperature, contexts)
+        if rollout.colocated:
+            assert self._supervisor is not None, "colocated servers are the run's own"
+            self._colocated = ColocatedServers(
+                self._supervisor, self._pool, self._batches, rollout.weight_sync.timeout_s
+            )
+        self.weights = WeightService(
+            self._pool, rollout, self._colocated or self._batches, contexts
+        )
+        self._stack.push_async_callback(self.weights.close)
 
     async def sync_weights(self, model_dir: str, version: int) -> None:
         """Load new weights into every server.
 
         Raises:
-            RolloutError: A server could not load them.
+            RolloutError: No server could load them.
         """
-        assert self._pool is not None, "connect comes first"
-        await self._pool.sync_weights(Path(model_dir), version)
+        await self.weights.load(model_dir, version)
+        await self.weights.resume()
 
     async def collect(self, step: int) -> dict[str, Any]:
         """Collect a batch into a file.
 
         Returns:
-            ``path``, and whether to ``keep`` it after reading.
+            ``path``, and whether to ``keep`` it after reading; or ``needs_weights`` where no server
+            holds the newest weights any more, to push them and repeat the call.
 
         Raises:
             RolloutError: Generation failed, or the file cannot be written.
         """
-        assert self._pool is not None, "connect comes first"
         assert self._batches is not None, "opened for training"
-        batch = await self._batches.collect(self._pool, step)
+        batch = await self._batches.collect(step)
+        if batch is None:
+            return {"needs_weights": True}
         keep = self._config.rollout.dump
         folder = self._config.run_dir / "rollouts" if keep else self._wire_dir
-        return {"path": str(_write(folder, batch)), "keep": keep}
+        try:
+            path = _write(folder, batch)
+            self._write_timeline(step)
+            if self._colocated is not None:
+                await self._colocated.release()
+        except RolloutError:
+            self._batches.take_back()
+            raise
+        return {"path": str(path), "keep": keep}
 
-    async def evaluate(self, step: int) -> list[dict[str, Any]]:
-        """Score the evaluation sets; each entry holds the fields of an ``EvalResult``."""
+    async def release_memory(self) -> None:
+        """Have colocated servers give their memory away until the next weight sync.
+
+        Raises:
+            RolloutError: One of them is busy.
+        """
+        assert self._colocated is not None, "rollout.colocated"
+        await self._colocated.release()
+
+    async def evaluate(self, step: int) -> dict[str, Any]:
+        """Score the evaluation sets.
+
+        Returns:
+            ``results``, the fields of an ``EvalResult`` each; or ``needs_weights`` as ``collect``.
+
+        Raises:
+            RolloutError: Generation failed, or a file cannot be written.
+        """
         assert self._pool is not None, "connect comes first"
-        return [asdict(result) for result in await self._evaluator.evaluate(self._pool, step)]
+        evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, step))
+        try:
+            while not evaluation.done():
+                if self._pool.needs_weights:
+                    return {"needs_weights": True}
+                await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
+            return {"results": [asdict(result) for result in evaluation.result()]}
+        finally:
+            evaluation.cancel()
+            await asyncio.gather(evaluation, return_exceptions=True)
 
     async def state(self) -> dict[str, Any]:
         """Data position and buffer as JSON values."""
@@ -175,6 +249,24 @@ class Collector:
         """
         assert self._batches is not None, "opened for training"
         self._batches.restore(state)
+
+    def lost_servers(self, error: BaseException) -> str:
+        """What belongs behind ``error``: why own servers do not come back, if that is its cause."""
+        if self._supervisor is None or not isinstance(error, RolloutError):
+            return ""
+        failures = self._supervisor.describe_failures()
+        return f"\n{failures}" if failures and failures not in str(error) else ""
+
+    def _write_timeline(self, step: int) -> None:
+        path = self._config.run_dir / "timeline" / f"step_{step:06d}.json"
+        try:
+            self.timeline.write(path)
+        except OSError as error:
+            raise RolloutError(
+                f"cannot write the timeline of step {step} to {path}: {error.strerror}; free "
+                "space, or set rollout.timeline=false"
+            ) from error
+        self.timeline.clear()
 
     def _report(self, text: str) -> None:
         self._send({"progress": text})
@@ -252,14 +344,15 @@ async def _answer_calls(
     while True:
         call = await calls.get()
         try:
-            result = await getattr(collector, call["call"])(**call["arguments"])
+            with collector.timeline.span(call["call"]):
+                result = await attrgetter(call["call"])(collector)(**call["arguments"])
         except Exception as error:
             cause = _first_cause(error)
             if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
                 raise
             # Into the log only, the client gets the line. Logging survives a full disk.
             _LOG.info("call '%s' failed", call["call"], exc_info=True)
-            send({"id": call["id"], "error": str(cause)})
+            send({"id": call["id"], "error": f"{cause}{collector.lost_servers(cause)}"})
         else:
             send({"id": call["id"], "result": result})
         await writer.drain()

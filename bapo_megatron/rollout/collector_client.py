@@ -1,4 +1,4 @@
-"""Rank 0's side of the collector: starts it and the server, calls it, ends both."""
+"""Rank 0's side of the collector, which owns the servers: starts it, calls it, ends it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from bapo_megatron.rollout.processes import (
     open_log,
     tail,
 )
-from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_server import START_VERSION, SglangServer
+from bapo_megatron.rollout.sglang_server import START_VERSION
 from bapo_megatron.types import EvalResult
 
 if TYPE_CHECKING:
@@ -64,15 +63,6 @@ class CollectorClient:
         self._config = config
         self._on_progress = on_progress
         self._for_training = for_training
-        self._server: SglangServer | None = None
-        if not config.rollout.servers:
-            self._server = SglangServer(
-                config.model,
-                config.rollout.server,
-                run_dir=config.run_dir,
-                seed=config.seed,
-                device="cuda" if torch.cuda.is_available() else "cpu",
-            )
         self._log_path = config.run_dir / "logs" / "collector.log"
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,14 +76,8 @@ class CollectorClient:
         self._holds_version: int | None = None if config.rollout.servers else START_VERSION
 
     def start(self) -> None:
-        """Start the server and the collector and return at once.
-
-        Raises:
-            RolloutError: The server's port is in use.
-        """
+        """Start the collector, which starts the servers, and return at once."""
         assert self._process is None, "a collector is started once"
-        if self._server is not None:
-            self._server.start()
         atexit.register(self.close)
         self._socket, remote = socket.socketpair()
         self._poll.register(self._socket, select.POLLIN)
@@ -108,7 +92,10 @@ class CollectorClient:
                 start_new_session=True,
             )
         self._opening = self._send(
-            "open", config=self._config.model_dump(mode="json"), for_training=self._for_training
+            "open",
+            config=self._config.model_dump(mode="json"),
+            for_training=self._for_training,
+            device="cuda" if torch.cuda.is_available() else "cpu",
         )
 
     def wait_ready(self) -> None:
@@ -121,24 +108,15 @@ class CollectorClient:
         if self._is_connected:
             return
         self._wait_opened()
-        if self._server is not None:
-            self._server.wait_ready(self._on_progress)
-            addresses, keys = [self._server.address], self._server.keys
-        else:
-            addresses, keys = list(self._config.rollout.servers), ApiKeys.from_environment()
-        self._call(
-            "connect",
-            addresses=addresses,
-            api_key=keys.api_key,
-            admin_api_key=keys.admin_api_key,
-            version=self._holds_version,
-        )
+        self._call("connect", version=self._holds_version)
         self._is_connected = True
 
-    def collect(self, step: int) -> RolloutBatch:
-        """Return the batch of ``step``; needs a ``sync_weights`` before the first one."""
+    def collect(self, step: int) -> RolloutBatch | None:
+        """Return the batch of ``step``; needs a weight sync before the first one."""
         self.wait_ready()
         written = self._call("collect", step=step)
+        if "needs_weights" in written:
+            return None
         path = Path(written["path"])
         batch = read_batch(path)
         if not written["keep"]:
@@ -153,15 +131,42 @@ class CollectorClient:
         self._call("sync_weights", model_dir=str(model_dir.absolute()), version=version)
         self._holds_version = version
 
-    def evaluate(self, step: int) -> list[EvalResult]:
-        """Score every evaluation set with the weights that were pushed, else with ``model.path``.
+    def release_memory(self) -> None:
+        """Have colocated servers give their memory away until weights are pushed."""
+        self.wait_ready()
+        self._call("release_memory")
+        self._holds_version = None
 
-        Each answer is kept in ``<run_dir>/eval``.
-        """
+    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+        """Start a call of the collector's ``WeightService``; what is returned waits for it."""
+        self.wait_ready()
+        # Whatever becomes of it, the servers no longer hold those of model.path.
+        self._holds_version = arguments.get("version", self._holds_version)
+        number = self._send(f"weights.{name}", **arguments)
+        return lambda: self._wait_for(number)
+
+    def ensure_weights(self) -> None:
+        """Load ``model.path`` into servers of whose weights nothing is known."""
         self.wait_ready()
         if self._holds_version is None:
             self.sync_weights(self._config.model.path, START_VERSION)
-        return [EvalResult(**result) for result in self._call("evaluate", step=step)]
+
+    def evaluate(self, step: int) -> list[EvalResult] | None:
+        """Score every evaluation set with the weights that were pushed, else with ``model.path``.
+
+        Each answer is kept in ``<run_dir>/eval``.
+
+        Returns:
+            None where no server holds the trainer's weights any more.
+        """
+        while True:
+            self.ensure_weights()
+            answer = self._call("evaluate", step=step)
+            if "needs_weights" not in answer:
+                return [EvalResult(**result) for result in answer["results"]]
+            if self._for_training:
+                return None
+            self._holds_version = None
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""
@@ -184,14 +189,12 @@ class CollectorClient:
         self._call("restore", state=state)
 
     def close(self) -> None:
-        """End server and collector; safe to call twice, does nothing in a forked process."""
+        """End the collector and its servers; safe to call twice, does nothing in a fork."""
         if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.close)
         if self._socket is not None:
             self._socket.close()
-        if self._server is not None:
-            self._server.close()
         if self._process is not None:
             end_group(self._process, _CLOSE_GRACE_S)
             self._process = None
@@ -216,11 +219,9 @@ class CollectorClient:
         return number
 
     def _wait_for(self, number: int) -> Any:
-        """Handle messages until call ``number`` is answered; both processes are watched."""
+        """Handle messages until call ``number`` is answered."""
         while True:
             message = self._receive()
-            if self._server is not None:
-                self._server.ensure_alive()
             if message is None:
                 continue
             if "progress" in message:

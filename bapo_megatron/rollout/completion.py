@@ -1,16 +1,22 @@
-"""One request to ``/generate`` and its answer, as typed records.
+"""One request to ``/generate`` and what it sampled, as typed records.
 
-R = tokens of one completion.
+R = tokens of one completion, or of one piece of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bapo_megatron.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_NUM_JOINED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request sampled."""
+    """What one request sampled, or a piece of it."""
 
     token_ids: np.ndarray
     """[R] int64."""
@@ -46,63 +52,75 @@ class Completion:
     versions: np.ndarray
     """[R] int64: the weights version that sampled each token."""
     finish_reason: FinishReason
+    """ABORT for a piece that is not the last one."""
 
 
-def parse_completion(
-    answer: dict[str, Any], max_new_tokens: int, return_logprobs: bool
-) -> Completion:
-    """Check an answer of ``/generate``.
-
-    Raises:
-        ValueError: What is wrong with it.
-    """
-    meta = answer["meta_info"]
-    token_ids = np.asarray(answer["output_ids"], dtype=np.int64)
-    finish_reason = _parse_finish(meta["finish_reason"])
-    if finish_reason is FinishReason.LENGTH and len(token_ids) < max_new_tokens:
-        raise ValueError(
-            f"cut off after {len(token_ids)} of {max_new_tokens} tokens because the server's "
-            "context or KV cache is too small; raise rollout.server.max_total_tokens"
-        )
-    logprobs = np.empty(0, dtype=np.float32)
-    if return_logprobs:
-        logprobs = _parse_logprobs(meta.get("output_token_logprobs") or [], token_ids)
-    return Completion(token_ids, logprobs, _parse_versions(meta, len(token_ids)), finish_reason)
+def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
+    """The pieces as one completion."""
+    empty = Completion(
+        np.empty(0, dtype=np.int64),
+        np.empty(0, dtype=np.float32),
+        np.empty(0, dtype=np.int64),
+        finish_reason,
+    )
+    return Completion(
+        np.concatenate([empty.token_ids, *(part.token_ids for part in parts)]),
+        np.concatenate([empty.logprobs, *(part.logprobs for part in parts)]),
+        np.concatenate([empty.versions, *(part.versions for part in parts)]),
+        finish_reason,
+    )
 
 
-def _parse_finish(finish: dict[str, Any]) -> FinishReason:
-    try:
-        return FinishReason(finish["type"])
-    except ValueError:
-        raise ValueError(f"unknown finish reason {finish}") from None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One request to one server."""
+
+    input_ids: Sequence[int]
+    """Prompt, and what was sampled before."""
+    sampling: SamplingSettings
+    label: str
+    """Names the request in errors."""
+    version: int | None = None
+    """Weights version that the server holds; if none, there is one piece, at the end."""
+    return_logprobs: bool = True
+    stream_tokens: int = 64
+    """Length of a piece."""
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The body of the call."""
+        stream = {"stream_interval": self.stream_tokens}
+        return {
+            "input_ids": list(self.input_ids),
+            "sampling_params": self.sampling.to_json_dict() | stream,
+            "return_logprob": self.return_logprobs,
+            "stream": True,
+        }
 
 
-def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray) -> np.ndarray:
-    """[R] float32 from rows ``[logprob, token id, text or null]``."""
-    if [row[1] for row in rows] != token_ids.tolist():
-        raise ValueError(
-            f"log-probs of {len(rows)} tokens do not belong to its {len(token_ids)} tokens"
-        )
-    # NaN is null in JSON, and becomes NaN again here.
-    logprobs = np.asarray([row[0] for row in rows], dtype=np.float32)
-    unusable = np.flatnonzero(~np.isfinite(logprobs))
-    if len(unusable):
-        position = int(unusable[0])
-        raise ValueError(
-            f"log-prob {rows[position][0]} at response token {position} (id "
-            f"{token_ids[position]}): the weights it was given, or its numerics, are broken"
-        )
-    return logprobs
+class CompletionSink:
+    """Takes what a request yields, and keeps it."""
 
+    def __init__(self) -> None:
+        self._parts: list[Completion] = []
+        self._num_small = 0
 
-def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
-    """[R] int64: the version that sampled each token."""
-    spans = meta.get("weight_versions") or [
-        {"version": meta["weight_version"], "start": 0, "end": num_tokens}
-    ]
-    versions = np.full(num_tokens, -1, dtype=np.int64)
-    for span in spans:
-        versions[span["start"] : span["end"]] = int(span["version"])
-    if (versions < 0).any():
-        raise ValueError(f"weight versions {spans} do not cover its {num_tokens} tokens")
-    return versions
+    def is_known(self, version: int) -> bool:
+        """Whether this weights version may have sampled."""
+        return True
+
+    def first_tokens(self, cached_tokens: int) -> None:
+        """The first tokens came; the server had so many tokens of the input in its cache."""
+
+    def take(self, part: Completion) -> None:
+        """A piece; the last one has the reason why the request ended, and may have no token."""
+        self._parts.append(part)
+        self._num_small += 1
+        if self._num_small == _NUM_JOINED:
+            # A piece of few tokens takes 100 times their memory.
+            self._parts[-_NUM_JOINED:] = [join(self._parts[-_NUM_JOINED:], part.finish_reason)]
+            self._num_small = 0
+
+    def completion(self) -> Completion:
+        """What was taken so far; ABORT if nothing was."""
+        reason = self._parts[-1].finish_reason if self._parts else FinishReason.ABORT
+        return join(self._parts, reason)

@@ -8,6 +8,7 @@ from bapo_megatron.data.dump import read_batch
 from bapo_megatron.rollout.base import RolloutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from bapo_megatron.types import EvalResult, RolloutBatch
@@ -48,6 +49,10 @@ class ReplaySource:
 
     def sync_weights(self, model_dir: Path, version: int) -> None:
         """Do nothing: there is no server."""
+
+    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+        """Do nothing: there is no server."""
+        return lambda: None
 
     def evaluate(self, step: int) -> list[EvalResult]:
         """No server, no evaluation."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import uuid
 from dataclasses import dataclass, field
@@ -12,10 +11,22 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.completion import SamplingSettings, parse_completion
+from bapo_megatron.rollout.completion import (
+    CompletionSink,
+    GenerateRequest,
+    SamplingSettings,
+)
+from bapo_megatron.rollout.sglang_dialect import OLDEST_VERSION, ServerInfo, is_supported
+from bapo_megatron.rollout.sglang_http import (
+    BrokenConnectionError,
+    ServerError,
+    SglangHttp,
+    describe_cause,
+)
+from bapo_megatron.rollout.sglang_stream import EventReader, RefusedError, StreamParser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from bapo_megatron.rollout.completion import Completion
@@ -24,13 +35,6 @@ API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
 """Environment variable with the key of ``/generate`` for servers in ``rollout.servers``."""
 ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
 """Environment variable with the key of control calls for servers in ``rollout.servers``."""
-
-_MAX_ATTEMPTS = 4
-_FIRST_BACKOFF_S = 0.25
-_CONNECT_TIMEOUT_S = 10.0
-# The server closes idle connections after 5 s; one that it is just closing must not be used.
-_KEEPALIVE_EXPIRY_S = 3.0
-_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +51,37 @@ class ApiKeys:
         """The keys of servers that somebody else started."""
         return cls(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_API_KEY_VARIABLE, ""))
 
+    @staticmethod
+    def variable(*, admin: bool) -> str:
+        """The environment variable with the key of one call."""
+        return ADMIN_API_KEY_VARIABLE if admin else API_KEY_VARIABLE
+
     def headers(self, *, admin: bool) -> dict[str, str]:
         """The HTTP headers of one call; a server without an admin key takes the other one."""
         key = (self.admin_api_key or self.api_key) if admin else self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class SglangClient:
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request that was sent and has not ended."""
+
+    label: str
+    parser: StreamParser
+    sink: CompletionSink
+    scope: asyncio.Timeout
+    is_aborted: bool = False
+    reason: str = ""
+    """Why it is given up, if it is."""
+
+    def expire_in(self, timeout_s: float | None) -> None:
+        """Give it up after ``timeout_s`` from now; none: never."""
+        if not self.scope.expired():
+            now_s = asyncio.get_running_loop().time()
+            self.scope.reschedule(None if timeout_s is None else now_s + timeout_s)
+
+
+class SglangClient(SglangHttp):
     """One server; belongs to the event loop that uses it."""
 
     def __init__(
@@ -64,36 +92,61 @@ class SglangClient:
         Args:
             address: ``http://host:port``.
             keys: Keys of the server.
-            request_timeout_s: Longest time without an answer.
+            request_timeout_s: Longest time without a new token, or without an answer.
             max_connections: Connections that are kept.
         """
-        self.address = address.rstrip("/")
-        self._keys = keys
-        self._timeout_s = request_timeout_s
-        self._in_flight: set[str] = set()
-        # Generation waits for as long as it takes; control calls must never queue behind it.
-        self._generate_http = self._make_http(max_connections)
-        self._control_http = self._make_http(None)
-
-    def _make_http(self, max_connections: int | None) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.address,
-            timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(
-                max_connections=max_connections, keepalive_expiry=_KEEPALIVE_EXPIRY_S
-            ),
-            trust_env=False,  # a proxy must not stand between trainer and server
-        )
+        super().__init__(address, keys, request_timeout_s)
+        self._in_flight: dict[str, _Flight] = {}
+        self._is_suspended = False
+        self._info: ServerInfo | None = None
+        # Of its own, so that other calls never queue behind generation.
+        self._generate_http = self._make_http(max_connections, read_timeout_s=None)
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were sent and not answered."""
+        """Requests that were sent and have not ended."""
         return len(self._in_flight)
 
     async def close(self) -> None:
         """Close every connection; the server aborts what it was still generating for them."""
         await self._generate_http.aclose()
-        await self._control_http.aclose()
+        await super().close()
+
+    async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
+        """Sample once, in pieces; returns when ``sink`` has the last one.
+
+        Raises:
+            ServerError: The server is lost, is silent, or answers inconsistently.
+            RolloutError: It refuses the request, as any server would.
+        """
+        info = await self.info()
+        parser = StreamParser(
+            max_new_tokens=request.sampling.max_new_tokens,
+            has_logprobs=request.return_logprobs,
+            is_incremental=info.is_incremental,
+            version=request.version,
+            is_known=sink.is_known,
+        )
+        # New for each request: a repeated one would be answered without tokens. Equally long: the
+        # server aborts by prefix, "r1" would take "r10" along.
+        rid = uuid.uuid4().hex
+        flight = _Flight(request.label, parser, sink, asyncio.timeout(None))
+        failure: Exception | None = None
+        try:
+            async with flight.scope:
+                self._in_flight[rid] = flight
+                flight.expire_in(None if self._is_suspended else self._timeout_s)
+                await self._receive({"rid": rid, **request.to_json_dict()}, flight)
+        except TimeoutError as error:
+            if not flight.scope.expired():
+                raise
+            failure = error
+        except httpx.TransportError as error:
+            failure = error
+        finally:
+            del self._in_flight[rid]
+        if not parser.is_finished:
+            raise self._lost(flight, failure) from failure
 
     async def generate(
         self,
@@ -103,30 +156,17 @@ class SglangClient:
         label: str,
         return_logprobs: bool = True,
     ) -> Completion:
-        """Sample one completion.
-
-        A lost connection is retried under a new request id: a repeated one would be answered
-        without tokens.
-
-        Args:
-            input_ids: Prompt, and what was sampled before.
-            sampling: How to sample.
-            label: Names the request in errors.
-            return_logprobs: Whether log-probs are wanted.
+        """Sample one completion, whichever weights version the server holds.
 
         Raises:
-            RolloutError: The server refuses, does not answer, or answers inconsistently.
+            RolloutError: As ``stream``.
         """
-        answer = await self._generate(
-            {
-                "input_ids": list(input_ids),
-                "sampling_params": sampling.to_json_dict(),
-                "return_logprob": return_logprobs,
-            },
-            label,
+        sink = CompletionSink()
+        request = GenerateRequest(
+            input_ids=input_ids, sampling=sampling, label=label, return_logprobs=return_logprobs
         )
-        with self._checked(label):
-            return parse_completion(answer, sampling.max_new_tokens, return_logprobs)
+        await self.stream(request, sink)
+        return sink.completion()
 
     async def next_token_logprobs(
         self,
@@ -148,10 +188,11 @@ class SglangClient:
             Log-prob by token id; the token that was sampled is among them.
 
         Raises:
-            RolloutError: As ``generate``.
+            RolloutError: The server refuses, does not answer, or answers inconsistently.
         """
-        label = "probe of the temperature convention"
-        answer = await self._generate(
+        answer = await self._send(
+            "POST",
+            "/generate",
             {
                 "input_ids": list(input_ids),
                 "sampling_params": SamplingSettings(temperature, 1).to_json_dict(),
@@ -159,24 +200,63 @@ class SglangClient:
                 "top_logprobs_num": num_top,
                 "token_ids_logprob": list(token_ids) or None,
             },
-            label,
+            admin=False,
         )
-        with self._checked(label):
+        with self._checked("probe of the temperature convention"):
             meta = answer["meta_info"]
             rows = [meta["output_token_logprobs"][0]]
             rows += meta["output_top_logprobs"][0] if num_top else []
             rows += meta["output_token_ids_logprobs"][0] if token_ids else []
             return {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
 
-    async def abort(self) -> None:
-        """Ask the server to end every request in flight; their answers then hold what there is.
+    async def abort(self, timeout_s: float) -> None:
+        """Ask the server to end every request in flight; their streams then end with what there is.
 
         The server forgets an abort of a request that it has not seen yet, so repeat the call until
         ``num_in_flight`` is 0. Requests of other clients are left alone.
+
+        Args:
+            timeout_s: Requests that have not ended by then count as lost.
         """
+        flights = dict(self._in_flight)
+        for flight in flights.values():
+            if not flight.is_aborted:
+                flight.is_aborted = True
+                flight.reason = f"not aborted within {timeout_s:g} s"
+                flight.expire_in(timeout_s)
         await asyncio.gather(
-            *(self._control("/abort_request", {"rid": rid}) for rid in self._in_flight)
+            *(self.call_once("POST", "/abort_request", {"rid": r}, admin=True) for r in flights)
         )
+
+    async def pause(self, mode: str) -> None:
+        """Have the server sample nothing until ``resume``; requests may be silent meanwhile.
+
+        Args:
+            mode: ``retract`` or ``in_place``.
+        """
+        self._is_suspended = True
+        for flight in self._in_flight.values():
+            flight.expire_in(None)
+        await self._send("POST", "/pause_generation", {"mode": mode}, admin=True)
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self._send("POST", "/continue_generation", {}, admin=True)
+        self._is_suspended = False
+        for flight in self._in_flight.values():
+            flight.expire_in(self._timeout_s)
+
+    def give_up(self, reason: str) -> None:
+        """End every request in flight at once, with what was received, and forget ``info``.
+
+        Args:
+            reason: What their ``ServerError`` says.
+        """
+        self._info = None
+        self._is_suspended = False
+        for flight in self._in_flight.values():
+            flight.reason = reason
+            flight.expire_in(0.0)
 
     async def update_weights(self, model_dir: Path, version: int) -> None:
         """Load the weights in ``model_dir`` as ``version`` and check that the server says so.
@@ -184,7 +264,8 @@ class SglangClient:
         Raises:
             RolloutError: It could not load them, or reports another version.
         """
-        await self._control(
+        await self._send(
+            "POST",
             "/update_weights_from_disk",
             {
                 "model_path": str(model_dir.absolute()),
@@ -192,6 +273,7 @@ class SglangClient:
                 "flush_cache": True,
                 "abort_all_requests": False,
             },
+            admin=True,
         )
         reported = await self.version()
         if reported != str(version):
@@ -202,111 +284,76 @@ class SglangClient:
 
     async def version(self) -> str:
         """The weights version that the server reports; free text until a trainer set it."""
-        info = await self._send(self._control_http, "GET", "/model_info", None, admin=False)
+        return self._parse_version(await self._send("GET", "/model_info", None, admin=False))
+
+    async def ask_version(self) -> str:
+        """``version``, asked once: the cheapest call that tells whether a server lives.
+
+        Raises:
+            RolloutError: As ``call_once``.
+            httpx.TransportError: As ``call_once``.
+        """
+        return self._parse_version(await self.call_once("GET", "/model_info", None, admin=False))
+
+    def _parse_version(self, answer: Any) -> str:
         with self._checked("/model_info"):
-            return str(info["weight_version"])
+            return str(answer["weight_version"])
 
-    async def _generate(self, body: dict[str, Any], label: str) -> dict[str, Any]:
-        """Send to ``/generate`` under a new request id for each attempt."""
-        for attempt in range(_MAX_ATTEMPTS):
-            # Equally long: the server aborts by prefix, "r1" would take "r10" along.
-            rid = uuid.uuid4().hex
-            self._in_flight.add(rid)
-            try:
-                answer: dict[str, Any] = await self._send_once(
-                    self._generate_http, "POST", "/generate", {**body, "rid": rid}, admin=False
+    async def info(self) -> ServerInfo:
+        """How the server was started; asked for once, and again after ``give_up``."""
+        if self._info is None:
+            answer = await self._send("GET", "/server_info", None, admin=False)
+            with self._checked("/server_info"):
+                info = ServerInfo.parse(answer)
+            if not is_supported(info.version):
+                raise RolloutError(
+                    f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "
+                    "update it"
                 )
-                return answer
-            except RolloutError as error:
-                raise RolloutError(f"{error} (request: {label})") from error
-            except httpx.TransportError as error:
-                await self._before_retry(attempt, error, label)
-            finally:
-                self._in_flight.discard(rid)
-        raise AssertionError("the last attempt raises")
+            self._info = info
+        return self._info
 
-    async def _control(self, path: str, body: dict[str, Any]) -> Any:
-        """Send a control call; all of them may be repeated."""
-        return await self._send(self._control_http, "POST", path, body, admin=True)
+    async def _receive(self, body: dict[str, Any], flight: _Flight) -> None:
+        """Send a request and hand out what the server streams, until the connection is free."""
+        async with self._generate_http.stream(
+            "POST", "/generate", json=body, headers=self._keys.headers(admin=False)
+        ) as reply:
+            if reply.status_code != httpx.codes.OK:
+                await reply.aread()
+                self._check_status(reply, f"/generate ({flight.label})", admin=False)
+            reader = EventReader()
+            async for chunk in reply.aiter_raw():
+                if not (flight.is_aborted or self._is_suspended):
+                    flight.expire_in(self._timeout_s)
+                with self._checked(flight.label):
+                    events = list(reader.feed(chunk))
+                for event in events:
+                    self._take(event, flight)
 
-    async def _send(
-        self,
-        http: httpx.AsyncClient,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        *,
-        admin: bool,
-    ) -> Any:
-        for attempt in range(_MAX_ATTEMPTS):
-            try:
-                return await self._send_once(http, method, path, body, admin=admin)
-            except httpx.TransportError as error:
-                await self._before_retry(attempt, error, path)
-        raise AssertionError("the last attempt raises")
-
-    async def _send_once(
-        self,
-        http: httpx.AsyncClient,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        *,
-        admin: bool,
-    ) -> Any:
-        reply = await http.request(method, path, json=body, headers=self._keys.headers(admin=admin))
-        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            variable = ADMIN_API_KEY_VARIABLE if admin else API_KEY_VARIABLE
-            raise RolloutError(
-                f"{self.address}{path}: the key was refused (HTTP {reply.status_code}); "
-                f"set {variable} to the server's key"
-            )
-        if reply.status_code != httpx.codes.OK:
-            raise RolloutError(
-                f"{self.address}{path}: HTTP {reply.status_code}: {_reason(reply)}; "
-                "correct the setting it names, or see the server's log"
-            )
-        if not reply.content:
-            return None
-        with self._checked(path):
-            return reply.json()
-
-    async def _before_retry(self, attempt: int, error: httpx.TransportError, label: str) -> None:
-        """Wait before the next attempt, or raise after the last one."""
-        if isinstance(error, httpx.ReadTimeout):
-            raise RolloutError(
-                f"{self.address}: no answer within {self._timeout_s:g} s ({label}); raise "
-                "rollout.request_timeout_s, or look for a stuck server in its log"
-            ) from error
-        if attempt + 1 == _MAX_ATTEMPTS:
-            reason = str(error) or type(error).__name__
-            raise RolloutError(
-                f"{self.address}: no connection ({reason}; {_MAX_ATTEMPTS} attempts; {label}); "
-                "start the server again, or correct rollout.servers"
-            ) from error
-        await asyncio.sleep(_FIRST_BACKOFF_S * 2**attempt)
-
-    @contextlib.contextmanager
-    def _checked(self, label: str) -> Iterator[None]:
-        """Name server and request when an answer does not have the documented form."""
+    def _take(self, event: dict[str, Any], flight: _Flight) -> None:
+        parser, sink = flight.parser, flight.sink
+        if parser.is_finished:
+            return
+        had_tokens = parser.cached_tokens is not None
         try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
-            raise RolloutError(
-                f"{self.address}: unusable answer ({label}): {reason}; use an SGLang version that "
-                "this project supports, or see the server's log"
-            ) from error
+            with self._checked(flight.label):
+                part = parser.feed(event)
+        except RefusedError as error:
+            raise RolloutError(f"{self.address}: {error} (request: {flight.label})") from error
+        if parser.cached_tokens is not None and not had_tokens:
+            sink.first_tokens(parser.cached_tokens)
+        if part is not None:
+            sink.take(part)
 
-
-def _reason(reply: httpx.Response) -> str:
-    """The server's own words, on one line."""
-    try:
-        content = reply.json()
-    except ValueError:
-        content = reply.text
-    if isinstance(content, dict):
-        content = content.get("error", content.get("message", content.get("detail", content)))
-    if isinstance(content, dict):
-        content = content.get("message", content)
-    return " ".join(str(content).split())[:_LONGEST_REASON].rstrip(".")
+    def _lost(self, flight: _Flight, failure: Exception | None) -> ServerError:
+        """What to raise for a request that did not end."""
+        if isinstance(failure, TimeoutError):
+            reason = flight.reason or (
+                f"no token within {self._timeout_s:g} s; raise rollout.request_timeout_s, or look "
+                "for a stuck server in its log"
+            )
+            return ServerError(f"{self.address}: {reason} (request: {flight.label})")
+        reason = "its answer has no end" if failure is None else describe_cause(failure)
+        return BrokenConnectionError(
+            f"{self.address}: the connection broke ({reason}; request: {flight.label})"
+        )

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
+from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE, unlink_shared_files
 
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
@@ -91,7 +91,8 @@ def main(arguments: list[str]) -> None:
     if owner_pid is None:
         keys = _keys_of_environment()
     else:
-        keys = json.loads(sys.stdin.buffer.readline())
+        given = json.loads(sys.stdin.buffer.readline())
+        keys = {name: key for name, key in given.items() if key}
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
     _keep_out_of_log(list(keys.values()))
     arguments = arguments + [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
@@ -142,6 +143,7 @@ def _end_with_owner(owner_pid: int) -> None:
         readable, _, _ = select.select([sys.stdin], [], [], _OWNER_POLL_S)
         if readable and not os.read(sys.stdin.fileno(), 1024):
             break
+    unlink_shared_files(os.getpgrp())
     os.killpg(0, signal.SIGKILL)
 
 

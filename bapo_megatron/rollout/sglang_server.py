@@ -1,7 +1,7 @@
-"""An SGLang server that this process starts, watches and ends.
+"""The process of one SGLang server: its arguments, its start and its end.
 
-The server runs ``sglang_launcher`` in a session of its own, on the loopback interface. It ends with
-``close``, at exit of the interpreter, or by itself when this process is gone.
+The server runs ``sglang_launcher`` in a session of its own. It ends with ``close``, at exit of the
+interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
-import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
-
-import httpx
 
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
@@ -25,22 +24,23 @@ from bapo_megatron.rollout.processes import (
     describe_exit,
     end_group,
     open_log,
-    tail,
+    unlink_shared_files,
 )
 from bapo_megatron.rollout.sglang_client import ApiKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.schema import ServerConfig
+    from bapo_megatron.config.rollout import ServerConfig
 
-HOST = "127.0.0.1"
+LAUNCHER = "bapo_megatron.rollout.sglang_launcher"
+"""The module that a server process runs."""
+LOOPBACK = "127.0.0.1"
+"""Where the trainer's own servers listen."""
 START_VERSION = 0
 """Weights version that a fresh server reports: the weights of ``model.path``."""
 
-_POLL_S = 0.2
 # Left to itself the server takes its memory fraction of the machine's free memory, in which the
 # trainer lives as well, and is ended by the kernel.
 _CPU_MAX_TOTAL_TOKENS = 65536
@@ -65,31 +65,47 @@ class SglangServer:
         run_dir: Path,
         seed: int,
         device: str,
+        index: int = 0,
+        host: str = LOOPBACK,
+        keys: ApiKeys | None = None,
+        releases_memory: bool = False,
     ) -> None:
         """Prepare the server; ``start`` starts it.
 
         Args:
             model: The model that it loads first, and its dtype.
             server: Port, memory and further arguments.
-            run_dir: The log goes to ``<run_dir>/logs/sglang.log``.
-            seed: Seed of its sampler.
+            run_dir: The log goes to ``<run_dir>/logs``.
+            seed: Seed of the first server's sampler; the others add their number.
             device: ``cuda`` or ``cpu``.
+            index: Number among the ``server.count`` servers of this host: tells them apart by GPUs,
+                port, and log.
+            host: Address to listen on.
+            keys: Keys that it wants; none: two of its own.
+            releases_memory: Whether it can release its GPU memory and take it again.
         """
         self._model = model
         self._config = server
         self._seed = seed
         self._device = device
+        self._index = index
+        self._host = host
+        self._releases_memory = releases_memory
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_s = 0.0
-        self.log_path = run_dir / "logs" / "sglang.log"
-        self.keys = ApiKeys(api_key=secrets.token_hex(16), admin_api_key=secrets.token_hex(16))
-        self.port = server.port
+        self.num_starts = 0
+        self.keys = keys or ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+        self.port = server.port and server.port + index
+        # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
+        names = ["sglang"] if host == LOOPBACK else ["sglang", host]
+        names += [str(index)] if server.count > 1 else []
+        self.log_path = run_dir / "logs" / f"{'_'.join(names)}.log"
 
     @property
     def address(self) -> str:
         """The server's ``http://host:port``."""
-        return f"http://{HOST}:{self.port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
 
     def __enter__(self) -> Self:
         self.start()
@@ -99,42 +115,77 @@ class SglangServer:
         self.close()
 
     def start(self) -> None:
-        """Start the process and return at once; ``wait_ready`` waits until it answers.
+        """Start the process and return at once; after ``close`` once more, at the same address.
 
         Raises:
             RolloutError: The port is in use.
         """
-        assert self._process is None, "a server is started once"
-        self.port = _claim_port(self._config.port)
+        assert self._process is None, "close comes first"
+        self.port = _claim_port(self._host, self.port)
         atexit.register(self.close)
         with open_log(self.log_path) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bapo_megatron.rollout.sglang_launcher", *self.arguments()],
-                env={**child_environment(), "HF_HUB_OFFLINE": "1"},
+                [sys.executable, "-m", LAUNCHER, *self.arguments()],
+                env=self.environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._started_s = time.monotonic()
+        self.num_starts += 1
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already; ensure_alive says why
-            keys = {"api_key": self.keys.api_key, "admin_api_key": self.keys.admin_api_key}
-            self._process.stdin.write(json.dumps(keys).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it died already; exit_reason says why
+            self._process.stdin.write(json.dumps(asdict(self.keys)).encode() + b"\n")
             self._process.stdin.flush()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a process that ``close`` has not ended."""
+        return self._process is not None
+
+    def exit_reason(self) -> str | None:
+        """How it ended, for people; none while it runs."""
+        assert self._process is not None, "start comes first"
+        status = self._process.poll()
+        return None if status is None else describe_exit(status)
+
+    def kill(self) -> None:
+        """Have it end at once, without waiting; does nothing if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            unlink_shared_files(self._process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process group and wait for it; safe to call twice, does nothing in a fork."""
+        if self._process is None or os.getpid() != self._owner_pid:
+            return
+        atexit.unregister(self.close)
+        unlink_shared_files(self._process.pid)
+        end_group(self._process)  # at once, as sglang ends its own children: it has no state
+        self._process = None
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the process."""
+        environment = {**child_environment(), "HF_HUB_OFFLINE": "1"}
+        if self._device == "cpu":
+            # A thread per core makes a small model's steps several times slower.
+            environment.setdefault("OMP_NUM_THREADS", "1")
+        return environment
 
     def arguments(self) -> list[str]:
         """Arguments of ``sglang.launch_server``; the API keys are not among them."""
         server = self._config
         arguments = [
             f"--model-path={self._model.path}",
-            f"--host={HOST}",
+            f"--host={self._host}",
             f"--port={self.port}",
             f"--dtype={self._model.dtype}",
             f"--tensor-parallel-size={server.tensor}",
-            f"--random-seed={self._seed}",
+            f"--random-seed={self._seed + self._index}",
             f"--weight-version={START_VERSION}",
             f"--mem-fraction-static={server.mem_fraction}",
+            "--incremental-streaming-output",  # else each piece repeats all before it
             "--skip-server-warmup",
             "--sleep-on-idle",
             "--log-level-http=warning",
@@ -148,72 +199,30 @@ class SglangServer:
             arguments.append(f"--max-running-requests={server.max_running_requests}")
         if self._device == "cpu":
             arguments.extend(_CPU_ARGUMENTS)
+        else:
+            arguments.append(f"--base-gpu-id={self._index * server.tensor}")
+        if self._releases_memory:
+            arguments.append("--enable-memory-saver")
         return [*arguments, *server.extra_args]
 
-    def wait_ready(self, on_progress: Callable[[str], None]) -> None:
-        """Wait until the server takes requests.
 
-        Args:
-            on_progress: Called about five times a second with a line for people.
-
-        Raises:
-            RolloutError: It died, or took longer than ``rollout.server.start_timeout_s``.
-        """
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
-            while not self._answers(client):
-                self.ensure_alive()
-                waited_s = time.monotonic() - self._started_s
-                if waited_s > self._config.start_timeout_s:
-                    raise RolloutError(
-                        f"the SGLang server at {self.address} did not answer within "
-                        f"{self._config.start_timeout_s:g} s; raise rollout.server."
-                        f"start_timeout_s, or see {self.log_path}:\n{tail(self.log_path)}"
-                    )
-                on_progress(f"starting the SGLang server: {waited_s:.0f} s")
-                time.sleep(_POLL_S)
-
-    def ensure_alive(self) -> None:
-        """Do nothing while the server runs.
-
-        Raises:
-            RolloutError: It died; the message holds the last lines of its log.
-        """
-        assert self._process is not None, "the server was not started"
-        status = self._process.poll()
-        if status is None:
-            return
-        raise RolloutError(
-            f"the SGLang server at {self.address} died ({describe_exit(status)}); the last lines "
-            f"of {self.log_path} say why:\n{tail(self.log_path)}"
-        )
-
-    def close(self) -> None:
-        """End the process group and wait for it; safe to call twice, does nothing in a fork."""
-        if self._process is None or os.getpid() != self._owner_pid:
-            return
-        atexit.unregister(self.close)
-        end_group(self._process)  # at once, as sglang ends its own children: it has no state
-        self._process = None
-
-    def _answers(self, client: httpx.Client) -> bool:
-        """Whether requests are taken; /health would generate a token for each question."""
-        try:
-            reply = client.get(f"{self.address}/ready", headers=self.keys.headers(admin=False))
-        except httpx.TransportError:
-            return False
-        return reply.status_code == httpx.codes.OK
-
-
-def _claim_port(port: int) -> int:
+def _claim_port(host: str, port: int) -> int:
     """A free port for 0, else ``port`` itself, after a check that it can be bound."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise RolloutError(
-                f"rollout.server.port: cannot listen on {HOST}:{port} ({error.strerror}: the port "
-                "is in use, or not allowed); end what uses it, or set rollout.server.port=0"
-            ) from error
-        bound: int = probe.getsockname()[1]
-        return bound
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            bound: int = probe.getsockname()[1]
+            return bound
+    except socket.gaierror as error:
+        raise RolloutError(
+            f"rollout.server.host: cannot resolve '{host}' ({error.strerror}); give an address of "
+            "this node"
+        ) from error
+    except OSError as error:
+        raise RolloutError(
+            f"rollout.server.port: cannot listen on {host}:{port} ({error.strerror}: the port is "
+            "in use, not allowed, or the address is another machine's); end what uses it, or set "
+            "rollout.server.port=0"
+        ) from error

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", (("reward/mean", "mean reward"),)),
     ("Entropy of the policy", (("policy/entropy", "entropy (nats)"),)),
     (
@@ -30,6 +30,21 @@ _PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("clip/fraction_high", "above the upper bound"),
             ("clip/fraction_low", "below the lower bound"),
             ("clip/fraction_dual", "above the dual clip"),
+        ),
+    ),
+    (
+        "Share of stale tokens",
+        (
+            ("rollout/stale_token_share", "sampled by older weights"),
+            ("rollout/masked_token_share", "masked for their age"),
+        ),
+    ),
+    (
+        "Age of tokens in a new batch (updates)",
+        (
+            ("rollout/age_max", "oldest"),
+            ("rollout/age_p90", "90th percentile"),
+            ("rollout/age_mean", "mean"),
         ),
     ),
 )
@@ -55,9 +70,9 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
 
     are_unique = len({run_dir.name for run_dir in run_dirs}) == len(run_dirs)
     runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    axes = figure.subplots(2, 3)
-    for axis, (title, series) in zip(axes.flat, _PANELS, strict=True):
+    figure = Figure(figsize=(17, 7), layout="constrained")
+    axes = figure.subplots(2, 4)
+    for axis, (title, series) in zip(axes.flat, PANELS, strict=True):
         _draw_panel(axis, title, series, runs)
     figure.suptitle(", ".join(runs))
     buffer = io.BytesIO()

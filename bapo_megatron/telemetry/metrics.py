@@ -7,14 +7,25 @@ here, once per step, so that no mean of means appears.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from bapo_megatron.types import FinishReason, StepMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.types import ClipBounds, EvalResult, RolloutBatch, UpdateResult
+    from bapo_megatron.types import (
+        ClipBounds,
+        EvalResult,
+        RolloutBatch,
+        RolloutStats,
+        UpdateResult,
+    )
 
 MAX_PREFIX = "max:"
 """Sums whose name starts with this are maxima: they are reduced with max instead of added."""
@@ -60,6 +71,7 @@ def step_metrics(
     """
     values = {
         **_rollout_metrics(batch),
+        **_age_metrics(batch),
         **_update_metrics(results),
         **_bound_metrics([bounds for result in results for bounds in result.bounds]),
         "train/lr": lr,
@@ -104,9 +116,50 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/response_tokens_mean": sum(lengths) / num_samples,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": truncated / num_samples,
-        "rollout/generated_tokens": float(batch.stats.generated_tokens),
-        "rollout/resumed_samples": float(batch.stats.resumed_samples),
-        "rollout/unfinished_samples": float(batch.stats.unfinished_samples),
+        **_work_metrics(batch.stats),
+    }
+
+
+def _work_metrics(stats: RolloutStats) -> dict[str, float]:
+    """What the engines did for the batch, and what became of groups that are not in it."""
+    dropped = {
+        f"rollout/dropped_{reason}_groups": float(count)
+        for reason, count in stats.dropped_groups.items()
+    }
+    return {
+        "rollout/generated_tokens": float(stats.generated_tokens),
+        "rollout/resumed_samples": float(stats.resumed_samples),
+        "rollout/unfinished_samples": float(stats.unfinished_samples),
+        "rollout/replayed_groups": float(stats.replayed_groups),
+        "rollout/equal_reward_groups": float(stats.equal_reward_groups),
+        "rollout/filled_groups": float(stats.filled_groups),
+        "rollout/dropped_groups": float(sum(stats.dropped_groups.values())),
+        **dropped,
+        "rollout/regenerated_samples": float(stats.regenerated_samples),
+        "rollout/lost_requests": float(stats.lost_requests),
+    }
+
+
+def _age_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Ages of the batch's response tokens when it was formed, in optimizer updates."""
+    tokens_by_age: Counter[int] = Counter()
+    for sample in batch.samples:
+        versions, counts = np.unique(sample.versions, return_counts=True)
+        tokens_by_age.update(
+            dict(zip((batch.version - versions).tolist(), counts.tolist(), strict=True))
+        )
+    num_tokens = tokens_by_age.total()
+    if num_tokens == 0:
+        return {}
+    ages = sorted(tokens_by_age)
+    reached = list(accumulate(tokens_by_age[age] for age in ages))
+    stale = sum(count for age, count in tokens_by_age.items() if age > 0)
+    return {
+        "rollout/stale_token_share": stale / num_tokens,
+        "rollout/age_mean": sum(age * n for age, n in tokens_by_age.items()) / num_tokens,
+        "rollout/age_p50": float(ages[bisect_left(reached, 0.5 * num_tokens)]),
+        "rollout/age_p90": float(ages[bisect_left(reached, 0.9 * num_tokens)]),
+        "rollout/age_max": float(ages[-1]),
     }
 
 
@@ -125,6 +178,15 @@ def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     if tokens > 0:
         values |= {name: sums[source] / tokens for name, source in _PER_TOKEN.items()}
         values["rollout/staleness_max"] = sums[f"{MAX_PREFIX}staleness"]
+    response_tokens = sums.get("response_tokens", 0.0)
+    if response_tokens > 0:
+        values["rollout/masked_token_share"] = sums["masked_tokens"] / response_tokens
+    corrected = sums.get("corrected_tokens", 0.0)
+    if corrected > 0:
+        values["correction/weight_mean"] = sums["correction_weight"] / corrected
+        values["correction/weight_max"] = sums[f"{MAX_PREFIX}correction_weight"]
+        values["correction/capped_share"] = sums["correction_capped"] / corrected
+        values["correction/masked_share"] = sums["correction_masked"] / corrected
     signed = sums.get("signed_tokens", 0.0)
     if signed > 0:
         values["tokens/positive_share"] = sums["positive_tokens"] / signed

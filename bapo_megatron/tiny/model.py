@@ -184,4 +184,6 @@ def save_model(model: TinyQwen2, tokenizer: PreTrainedTokenizerBase, model_dir: 
     ).save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    path = model_dir / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it private; a server may be another user

@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.config.check import check_eval_config
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         try:
             source.start()
             results = source.evaluate(step=0)
+            assert results is not None, "without a trainer the source loads the weights itself"
         finally:
             source.close()
     rows = [asdict(result) for result in results]
@@ -60,4 +61,4 @@ def print_eval_table(results: Sequence[EvalResult]) -> None:
             f"{result.response_tokens_mean:.1f}",
             f"{result.wall_s:.1f} s",
         )
-    Console().print(table)
+    uncut_console().print(table)

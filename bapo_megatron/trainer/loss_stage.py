@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.algorithm.clipping import make_clip_rule
+from bapo_megatron.algorithm.correction import limit_weights
 from bapo_megatron.algorithm.masked import masked_max, masked_sum
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.chunked import chunked_logprobs, chunked_policy_loss
@@ -31,10 +32,19 @@ if TYPE_CHECKING:
     from bapo_megatron.ops.logprob import TokenLogprobs
     from bapo_megatron.types import MicroBatch
 
-SUM_NAMES = (*LOSS_SUMS, "staleness", "mismatch_tokens", "mismatch_abs")
+SUM_NAMES = (
+    *LOSS_SUMS,
+    "staleness",
+    "mismatch_tokens",
+    "mismatch_abs",
+    "corrected_tokens",
+    "correction_weight",
+    "correction_capped",
+    "correction_masked",
+)
 """What ``TokenReport.sums`` holds, in order."""
 
-MAX_NAMES = ("staleness", "mismatch_abs")
+MAX_NAMES = ("staleness", "mismatch_abs", "correction_weight")
 """What ``TokenReport.maxima`` holds, in order."""
 
 
@@ -177,6 +187,7 @@ class LossStage:
             searches = self.config.clip == "bapo"
             current = [self.logprobs(output, micro_batch)] if searches else []
             bounds = self.search(current, (micro_batch,) if searches else ())
+        factor_T = self._correction_factor(micro_batch)
         loss, loss_sums, logprob_T = chunked_policy_loss(
             output,
             self._head,
@@ -185,7 +196,7 @@ class LossStage:
             vocab_size=self._vocab_size,
             temperature=self._temperature,
             behaviour_logprob_T=micro_batch.behaviour_logprob_T,
-            advantage_T=micro_batch.advantage_T,
+            advantage_T=_weighed(micro_batch.advantage_T, factor_T),
             mask_T=micro_batch.mask_T,
             loss_weight_T=micro_batch.loss_weight_T,
             bounds=bounds,
@@ -194,7 +205,7 @@ class LossStage:
             chunk_tokens=self._chunk_tokens,
             kernels=self._kernels,
         )
-        return loss, _report(logprob_T, micro_batch, context, bounds, loss_sums)
+        return loss, _report(logprob_T, micro_batch, context, bounds, loss_sums, factor_T)
 
     def _loss_from_logits(
         self,
@@ -207,10 +218,11 @@ class LossStage:
         current_T = logprob_T.detach()
         if bounds is None:
             bounds = self.search([current_T], (micro_batch,))
+        factor_T = self._correction_factor(micro_batch)
         loss, loss_sums = clipped_policy_loss(
             logprob_T,
             behaviour_logprob_T=micro_batch.behaviour_logprob_T,
-            advantage_T=micro_batch.advantage_T,
+            advantage_T=_weighed(micro_batch.advantage_T, factor_T),
             mask_T=micro_batch.mask_T,
             loss_weight_T=micro_batch.loss_weight_T,
             bounds=bounds,
@@ -219,7 +231,14 @@ class LossStage:
             entropy_coefficient=self.config.entropy_coefficient,
             kernels=self._kernels,
         )
-        return loss, _report(current_T, micro_batch, context, bounds, loss_sums)
+        return loss, _report(current_T, micro_batch, context, bounds, loss_sums, factor_T)
+
+    def _correction_factor(self, micro_batch: MicroBatch) -> Tensor | None:
+        """What the policy loss of each token [T] is multiplied by; None without a correction."""
+        correction = self.config.correction
+        if correction.kind == "none":
+            return None
+        return limit_weights(micro_batch.importance_T, correction)
 
     def _token_logprobs(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
         return vocab_parallel_logprobs(
@@ -234,12 +253,21 @@ class LossStage:
         )
 
 
+def _weighed(advantage_T: Tensor, factor_T: Tensor | None) -> Tensor:
+    """The advantage that the loss takes: the factor scales a token's policy loss, not its entropy.
+
+    The search has the plain advantage.
+    """
+    return advantage_T if factor_T is None else advantage_T * factor_T
+
+
 def _report(
     current_T: Tensor,
     micro_batch: MicroBatch,
     context: UpdateContext,
     bounds: Tensor,
     loss_sums: Tensor,
+    factor_T: Tensor | None,
 ) -> TokenReport:
     """Sums and maxima over the tokens with mask 1; ``current_T`` [T] is ℓ without gradient."""
     staleness_T = (context.num_updates - micro_batch.version_T).double()
@@ -252,12 +280,35 @@ def _report(
             masked_sum(mismatch_T, compared_T),
         ]
     )
+    correction_sums, correction_max = _correction_report(micro_batch, factor_T)
     return TokenReport(
-        sums=torch.cat([loss_sums, further]),
-        maxima=torch.stack([masked_max(staleness_T, mask_T), masked_max(mismatch_T, compared_T)]),
+        sums=torch.cat([loss_sums, further, correction_sums]),
+        maxima=torch.stack(
+            [
+                masked_max(staleness_T, mask_T),
+                masked_max(mismatch_T, compared_T),
+                correction_max,
+            ]
+        ),
         bounds=bounds,
         logprob_T=current_T,
     )
+
+
+def _correction_report(micro_batch: MicroBatch, factor_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The ``correction`` entries of ``SUM_NAMES`` and ``MAX_NAMES``; 0 without a correction."""
+    mask_T, importance_T = micro_batch.mask_T, micro_batch.importance_T
+    if factor_T is None:
+        zeros = torch.zeros(4, dtype=torch.float64, device=mask_T.device)
+        return zeros, zeros[0]
+    masked_T = factor_T == 0
+    sums = [
+        masked_sum(torch.ones_like(mask_T), mask_T),
+        masked_sum(factor_T, mask_T),
+        masked_sum((factor_T < importance_T) & ~masked_T, mask_T),
+        masked_sum(masked_T, mask_T),
+    ]
+    return torch.stack(sums), masked_max(importance_T, mask_T)
 
 
 def _mismatch(

@@ -18,28 +18,34 @@ from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.algorithm.loss import Denominators, token_weights
 from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update, split_updates
+from bapo_megatron.data.staleness import trainable_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bapo_megatron.config.rollout import StalenessConfig
     from bapo_megatron.config.schema import AlgorithmConfig
     from bapo_megatron.data.packing import PackingRules
-    from bapo_megatron.types import MicroBatch, RolloutBatch, Sample
+    from bapo_megatron.types import MicroBatch, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
     """One optimizer update, before it is made."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    response_tokens: int
+    """Response tokens over all ranks, those that are too old to train included."""
+    trained_tokens: int = 0
+    """Those with m = 1; where there is none, the update has no micro-batches."""
+    micro_batches: tuple[MicroBatch, ...] = ()
     """This rank's share; equally many on every rank."""
-    has_gradient: bool
-    """Whether any token of the update, on any rank, has a non-zero advantage."""
-    real_tokens: int
-    """Prompt and response tokens over all ranks."""
-    slots: int
+    has_gradient: bool = False
+    """Whether any token that trains, on any rank, has a non-zero advantage."""
+    real_tokens: int = 0
+    """Prompt and response tokens of the micro-batches of all ranks."""
+    slots: int = 0
     """Positions of the packed micro-batches of all ranks, padding included."""
-    rank_flops: tuple[int, ...]
+    rank_flops: tuple[int, ...] = ()
     """What each data-parallel rank computes in a forward pass over its samples."""
 
 
@@ -54,9 +60,17 @@ class Layout:
 
 
 def plan_step(
-    batch: RolloutBatch, config: AlgorithmConfig, layout: Layout
+    batch: RolloutBatch, config: AlgorithmConfig, staleness: StalenessConfig, layout: Layout
 ) -> tuple[PlannedUpdate, ...]:
     """Divide a batch into the updates of one epoch; further epochs repeat them.
+
+    Responses without a token that trains are not computed.
+
+    Args:
+        batch: The step's batch.
+        config: The algorithm section.
+        staleness: Which tokens are too old to train.
+        layout: How samples become this rank's micro-batches.
 
     Raises:
         ValueError: a response is longer than a micro-batch, or the groups do not divide into
@@ -64,9 +78,16 @@ def plan_step(
     """
     samples = batch.samples
     advantage_B = batch_advantages(batch, config)
+    masks_B = [trainable_mask(sample.versions, batch.version, staleness) for sample in samples]
+    trained_B = np.array([np.count_nonzero(mask_R) for mask_R in masks_B])
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):
-        plan = plan_update(samples, indices, layout.rules)
+        response_tokens = sum(len(masks_B[i]) for i in indices)
+        trains = [i for i in indices if trained_B[i] > 0]
+        if not trains:
+            updates.append(PlannedUpdate(response_tokens))
+            continue
+        plan = plan_update(samples, trains, layout.rules)
         micro_batches = build_micro_batches(
             samples,
             plan,
@@ -75,11 +96,13 @@ def plan_step(
             context_rank=layout.context_rank,
             context_size=layout.context_size,
             advantages_B=advantage_B,
-            loss_weights_B=_loss_weights(samples, indices, config),
+            loss_weights_B=_loss_weights(trained_B, indices, config),
+            masks_B=masks_B,
         )
-        trains = [i for i in indices if len(samples[i].response_token_ids) > 0]
         updates.append(
             PlannedUpdate(
+                response_tokens=response_tokens,
+                trained_tokens=int(trained_B[trains].sum()),
                 micro_batches=tuple(micro_batches),
                 has_gradient=bool(np.any(advantage_B[trains] != 0)),
                 real_tokens=plan.real_tokens,
@@ -108,17 +131,17 @@ def batch_advantages(batch: RolloutBatch, config: AlgorithmConfig) -> np.ndarray
 
 
 def _loss_weights(
-    samples: Sequence[Sample], indices: Sequence[int], config: AlgorithmConfig
+    trained_B: np.ndarray, indices: Sequence[int], config: AlgorithmConfig
 ) -> np.ndarray:
-    """Weight of each token of each sample [B]; 0 for samples outside the update."""
-    length_R = torch.tensor([len(samples[i].response_token_ids) for i in indices])
+    """Weight of each token that trains [B], from Σm of each sample; 0 outside the update."""
+    trained_R = torch.from_numpy(trained_B[list(indices)])
     weight_R = token_weights(
-        (length_R > 0).float(),
-        length_R,
+        (trained_R > 0).float(),
+        trained_R,
         config.loss_aggregation,
-        Denominators.count(length_R),
+        Denominators.count(trained_R),
         config.token_sum_norm_constant,
     )
-    weight_B = np.zeros(len(samples), dtype=np.float32)
+    weight_B = np.zeros(len(trained_B), dtype=np.float32)
     weight_B[list(indices)] = weight_R.numpy()
     return weight_B

@@ -62,7 +62,9 @@ class Progress:
 
     def summary(self, config: RunConfig, phase_s: dict[str, float]) -> RunSummary:
         """The totals of the run; ``phase_s`` is of this process only."""
-        rate = self.generated_tokens / self.generation_s if self.generation_s > 0 else 0.0
+        rate: float | None = None
+        if config.replay.dumps is None:
+            rate = self.generated_tokens / self.generation_s if self.generation_s > 0 else 0.0
         return RunSummary(
             name=config.name,
             seed=config.seed,
@@ -111,11 +113,23 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     ).decode()
     if not name:
         if source is not None:
-            Console(stderr=True).print(f"{root}: no checkpoint yet, starting at step 1")
+            _say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
     extra = load_checkpoint(root / name, policy)
     progress = Progress(**extra["progress"])
     if source is not None:
         source.restore(extra["rollout"])
-        Console(stderr=True).print(f"resumed from {newest}: {progress.next_step} steps done")
+        _say(f"resumed from {newest}: {progress.next_step} steps done")
     return progress
+
+
+def how_to_continue(config: RunConfig) -> str:
+    """What follows "interrupted" in the message about a run that was."""
+    newest = find_latest(config.run_dir / "checkpoints")
+    if newest is None:
+        return ", before the first checkpoint"
+    return f"; the same command with --resume continues from {newest}"
+
+
+def _say(line: str) -> None:
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)

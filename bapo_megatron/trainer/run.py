@@ -26,8 +26,10 @@ from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
+from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.telemetry.sinks import MetricsSinks
@@ -35,7 +37,8 @@ from bapo_megatron.telemetry.timer import PhaseTimer
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
-from bapo_megatron.trainer.weight_sync import DiskWeightSync
+from bapo_megatron.trainer.weight_probe import WeightProbe
+from bapo_megatron.trainer.weight_sync import WeightSync
 from bapo_megatron.types import StepMetrics
 
 if TYPE_CHECKING:
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
     from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.rollout.base import RolloutSource
     from bapo_megatron.types import EvalResult, RolloutBatch, UpdateResult
+
+
+# What rank 0 has all ranks do next; the first byte of what it broadcasts.
+_BATCH, _DONE, _PUSH_WEIGHTS, _SAVE = b"B", b"D", b"W", b"S"
 
 
 class Run:
@@ -63,12 +70,14 @@ class Run:
         self.config = config
         self.policy = policy
         self.timer = PhaseTimer()
+        layout = make_layout(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
             policy,
             config.algorithm,
             config.ops,
             temperature=config.rollout.temperature,
-            layout=make_layout(policy, config.parallel, config.megatron, config.train),
+            staleness=config.rollout.staleness,
+            layout=layout,
         )
         self.progress = Progress()
         self.saver = CheckpointSaver(_checkpoint_root(config), config.checkpoint)
@@ -76,7 +85,16 @@ class Run:
         self._source = source
         self._stack = stack
         self._sinks: MetricsSinks | None = None
-        self._sync = DiskWeightSync(config.run_dir)
+        self._saved_steps = 0
+        self._is_failing = False
+        """Generation failed for good: the run ends as soon as what it made is saved."""
+        self._failure: RolloutError | None = None
+        self._sync = WeightSync(
+            config.rollout.weight_sync,
+            config.run_dir,
+            WeightProbe(policy, config.algorithm, config.ops, layout),
+            groups.device,
+        )
 
     @classmethod
     @contextmanager
@@ -96,6 +114,10 @@ class Run:
                 stack.callback(source.close)
             _prepare_device()
             groups = init_distributed(config.parallel)
+            if config.rollout.colocated:  # before the policy needs the memory
+                if isinstance(source, CollectorClient):
+                    source.release_memory()
+                barrier(groups)
             updates = config.algorithm.updates_per_batch * config.algorithm.epochs
             policy = MegatronPolicy.build(
                 config.model,
@@ -110,7 +132,7 @@ class Run:
             run = cls(config, groups, policy, source, stack)
             stack.callback(run.saver.close)
             if source is not None:
-                stack.callback(run.discard_synced_weights)
+                stack.callback(run.end_sync)
             yield run
             # Only after success: where this rank fails, the others learn it when the process has
             # cleaned up and said why, not while it does.
@@ -125,6 +147,7 @@ class Run:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
             self.progress = load_run(_checkpoint_root(self.config), self.policy, self._source)
+            self._saved_steps = self.progress.next_step
         with self.timer.phase("server_start"):
             if isinstance(self._source, CollectorClient):
                 self._source.wait_ready()
@@ -148,26 +171,94 @@ class Run:
                 before = self._evaluate(step=BEFORE_TRAINING)
             if self._sinks is not None and before:
                 self._sinks.write(StepMetrics(BEFORE_TRAINING, eval_metrics(before)))
+        if self._is_failing:
+            self._save_before_failing()
         self.timer.end_step()
 
     def next_batch(self, step: int) -> RolloutBatch:
-        """Collect the batch of ``step`` on rank 0 and give it to every rank."""
-        if self._source is None:
-            return read_batch(broadcast_bytes(None, self._groups))
-        batch = self._source.collect(step)
-        broadcast_bytes(dump_bytes(batch), self._groups)
-        return batch
+        """Collect the batch of ``step`` on rank 0 and give it to every rank.
 
-    def sync_weights(self) -> None:
-        """Publish the current weights to the servers, if there are any."""
-        if self.config.replay is None:
-            self._sync.push(self.policy, self._source)
+        Where no server holds the newest weights any more, all ranks push them again. Where
+        generation fails for good, the steps that were made are saved before rank 0 raises.
+        """
+        while True:
+            kind, content = self._broadcast_batch(step)
+            if kind == _BATCH:
+                return read_batch(content)
+            if kind == _PUSH_WEIGHTS:
+                self.sync_after_step(again=True)
+            self._is_failing |= kind == _SAVE
+            if self._is_failing:
+                self._save_before_failing()
+
+    def _broadcast_batch(self, step: int) -> tuple[bytes, bytes]:
+        """What all ranks do next, and the batch if there is one; rank 0 decides."""
+        if self._source is None:
+            message = broadcast_bytes(None, self._groups)
+            return message[:1], message[1:]
+        kind, content = _BATCH, b""
+        try:
+            batch = self._source.collect(step)
+        except RolloutError as error:
+            try:
+                self._source.state()
+            except RolloutError:  # the collector is gone, and the buffer with it
+                raise error from None
+            kind, self._failure = _SAVE, error
+        else:
+            kind, content = (_PUSH_WEIGHTS, b"") if batch is None else (_BATCH, dump_bytes(batch))
+        broadcast_bytes(kind + content, self._groups)
+        return kind, content
+
+    def _save_before_failing(self) -> None:
+        """Save the steps since the newest checkpoint, if this run saves any, and fail.
+
+        Raises:
+            RolloutError: What made it fail; on rank 0, and where every rank knows it.
+        """
+        config, progress = self.config.checkpoint, self.progress
+        if (config.every_steps or config.at_end) and progress.next_step > self._saved_steps:
+            self._save()
+            self.saver.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _save(self) -> None:
+        save_run(self.saver, self.policy, self._source, self.progress)
+        self._saved_steps = self.progress.next_step
+
+    def sync_weights(self, *, again: bool = False) -> dict[str, float]:
+        """Give the current weights to the servers, if there are any.
+
+        Args:
+            again: Also where they got these before.
+
+        Returns:
+            Metrics of the sync, on rank 0.
+        """
+        if self.config.replay.dumps is not None:
+            return {}
+        if self.config.rollout.colocated:
+            # What the allocator of any rank keeps is missing where servers take their memory again.
+            torch.cuda.empty_cache()
+            barrier(self._groups)
+            again = True  # released weights are lost, whether or not there are newer ones
+        report = self._sync.push(self.policy, self._source, again=again)
+        return report.metrics() if report is not None else {}
+
+    def sync_after_step(self, *, again: bool = False) -> dict[str, float]:
+        """As ``sync_weights``; a failure is raised once the step is reported and saved."""
+        try:
+            return self.sync_weights(again=again)
+        except RolloutError as error:
+            self._is_failing, self._failure = True, error
+            return {}
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
         """Evaluate after every ``eval.every_steps`` steps and after the last one (rank 0 only)."""
         every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
         due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
-        return self._evaluate(step) if due else []
+        return self._evaluate(step) if due and not self._is_failing else []
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
@@ -177,8 +268,10 @@ class Run:
         self.saver.poll()
         every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
         self.progress.next_step = step + 1
+        if self._is_failing:
+            self._save_before_failing()
         if (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end):
-            save_run(self.saver, self.policy, self._source, self.progress)
+            self._save()
 
     def report(
         self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
@@ -188,9 +281,10 @@ class Run:
         if self._sinks is not None:
             self._sinks.write(StepMetrics(metrics.step, metrics.values | evaluated))
 
-    def discard_synced_weights(self) -> None:
-        """Remove the weights that servers loaded from the disk; rank 0 only."""
-        self._sync.close()
+    def end_sync(self) -> None:
+        """Leave the group for weights and remove those on the disk; rank 0 only."""
+        if self._source is not None:
+            self._sync.close(self._source)
 
     def finish(self) -> None:
         """Complete the last checkpoint, export the trained model and print the summary."""
@@ -204,10 +298,31 @@ class Run:
         summary = self.progress.summary(self.config, self.timer.total_s)
         summary.write(self.config.run_dir / "summary.json")
         if self.config.log.console:
-            summary.print(Console())
+            summary.print(uncut_console())
+
+    def _results_of(self, step: int) -> list[EvalResult]:
+        """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
+        if not self.config.eval.sets or self.config.replay.dumps is not None:
+            return []
+        while True:
+            results, kind = None, _DONE
+            if self._source is None:
+                kind = broadcast_bytes(None, self._groups)
+            else:
+                try:
+                    results = self._source.evaluate(step)
+                    kind = _DONE if results is not None else _PUSH_WEIGHTS
+                except RolloutError as error:
+                    kind, self._failure = _SAVE, error
+                broadcast_bytes(kind, self._groups)
+            self._is_failing |= kind == _SAVE
+            if kind == _PUSH_WEIGHTS:
+                self.sync_after_step(again=True)
+            if kind == _DONE or self._is_failing:
+                return results or []
 
     def _evaluate(self, step: int) -> list[EvalResult]:
-        results = self._source.evaluate(step) if self._source is not None else []
+        results = self._results_of(step)
         if not results:
             return []
         self.progress.record_evaluation(step, results)
@@ -250,10 +365,10 @@ def _claim_run_dir(config: RunConfig) -> None:
 
 
 def _open_source(config: RunConfig, progress: ProgressLine) -> RolloutSource:
-    if config.replay is not None:
+    if config.replay.dumps is not None:
         if config.eval.sets:
             Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
-        return ReplaySource(config.replay)
+        return ReplaySource(config.replay.dumps)
     source = CollectorClient(config, on_progress=progress.update)
     source.start()
     return source

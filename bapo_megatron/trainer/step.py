@@ -17,12 +17,14 @@ from bapo_megatron.distributed import first_message
 from bapo_megatron.policy.megatron_policy import LossOutput
 from bapo_megatron.trainer.loss_stage import LossStage, TokenReport, UpdateContext
 from bapo_megatron.trainer.plan import plan_step
+from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.reduction import Measurement, read_measurements, reduce_reports
 from bapo_megatron.types import UpdateResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bapo_megatron.config.rollout import StalenessConfig
     from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.trainer.plan import Layout, PlannedUpdate
@@ -55,6 +57,7 @@ class BatchTrainer:
         ops: OpsConfig,
         *,
         temperature: float,
+        staleness: StalenessConfig,
         layout: Layout,
     ) -> None:
         """Prepare for batches.
@@ -64,11 +67,13 @@ class BatchTrainer:
             config: The algorithm section.
             ops: The ops section; the policy was built with its ``logits_chunk_tokens``.
             temperature: Sampling temperature of the rollouts; logits are divided by it.
+            staleness: Which tokens are too old to train.
             layout: How samples become this rank's micro-batches.
         """
         self._policy = policy
         self._config = config
         self._groups = policy.groups
+        self._staleness = staleness
         self._layout = layout
         self._stage = LossStage(
             config,
@@ -91,10 +96,11 @@ class BatchTrainer:
             NonFiniteError: with ``on_nonfinite: raise``, naming sample, position and value.
             ValueError: the batch does not fit the configuration.
         """
-        updates = plan_step(batch, self._config, self._layout)
+        updates = plan_step(batch, self._config, self._staleness, self._layout)
         updates_before = self._policy.num_updates
         if self._config.behaviour == "recomputed":
-            updates = tuple(self._recompute_behaviour(update) for update in updates)
+            num_samples = len(batch.samples)
+            updates = tuple(self._recompute_behaviour(update, num_samples) for update in updates)
         outcomes = []
         for number in range(self._config.epochs * len(updates)):
             update = updates[number % len(updates)]
@@ -108,22 +114,28 @@ class BatchTrainer:
             outcomes.append(self._update(batch, update, context, is_first=number == 0))
         return _read(outcomes)
 
-    def _recompute_behaviour(self, update: PlannedUpdate) -> PlannedUpdate:
+    def _recompute_behaviour(self, update: PlannedUpdate, num_samples: int) -> PlannedUpdate:
         """Replace μ by the trainer's own log-probs at the start of the step."""
+        if not update.micro_batches:
+            return update
         logprobs = self._policy.forward_only(update.micro_batches, self._stage.logprobs)
         if not self._groups.is_last_stage:
             return update
-        micro_batches = tuple(
-            replace(micro_batch, behaviour_logprob_T=logprob_T)
-            for micro_batch, logprob_T in zip(update.micro_batches, logprobs, strict=True)
+        micro_batches = with_recomputed_behaviour(
+            update.micro_batches,
+            logprobs,
+            self._config.correction,
+            num_samples=num_samples,
+            context_group=self._groups.context,
         )
         return replace(update, micro_batches=micro_batches)
 
     def _update(
         self, batch: RolloutBatch, update: PlannedUpdate, context: UpdateContext, *, is_first: bool
     ) -> _Outcome:
-        if not update.has_gradient and self._config.entropy_coefficient == 0:
-            return _Outcome(measurement=None, sums={})
+        has_bonus = self._config.entropy_coefficient > 0 and update.trained_tokens > 0
+        if not update.has_gradient and not has_bonus:
+            return _Outcome(measurement=None, sums=_token_counts(update))
         bounds: Tensor | None = None
         if self._stage.searches_whole_update:
             collected = self._collect(update, is_first=is_first)
@@ -138,15 +150,10 @@ class BatchTrainer:
         reports = self._policy.forward_backward(update.micro_batches, loss_fn)
         num_searches = 1 if self._stage.searches_whole_update else len(update.micro_batches)
         measurement = reduce_reports(reports, num_searches, self._groups)
-        packing = {
-            "packing_real": float(update.real_tokens),
-            "packing_slots": float(update.slots),
-            "flops_mean": sum(update.rank_flops) / len(update.rank_flops),
-            "flops_max": float(max(update.rank_flops)),
-        }
         step = self._policy.optimizer_step(measurement.faults)
+        sums = _token_counts(update) | _packing(update)
         if step.applied:
-            return _Outcome(measurement, packing, step.grad_norm, skipped=False)
+            return _Outcome(measurement, sums, step.grad_norm, skipped=False)
         nonfinite_tokens, refused_searches = step.faults
         if nonfinite_tokens > 0:
             return self._refuse(batch, update, reports, nonfinite_tokens)
@@ -158,7 +165,7 @@ class BatchTrainer:
                 "log-prob is finite; lower optimizer.lr, or set "
                 "algorithm.on_nonfinite=skip_update to go on without such updates"
             )
-        return _Outcome(measurement=None, sums=packing)
+        return _Outcome(measurement=None, sums=sums)
 
     def _collect(self, update: PlannedUpdate, *, is_first: bool) -> list[Tensor]:
         """ℓ [T] of every micro-batch, which the bounds need before the first backward."""
@@ -176,7 +183,8 @@ class BatchTrainer:
     ) -> _Outcome:
         """Raise or skip, as configured, an update with non-finite values."""
         if self._config.on_nonfinite == "skip_update":
-            return _Outcome(measurement=None, sums={"nonfinite_tokens": nonfinite_tokens})
+            sums = _token_counts(update) | {"nonfinite_tokens": nonfinite_tokens}
+            return _Outcome(measurement=None, sums=sums)
         found = _describe_nonfinite(batch, update, reports)
         place = first_message(found, self._groups) or (
             "the log-probs of the collection pass are not finite, those of the loss pass are"
@@ -185,6 +193,24 @@ class BatchTrainer:
             f"step {batch.step}: {place} ({nonfinite_tokens:.0f} such tokens in the update); set "
             "algorithm.on_nonfinite=skip_update to leave such updates out"
         )
+
+
+def _token_counts(update: PlannedUpdate) -> dict[str, float]:
+    """How many tokens the update has, and how many of them are too old to train."""
+    return {
+        "response_tokens": float(update.response_tokens),
+        "masked_tokens": float(update.response_tokens - update.trained_tokens),
+    }
+
+
+def _packing(update: PlannedUpdate) -> dict[str, float]:
+    """How full the micro-batches are, and how equal the ranks' work."""
+    return {
+        "packing_real": float(update.real_tokens),
+        "packing_slots": float(update.slots),
+        "flops_mean": sum(update.rank_flops) / len(update.rank_flops),
+        "flops_max": float(max(update.rank_flops)),
+    }
 
 
 def _read(outcomes: list[_Outcome]) -> list[UpdateResult]:

@@ -39,9 +39,9 @@ class RunSummary:
     num_prompts: int
     """Prompts of the first evaluation set."""
     generated_tokens: int
-    """Response tokens generated for training."""
-    generated_tokens_per_s: float
-    """Response tokens per second while batches were collected."""
+    """Response tokens generated for training, in a replay: by the earlier run."""
+    generated_tokens_per_s: float | None
+    """Response tokens per second while batches were collected; None in a replay."""
     search_moved_share: float | None
     """Share of bound searches that did not end at ``start``; None where nothing was searched."""
     phase_s: dict[str, float]
@@ -66,7 +66,8 @@ class RunSummary:
         table.add_row("steps (optimizer updates)", f"{self.steps} ({self.updates})")
         if self.search_moved_share is not None:
             table.add_row("searches that moved a bound", f"{self.search_moved_share:.0%}")
-        table.add_row("generated tokens/s", f"{self.generated_tokens_per_s:,.0f}")
+        if self.generated_tokens_per_s is not None:
+            table.add_row("generated tokens/s", f"{self.generated_tokens_per_s:,.0f}")
         for name, seconds in self.phase_s.items():
             table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
         console.print(table)

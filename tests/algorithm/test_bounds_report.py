@@ -95,7 +95,15 @@ def test_the_printed_report_marks_the_chosen_pair(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"advantage": None}, "column 'advantage' is missing, found behaviour_logprob, logprob"),
+        (
+            {"advantage": None},
+            "column 'advantage' is missing, found behaviour_logprob, logprob, mask;",
+        ),
+        (
+            {"advantage": None, "prompt": np.array(["a", "b", "c"])},
+            "found behaviour_logprob, logprob, mask, prompt; write the columns logprob, "
+            "behaviour_logprob, advantage and optionally mask, one row per token",
+        ),
         ({"advantage": np.zeros(2)}, r"column 'advantage' must have shape \[3\] .* got \[2\]"),
         ({"logprob": np.zeros((3, 1))}, r"column 'logprob' must have shape \[3\] .* got \[3, 1\]"),
         ({"logprob": np.float32(1)}, r"column 'logprob' must have shape \[0\] .* got \[\]"),

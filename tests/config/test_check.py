@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config.check import check_config, check_eval_config
+from bapo_megatron.config.check import check_config, check_eval_config, check_generate_config
 from bapo_megatron.config.load import ConfigError, load_config
 
 
@@ -23,7 +23,8 @@ def check(tmp_path, monkeypatch):
     Path("train.jsonl").touch()
     Path("empty").mkdir()
     Path("dumps").mkdir()
-    Path("dumps/step_0.parquet").touch()
+    for step in (0, 1, 3):
+        Path(f"dumps/step_{step:06d}.parquet").touch()
     Path("run.yaml").write_text(
         "name: x\n"
         "run_dir: runs/x\n"
@@ -50,6 +51,7 @@ def test_a_runnable_configuration_passes(check):
 def test_replay_needs_neither_prompts_nor_their_lengths(check):
     check(
         "replay=dumps",
+        "train.steps=2",
         "data.train=null",
         "data.max_prompt_tokens=9999",
         "rollout.groups_per_step=7",
@@ -234,6 +236,12 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "had rollout.dump=true",
         ),
         (
+            ["replay=dumps", "train.steps=4"],
+            1,
+            "replay: 'dumps' must hold a dump for each of train.steps = 4 steps, got no "
+            "step_000002.parquet; set train.steps=2, or copy what is missing",
+        ),
+        (
             ["rollout.servers=[localhost:30000]"],
             1,
             "rollout.servers: must be addresses like http://host:port, got 'localhost:30000'; "
@@ -320,3 +328,94 @@ def test_an_evaluation_needs_sets_but_nothing_of_training():
     ):
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
             check_eval_config(load_config(Path("run.yaml"), overrides))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides", "message"),
+    [
+        (
+            8,
+            ["rollout.server.count=5", "rollout.server.tensor=2"],
+            "rollout.server.count: count × tensor must be at most this machine's 8 visible GPUs, "
+            "got 5 × 2; lower one of them",
+        ),
+        (
+            0,
+            ["rollout.server.count=3", "rollout.server.port=65534"],
+            "rollout.server.port: the last of rollout.server.count = 3 servers must have at most "
+            "65535, got 65534 for the first; lower it",
+        ),
+        (
+            0,
+            ["rollout.colocated=true"],
+            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
+            "rollout.colocated=false",
+        ),
+        (
+            1,
+            ["rollout.colocated=true", "rollout.weight_sync.method=broadcast"],
+            "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
+            "broadcast by auto: NCCL has no groups with two processes on one GPU; set "
+            "rollout.weight_sync.method=tensor",
+        ),
+    ],
+)
+def test_servers_that_this_machine_cannot_run_are_refused(
+    check, monkeypatch, num_gpus, overrides, message
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError) as caught:
+        check(*overrides)
+    assert str(caught.value) == message
+
+
+def test_servers_that_fit_this_machine_pass(check, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    check("rollout.server.count=4", "rollout.server.tensor=2", "rollout.server.port=65532")
+    check("rollout.colocated=true", "rollout.weight_sync.method=tensor")
+    broadcast = ["rollout.weight_sync.method=broadcast", "rollout.weight_sync.backend=gloo"]
+    check("rollout.colocated=true", *broadcast)
+    # Others' servers are on other machines.
+    check("rollout.servers=[http://a:1]", "rollout.server.count=9")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    check("rollout.server.count=4")  # SGLang's CPU engine
+
+
+def test_generation_needs_no_layout_that_fits_the_trainer(check):
+    overrides = ["algorithm.updates_per_batch=5", "train.max_tokens_per_micro_batch=8"]
+    check_generate_config(load_config(Path("run.yaml"), [*overrides, "parallel.tensor=5"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["replay=dumps"],
+            "replay: must be left out for generate, got 'dumps': these samples exist already; "
+            "set replay.dumps=null",
+        ),
+        (
+            ["data.train=null"],
+            "data.train: needed to generate, got null; set data.train.path=FILE",
+        ),
+        (
+            ["data.train.path=missing.jsonl"],
+            "data.train.path: no such file 'missing.jsonl'; paths are relative to the current "
+            "directory",
+        ),
+        (
+            ["rollout.max_response_tokens=501"],
+            "rollout.max_response_tokens: must leave room for data.max_prompt_tokens = 100 in the "
+            "model's 600 positions, got 501; lower one of them",
+        ),
+        (
+            ["rollout.server.tensor=4"],
+            "rollout.server.tensor: must divide the model's 6 attention heads, got 4; choose a "
+            "divisor",
+        ),
+    ],
+)
+def test_generation_is_refused_with_what_it_cannot_use(check, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        check_generate_config(load_config(Path("run.yaml"), overrides))
+    assert str(caught.value) == message

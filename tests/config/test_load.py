@@ -120,13 +120,13 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
     [
         (
             "rollout: {temprature: 1}",
-            "unknown key 'rollout.temprature'; did you mean 'temperature'?",
+            "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?",
         ),
         ("temperature: 1", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
         ("model: {zzz: 1}", "unknown key 'model.zzz'; known here: path, dtype"),
         (
             "eval: {sets: [{pth: x}]}",
-            "unknown key 'eval.sets[0].pth'; did you mean 'path'?",
+            "unknown key 'eval.sets[0].pth'; did you mean 'eval.sets[0].path'?",
         ),
         (
             "eval: {sets: [{name: x}]}",
@@ -184,6 +184,12 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "'algorithm.dual_clip' must be greater than or equal to 1.0001, got 1.00000001; its "
             "default is null",
         ),
+        (
+            "algorithm: {correction: {kind: token}}",
+            "'algorithm' behaviour must be recomputed with correction.kind: token, got rollout: "
+            "the correction compares the trainer's log-probs with the engine's; set behaviour: "
+            "recomputed, or correction.kind: none",
+        ),
         ("run_dir: ${nope}", "Interpolation key 'nope' not found; correct this key"),
         (
             "inherit: [base.yaml]",
@@ -225,7 +231,7 @@ def test_the_layer_that_holds_the_error_is_named(folder):
     )
     assert error_of(path, "seed=0", "rollout.temprature=0.6") == (
         "override 'rollout.temprature=0.6': unknown key 'rollout.temprature'; "
-        "did you mean 'temperature'?"
+        "did you mean 'rollout.temperature'?"
     )
 
 
@@ -273,6 +279,16 @@ def test_files_that_inherit_in_a_circle_are_refused(folder):
         "configs/a.yaml: inherits from itself "
         "(configs/a.yaml -> configs/b.yaml -> configs/a.yaml); remove one 'inherit'"
     )
+
+
+def test_a_file_without_a_name_is_called_a_base(folder):
+    path = write(folder, "run_dir: runs/${name}\nmodel: {path: m}\n")
+
+    assert error_of(path) == (
+        "configs/a.yaml: Interpolation key 'name' not found; this is a base for other files: give "
+        "one that inherits it and has a name"
+    )
+    assert load_config(path, ["name=x"]).run_dir == Path("runs/x")
 
 
 def test_a_section_is_parsed_from_options():

@@ -45,5 +45,11 @@ def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
         resumed_samples=2,
         unfinished_samples=3,
         reward_timeouts=1,
+        replayed_groups=1,
+        equal_reward_groups=4,
+        filled_groups=2,
+        dropped_groups={"stale": 3, "equal_rewards": 2},
+        regenerated_samples=6,
+        lost_requests=5,
     )
     return RolloutBatch(step=5, version=9, groups=tuple(groups), stats=stats)

@@ -63,7 +63,7 @@ def test_every_response_token_is_on_one_rank_with_all_its_values():
         return list(zip(*(getattr(batch, name).tolist() for name in names), strict=True))
 
     assert sorted(rows(whole)) == sorted(rows(parts[0]) + rows(parts[1]))
-    assert len(names) == 9
+    assert len(names) == 10
 
 
 def test_a_single_rank_keeps_the_micro_batch_as_it_is():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.dump import DumpError, dump_bytes, read_batch, write_batch
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, RolloutStats
 from tests.data.samples import make_batch
 
 ARRAYS = ("response_token_ids", "behaviour_logprobs", "versions")
@@ -57,6 +58,20 @@ def test_a_response_without_tokens_comes_back():
         sample.versions = np.zeros(0, dtype=np.int64)
 
     assert_equal_batches(read_batch(dump_bytes(batch)), batch)
+
+
+def test_a_dump_from_before_a_statistic_was_counted_reads_as_zero():
+    table = pq.read_table(pa.BufferReader(dump_bytes(make_batch())))
+    key = b"bapo_megatron.rollout"
+    about = json.loads(table.schema.metadata[key])
+    about["stats"] = {"generated_tokens": 17, "generation_s": 0.1}
+    stream = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({key: json.dumps(about)}), stream)
+
+    stats = read_batch(stream.getvalue().to_pybytes()).stats
+
+    assert stats == RolloutStats(generated_tokens=17, generation_s=0.1)
+    assert (stats.replayed_groups, stats.dropped_groups) == (0, {})
 
 
 def test_samples_of_a_group_share_one_prompt():

@@ -70,6 +70,7 @@ def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
     assert built.advantage_T.tolist() == [float(f32(advantages[t[3]])) for t in tokens]
     assert built.loss_weight_T.tolist() == [float(f32(weights[t[3]])) for t in tokens]
     assert built.mask_T.tolist() == [1.0] * len(tokens)
+    assert built.importance_T.tolist() == [1.0] * len(tokens)
     offsets = built.cu_seqlens.tolist()
     positions = [p for a, b in pairwise(offsets) for p in range(b - a)]
     assert built.position_ids_N.tolist() == positions
@@ -91,6 +92,19 @@ def test_a_packed_micro_batch_by_hand():
     assert built.sample_T.tolist() == [0, 0, 0, 1]
     assert built.position_T.tolist() == [0, 1, 2, 0]
     assert built.version_T.tolist() == [0, 0, 1, 0]
+
+
+def test_masked_tokens_have_no_weight():
+    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+    masks = [np.array([False, True, True]), np.array([True])]
+
+    built = build_micro_batch(samples, [1, 0], [1.0, -2.0], [0.25, 0.5], padded(1), masks)
+
+    assert built.target_T.tolist() == [2050, 1050, 1051, 1052]
+    assert built.mask_T.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert built.mask_T.dtype == torch.float32
+    assert built.loss_weight_T.tolist() == [0.5, 0.0, 0.25, 0.25]
+    assert built.advantage_T.tolist() == [-2.0, 1.0, 1.0, 1.0]
 
 
 def test_padding_within_sequences_moves_the_rows_that_follow():
@@ -121,6 +135,7 @@ def test_every_tensor_has_the_documented_type():
         "rollout_logprob_T": torch.float32,
         "advantage_T": torch.float32,
         "mask_T": torch.float32,
+        "importance_T": torch.float32,
         "loss_weight_T": torch.float32,
         "sample_T": torch.int64,
         "position_T": torch.int64,

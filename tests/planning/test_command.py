@@ -46,6 +46,20 @@ def test_the_tables_are_readable_on_100_columns(config: str) -> None:
     assert sum(line.lstrip().startswith("→") for line in lines) == 1
 
 
+@pytest.mark.parametrize("columns", [None, "60"])
+def test_nothing_is_cut_in_a_pipe_or_on_a_narrow_terminal(
+    config: str, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    arguments = ["plan", config, "--model-config", MODEL, "--gpus", "16"]
+    result = run(arguments, environment={"COLUMNS": columns} if columns else None)
+    assert result.returncode == 0, result.stderr
+    assert "…" not in result.stdout
+    if columns is None:
+        headings = [line.split() for line in result.stdout.splitlines() if "recompute" in line]
+        assert ["fits", "bubble", "training", "s"] in [words[-4:] for words in headings]
+
+
 def test_no_cell_of_the_widest_table_is_wrapped(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -110,6 +110,7 @@ def _with_responses(batch: MicroBatch) -> MicroBatch:
         rollout_logprob_T=torch.zeros(len(rows_T)),
         advantage_T=sign_T * (0.5 + torch.rand(len(rows_T), generator=generator)),
         mask_T=torch.ones(len(rows_T)),
+        importance_T=torch.ones(len(rows_T)),
         loss_weight_T=torch.full((len(rows_T),), 0.1),
         sample_T=torch.zeros(len(rows_T), dtype=torch.int64),
         position_T=torch.zeros(len(rows_T), dtype=torch.int64),

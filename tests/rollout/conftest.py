@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.schema import RunConfig, ServerConfig
+from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.tiny.tokenizer import build_tokenizer
 from tests.policy.tiny_models import make_model
+from tests.rollout.helpers import wait_until_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +53,7 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         seed=0,
         device="cpu",
     ) as server:
-        server.wait_ready(lambda line: None)
+        wait_until_ready(server)
         yield server
 
 

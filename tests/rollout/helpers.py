@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import httpx
 import psutil
 import torch
 
+from bapo_megatron.rollout.processes import tail
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
 from tests.policy.tiny_models import load_reference
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.rollout.sglang_server import SglangServer
 
 
 class MakeConfig(Protocol):
@@ -52,6 +56,16 @@ def with_client(
             await client.close()
 
     return asyncio.run(run())
+
+
+def wait_until_ready(server: SglangServer) -> None:
+    """Wait until a server that was started takes requests."""
+    while True:
+        assert server.exit_reason() is None, tail(server.log_path)
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.address}/ready", trust_env=False).status_code == 200:
+                return
+        time.sleep(0.2)
 
 
 def reference_logprobs(

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.buffer import PendingGroup, RolloutBuffer
+from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
+from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
 from bapo_megatron.rollout.completion import Completion
 from bapo_megatron.types import FinishReason, Prompt
 
@@ -55,11 +56,13 @@ def test_a_sample_that_is_aborted_at_its_very_last_token_is_finished() -> None:
 
 def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
     buffer = _filled()
+    buffer.drop(buffer.start_group(PROMPTS[0], 2), DropReason.STALE)
+    list(buffer)[1].carries = 3
     restored = RolloutBuffer()
-    restored.restore(json.loads(json.dumps(buffer.state())))
+    buffer_from_json(restored, json.loads(json.dumps(buffer_to_json(buffer))))
     assert len(restored) == 3
     for saved_group, group in zip(buffer, restored, strict=True):
-        assert group.group_id == saved_group.group_id
+        assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
         for saved, pending in zip(saved_group.samples, group.samples, strict=True):
             for name in ("response_token_ids", "behaviour_logprobs", "versions"):
                 mine, other = getattr(pending.sample, name), getattr(saved.sample, name)
@@ -73,12 +76,13 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
             )
             assert pending.is_scored == saved.is_scored
     restored.take(restored.finished()[:1])
-    assert restored.start_group(PROMPTS[0], 2).group_id == 3
+    assert restored.start_group(PROMPTS[0], 2).group_id == 4
+    assert restored.dropped == {"stale": 1}
 
 
 def test_a_restored_sample_can_be_continued() -> None:
     restored = RolloutBuffer()
-    restored.restore(_filled().state())
+    buffer_from_json(restored, buffer_to_json(_filled()))
     pending = list(restored)[1].samples[0]
     pending.append(_completion(25, 3, 3), 8)
     assert pending.sample.response_token_ids.tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
@@ -96,11 +100,43 @@ def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
     (group,) = buffer.take(buffer.finished())
     assert group.group_id == 0
     assert [sample.reward for sample in group.samples] == [1.0, 1.0]
-    buffer.discard_all()
+    for pending in buffer:
+        buffer.drop(pending, DropReason.SURPLUS)
     assert len(buffer) == 0
     assert buffer.start_group(PROMPTS[0], 2).group_id == 3
+    buffer.check()
+
+
+def test_a_batch_that_is_put_back_is_taken_again_as_it_was() -> None:
+    buffer = RolloutBuffer(num_earlier_batches=2)
+    for group in (buffer.start_group(prompt, 1) for prompt in PROMPTS):
+        group.samples[0].append(_completion(0, 2, 0, "stop"), 8)
+        group.samples[0].is_scored = True
+    chosen = buffer.finished()[1:]
+    taken = buffer.take(chosen)
+    assert [len(batch) for batch in buffer.earlier] == [2]
+    buffer.put_back(chosen)
+    assert list(buffer.earlier) == []
+    assert [group.group_id for group in buffer] == [0, 1, 2]
+    assert buffer.num_trained == 0
+    again = buffer.take(buffer.finished()[1:])
+    assert [group.group_id for group in again] == [group.group_id for group in taken]
+
+
+def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> None:
+    buffer = RolloutBuffer(num_earlier_batches=2)
+    for prompt in PROMPTS:
+        group = buffer.start_group(prompt, 1)
+        group.samples[0].append(_completion(5, 2, group.group_id, "stop"), 8)
+        group.samples[0].is_scored = True
+        buffer.take([group])
+    restored = RolloutBuffer(num_earlier_batches=2)
+    buffer_from_json(restored, json.loads(json.dumps(buffer_to_json(buffer))))
+    assert [[group.group_id for group in batch] for batch in restored.earlier] == [[1], [2]]
+    assert restored.earlier[1][0].samples[0].response_token_ids.tolist() == [5, 6]
+    assert restored.earlier[1][0].samples[0].versions.tolist() == [2, 2]
 
 
 def test_a_state_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="its format is 0, this version reads 1"):
-        RolloutBuffer().restore({"format": 0, "next_group_id": 0, "groups": []})
+    with pytest.raises(ValueError, match="its format is 0, this version reads 2"):
+        buffer_from_json(RolloutBuffer(), {"format": 0, "next_group_id": 0, "groups": []})

@@ -13,6 +13,9 @@ from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, V
 from tests.rollout.helpers import with_client
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
     from bapo_megatron.rollout.sglang_client import SglangClient
     from bapo_megatron.rollout.sglang_server import SglangServer
 
@@ -58,10 +61,10 @@ def test_logprobs_that_follow_no_convention_are_refused() -> None:
     class Doubling(FakeSglang):
         """Its logits double at temperatures other than 1."""
 
-        def _generate(self, body: dict) -> dict:
+        def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             is_run = body["sampling_params"]["temperature"] != 1.0
             self.logits_V = LOGITS_V * (2.0 if is_run else 1.0)
-            return super()._generate(body)
+            return super().generate(body)
 
     with Doubling() as fake, pytest.raises(RolloutError, match="belong neither to"):
         _probe(fake, 0.6)

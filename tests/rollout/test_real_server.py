@@ -87,7 +87,7 @@ def test_an_aborted_response_continues_with_tokens_and_logprobs_aligned(
             )
             await asyncio.sleep(0.05)
             while client.num_in_flight:
-                await client.abort()
+                await client.abort(timeout_s=60)
                 await asyncio.sleep(0.01)
             first = await request
             if first.finish_reason is FinishReason.ABORT and len(first.token_ids):

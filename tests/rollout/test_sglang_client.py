@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.completion import Completion, SamplingSettings
+from bapo_megatron.rollout.completion import (
+    Completion,
+    CompletionSink,
+    GenerateRequest,
+    SamplingSettings,
+)
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
@@ -18,6 +23,7 @@ from tests.rollout.helpers import with_client
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Any
 
     from bapo_megatron.rollout.sglang_client import SglangClient
 
@@ -57,6 +63,7 @@ def test_every_sampling_setting_is_sent_so_that_no_server_default_acts() -> None
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
+            "stream_interval": 64,
         }
 
 
@@ -73,12 +80,23 @@ def test_versions_that_leave_a_token_out_are_refused() -> None:
         assert "do not cover its 4 tokens" in _error(fake)
 
 
-def test_a_lost_connection_is_retried_under_a_new_request_id() -> None:
+def test_a_control_call_is_repeated_where_the_connection_breaks() -> None:
     with FakeSglang(connections_to_drop=2) as fake:
-        completion = with_client(fake.address, _generate)
-        request_ids = [request["rid"] for request in fake.requests]
-    assert len(completion.token_ids) == 4
-    assert len(set(request_ids)) == 3
+
+        async def probe(client: SglangClient) -> dict[int, float]:
+            return await client.next_token_logprobs([7, 8], 1.0, num_top=2)
+
+        logprobs = with_client(fake.address, probe)
+        assert len(fake.requests) == 3
+    # The token at position 2 is 102, and the best two of 3 sin(t) are 8 and 14.
+    assert set(logprobs) == {102, 8, 14}
+
+
+def test_a_connection_that_breaks_is_named() -> None:
+    with FakeSglang(connections_to_drop=1) as fake:
+        error = _error(fake)
+    assert error.startswith(f"{fake.address}: the connection broke (")
+    assert "request: sample 1 of group 5" in error
 
 
 def test_no_request_id_is_the_beginning_of_another() -> None:
@@ -93,22 +111,36 @@ def test_no_request_id_is_the_beginning_of_another() -> None:
 
 def test_a_server_that_is_not_there_is_named_after_a_few_attempts() -> None:
     address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RolloutError, match=r"no connection .*4 attempts.*sample 1 of group 5") as e:
+    with pytest.raises(RolloutError, match=r"no connection .*4 attempts.*rollout\.servers") as e:
         with_client(address, _generate)
     assert str(e.value).startswith(address)
 
 
 def test_a_server_that_does_not_answer_in_time_is_named() -> None:
-    with FakeSglang(token_interval_s=0.3) as fake:
-        error = _error(fake, request_timeout_s=0.2)
-    assert error.startswith(fake.address)
-    assert "no answer within 0.2 s (sample 1 of group 5); raise rollout.request_timeout_s" in error
+    with FakeSglang(stalls={3: 1}) as fake:
+        error = _error(fake, request_timeout_s=0.5)
+    assert error.startswith(f"{fake.address}: no token within 0.5 s; raise rollout.request_timeout")
+    assert error.endswith("(request: sample 1 of group 5)")
+
+
+def test_a_server_that_answers_slowly_but_in_time_is_not_given_up() -> None:
+    async def generate(client: SglangClient) -> Completion:
+        sink = CompletionSink()
+        settings = SamplingSettings(temperature=0.5, max_new_tokens=8)
+        await client.stream(
+            GenerateRequest(input_ids=[7], sampling=settings, label="slow", stream_tokens=1), sink
+        )
+        return sink.completion()
+
+    with FakeSglang(token_interval_s=0.5) as fake:
+        completion = with_client(fake.address, generate, request_timeout_s=3.0)
+    assert len(completion.token_ids) == 8
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
 def test_an_unusable_logprob_names_server_request_and_position(value: float | None) -> None:
     rows = [[-1.0, 103, None], [-1.0, 104, None], [value, 105, None], [-1.0, 106, None]]
-    with FakeSglang(changes={"output_token_logprobs": rows}) as fake:
+    with FakeSglang(changes={"output_token_logprobs": rows}, is_incremental=False) as fake:
         error = _error(fake)
     assert error.startswith(f"{fake.address}: unusable answer (sample 1 of group 5): log-prob")
     assert "at response token 2 (id 105)" in error
@@ -116,13 +148,13 @@ def test_an_unusable_logprob_names_server_request_and_position(value: float | No
 
 def test_logprobs_of_other_tokens_are_refused() -> None:
     rows = [[-1.0, token_id, None] for token_id in (103, 104, 104, 106)]
-    with FakeSglang(changes={"output_token_logprobs": rows}) as fake:
-        assert "do not belong to its 4 tokens" in _error(fake)
+    with FakeSglang(changes={"output_token_logprobs": rows}, is_incremental=False) as fake:
+        assert "do not belong to its 3 tokens" in _error(fake)
 
 
 def test_a_repeated_request_id_that_is_answered_without_logprobs_is_refused() -> None:
     with FakeSglang(changes={"output_token_logprobs": []}) as fake:
-        assert "log-probs of 0 tokens do not belong to its 4 tokens" in _error(fake)
+        assert "log-probs of 0 tokens do not belong to its 3 tokens" in _error(fake)
 
 
 def test_a_response_that_the_server_cut_off_is_refused() -> None:
@@ -152,3 +184,30 @@ def test_an_update_that_does_not_change_the_version_is_an_error(tmp_path: Path) 
         pytest.raises(RolloutError, match="loaded weights version 8 but reports '0'"),
     ):
         with_client(fake.address, update)
+
+
+def test_a_refused_admin_key_names_its_variable_and_opens_control_calls_only() -> None:
+    async def pause(client: SglangClient) -> None:
+        await client.pause("retract")
+
+    with FakeSglang(api_key="one", admin_api_key="two") as fake:
+        with pytest.raises(RolloutError, match="set BAPO_MEGATRON_ADMIN_API_KEY to the server's"):
+            with_client(fake.address, pause, ApiKeys("one", "one"))
+        with_client(fake.address, pause, ApiKeys("one", "two"))
+        assert fake.pause_mode == "retract"
+        fake.pause_mode = None
+        assert len(with_client(fake.address, _generate, ApiKeys("one", "two")).token_ids) == 4
+
+
+def test_an_older_sglang_is_refused_by_its_version() -> None:
+    with FakeSglang(sglang_version="0.5.19.post2") as fake:
+        assert "runs SGLang 0.5.19.post2, needs at least 0.5.20; update it" in _error(fake)
+
+
+def test_an_answer_of_another_program_is_refused() -> None:
+    class Other(FakeSglang):
+        def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            return {"hello": "world"}
+
+    with Other() as fake:
+        assert "unusable answer (/server_info): KeyError: 'version'" in _error(fake)

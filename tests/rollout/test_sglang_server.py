@@ -15,9 +15,14 @@ import psutil
 import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.schema import ServerConfig
+from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.processes import child_environment, end_group, tail
+from bapo_megatron.rollout.processes import (
+    child_environment,
+    end_group,
+    tail,
+    unlink_shared_files,
+)
 from bapo_megatron.rollout.sglang_server import SglangServer
 from tests.launch import free_port
 from tests.rollout.helpers import descendants
@@ -39,14 +44,28 @@ if os.fork() == 0:  # as checkpoint writers are: a process that holds the same p
 client.wait_ready()
 """
 
+SHARER = """
+import mmap, multiprocessing, sys, time
+lock = multiprocessing.get_context("spawn").Lock()
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+print(f"/dev/shm/sem.{lock._semlock.name.lstrip('/')}", flush=True)
+time.sleep(600)
+"""
 
-def _server(model_dir: Path, run_dir: Path, device: str = "cpu", **config: object) -> SglangServer:
+
+def _server(
+    run_dir: Path, device: str = "cpu", index: int = 0, host: str = "127.0.0.1", **config: object
+) -> SglangServer:
     return SglangServer(
-        ModelConfig(path=model_dir, dtype="float32"),
+        ModelConfig(path=run_dir, dtype="float32"),
         ServerConfig.model_validate(config),
         run_dir=run_dir,
         seed=4,
         device=device,
+        index=index,
+        host=host,
     )
 
 
@@ -55,7 +74,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
     with socket.socket() as occupant:
         occupant.bind(("127.0.0.1", port))
         occupant.listen()
-        server = _server(tmp_path, tmp_path, port=port)
+        server = _server(tmp_path, port=port)
         with pytest.raises(
             RolloutError, match=r"rollout\.server\.port: cannot listen on"
         ) as caught:
@@ -68,8 +87,8 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
 
 
 def test_with_a_gpu_no_cpu_argument_is_given(tmp_path: Path) -> None:
-    on_gpu = _server(tmp_path, tmp_path, device="cuda", tensor=2, max_running_requests=16)
-    on_cpu = _server(tmp_path, tmp_path, device="cpu", extra_args=("--log-requests",))
+    on_gpu = _server(tmp_path, device="cuda", tensor=2, max_running_requests=16)
+    on_cpu = _server(tmp_path, device="cpu", extra_args=("--log-requests",))
     cpu_only = {
         "--device=cpu",
         "--attention-backend=torch_native",
@@ -91,6 +110,30 @@ def test_with_a_gpu_no_cpu_argument_is_given(tmp_path: Path) -> None:
         )
 
 
+def test_the_servers_of_a_host_have_gpus_and_ports_one_after_the_other(tmp_path: Path) -> None:
+    servers = [
+        _server(tmp_path, "cuda", index, host="10.0.0.7", count=3, port=30000, tensor=4)
+        for index in range(3)
+    ]
+    assert [server.address for server in servers] == [
+        "http://10.0.0.7:30000",
+        "http://10.0.0.7:30001",
+        "http://10.0.0.7:30002",
+    ]
+    gpus = [[a for a in server.arguments() if "gpu-id" in a] for server in servers]
+    assert gpus == [["--base-gpu-id=0"], ["--base-gpu-id=4"], ["--base-gpu-id=8"]]
+    assert servers[2].log_path == tmp_path / "logs" / "sglang_10.0.0.7_2.log"
+    assert _server(tmp_path).log_path == tmp_path / "logs" / "sglang.log"
+    assert _server(tmp_path, host="::1", port=1).address == "http://[::1]:1"
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        _server(tmp_path, host="192.0.2.1").start()
+    with pytest.raises(RolloutError, match=r"rollout.server.host: cannot resolve 'no.such.host'"):
+        _server(tmp_path, host="no.such.host").start()
+
+
 def test_a_child_does_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -100,6 +143,41 @@ def test_a_child_does_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch)
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["BAPO_MEGATRON_OWNER_PID"] == str(os.getpid())
+
+
+def test_without_a_gpu_a_server_has_one_thread_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _server(tmp_path, device="cpu").environment()["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in _server(tmp_path, device="cuda").environment()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert _server(tmp_path, device="cpu").environment()["OMP_NUM_THREADS"] == "3"
+
+
+def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path: Path) -> None:
+    mine, others = (Path(f"/dev/shm/sglang_loads_{tmp_path.name}_{n}.shm") for n in range(2))
+    others.touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHARER, str(mine)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        semaphore = Path(process.stdout.readline().strip())
+        assert mine.exists()
+        assert semaphore.exists()
+        unlink_shared_files(process.pid)
+        assert not mine.exists()
+        assert not semaphore.exists()
+        assert others.exists()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        mine.unlink(missing_ok=True)
+        others.unlink()
 
 
 def test_the_last_lines_of_a_log_are_shown_without_progress_bars(tmp_path: Path) -> None:
@@ -123,30 +201,6 @@ def test_a_group_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> No
     child_pid = int((tmp_path / "child").read_text())
     if psutil.pid_exists(child_pid):
         assert psutil.Process(child_pid).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.sglang
-def test_a_server_that_dies_at_start_shows_its_last_lines(model_dir: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-    with _server(model_dir, tmp_path, extra_args=("--no-such-argument",)) as server:
-        with pytest.raises(RolloutError) as caught:
-            server.wait_ready(lines.append)
-        first, *log = str(caught.value).splitlines()
-    assert first.startswith(f"the SGLang server at {server.address} died (exit status 2)")
-    assert str(tmp_path / "logs" / "sglang.log") in first
-    assert "unrecognized arguments: --no-such-argument" in log[-1]
-    assert lines[0].startswith("starting the SGLang server: ")
-    assert not descendants(mentioning=str(tmp_path))
-
-
-@pytest.mark.sglang
-def test_a_server_that_takes_too_long_is_ended(model_dir: Path, tmp_path: Path) -> None:
-    with (
-        _server(model_dir, tmp_path, start_timeout_s=1.0) as server,
-        pytest.raises(RolloutError, match=r"did not answer within 1 s; raise rollout.server.start"),
-    ):
-        server.wait_ready(lambda line: None)
-    assert not descendants(mentioning=str(tmp_path))
 
 
 @pytest.mark.sglang

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.telemetry.figures import draw_dynamics
+from bapo_megatron.telemetry.figures import PANELS, draw_dynamics
 from bapo_megatron.telemetry.metrics import merge_sums, step_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks, read_metrics
 from bapo_megatron.types import (
@@ -25,6 +26,19 @@ from bapo_megatron.types import (
     StepMetrics,
     UpdateResult,
 )
+
+WORK = (
+    "replayed_groups",
+    "equal_reward_groups",
+    "filled_groups",
+    "dropped_groups",
+    "dropped_stale_groups",
+    "dropped_surplus_groups",
+    "regenerated_samples",
+    "lost_requests",
+)
+
+AGED_VERSIONS = ((7,), (0, 4, 7, 7), (4, 6), (6, 6, 7))
 
 
 def _sample(group_id: int, index: int, length: int, reward: float) -> Sample:
@@ -103,6 +117,88 @@ def test_rollout_metrics_count_samples_and_groups() -> None:
     assert values["rollout/response_tokens_mean"] == 2.5
     assert values["rollout/response_tokens_max"] == 4.0
     assert values["rollout/truncated_share"] == 0.25
+
+
+def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
+    stats = RolloutStats(
+        replayed_groups=2,
+        equal_reward_groups=3,
+        filled_groups=1,
+        dropped_groups={"stale": 4, "surplus": 1},
+        regenerated_samples=5,
+        lost_requests=6,
+    )
+    values = step_metrics(replace(_batch(), stats=stats), [], 0.0, {}).values
+    assert {name: values[f"rollout/{name}"] for name in WORK} == {
+        "replayed_groups": 2.0,
+        "equal_reward_groups": 3.0,
+        "filled_groups": 1.0,
+        "dropped_groups": 5.0,
+        "dropped_stale_groups": 4.0,
+        "dropped_surplus_groups": 1.0,
+        "regenerated_samples": 5.0,
+        "lost_requests": 6.0,
+    }
+    assert "rollout/dropped_carried_groups" not in values
+
+
+def test_ages_are_counted_from_the_batch_over_all_its_tokens() -> None:
+    batch = _batch()  # of version 7, with responses of 1, 4, 2 and 3 tokens
+    for sample, versions in zip(batch.samples, AGED_VERSIONS, strict=True):
+        sample.versions = np.array(versions)
+    values = step_metrics(batch, [], 0.0, {}).values
+    # Ages: 0 four times, 1 three times, 3 twice, 7 once.
+    assert values["rollout/stale_token_share"] == 0.6
+    assert values["rollout/age_mean"] == 1.6
+    assert values["rollout/age_p50"] == 1.0
+    assert values["rollout/age_p90"] == 3.0
+    assert values["rollout/age_max"] == 7.0
+
+
+def test_a_fresh_batch_has_no_stale_tokens() -> None:
+    batch = _batch()
+    for sample in batch.samples:
+        sample.versions += 7
+    values = step_metrics(batch, [], 0.0, {}).values
+    assert values["rollout/stale_token_share"] == 0.0
+    assert values["rollout/age_max"] == 0.0
+
+
+def test_a_batch_of_empty_responses_has_no_ages() -> None:
+    groups = (Group(0, (_sample(0, 0, 0, 0.0), _sample(0, 1, 0, 1.0))),)
+    values = step_metrics(RolloutBatch(0, 0, groups), [], 0.0, {}).values
+    assert not any(name.startswith("rollout/age") for name in values)
+
+
+def test_masked_tokens_are_counted_in_skipped_updates_too() -> None:
+    trained = {**_sums(6, 0.0, 0), "response_tokens": 10.0, "masked_tokens": 4.0}
+    skipped = {"response_tokens": 6.0, "masked_tokens": 6.0}
+    results = [
+        UpdateResult(trained, (), grad_norm=1.0, skipped=False),
+        UpdateResult(skipped, (), grad_norm=0.0, skipped=True),
+    ]
+    values = step_metrics(_batch(), results, 0.0, {}).values
+    assert values["rollout/masked_token_share"] == 10 / 16
+
+
+def test_corrections_are_reported_where_there_are_any() -> None:
+    sums = _sums(8, 0.0, 0)
+    corrected = {
+        "corrected_tokens": 8.0,
+        "correction_weight": 6.0,
+        "correction_capped": 2.0,
+        "correction_masked": 1.0,
+        "max:correction_weight": 9.5,
+    }
+    plain, weighed = (
+        step_metrics(_batch(), [UpdateResult(s, (), 1.0, skipped=False)], 0.0, {}).values
+        for s in (sums | dict.fromkeys(corrected, 0.0), sums | corrected)
+    )
+    assert weighed["correction/weight_mean"] == 0.75
+    assert weighed["correction/weight_max"] == 9.5
+    assert weighed["correction/capped_share"] == 0.25
+    assert weighed["correction/masked_share"] == 0.125
+    assert not any(name.startswith("correction/") for name in plain)
 
 
 def test_bound_metrics_average_over_searches() -> None:
@@ -197,6 +293,16 @@ def test_dynamics_figure_is_a_png_and_needs_metrics(tmp_path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_dynamics([run], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
+    sums = {**_sums(8, 0.1, 2), "response_tokens": 9.0, "masked_tokens": 1.0}
+    bounds = (ClipBounds(0.6, 1.2, 0.5, 0.5, "start"),)
+    result = UpdateResult(sums, bounds, grad_norm=1.0, skipped=False)
+    values = step_metrics(_batch(), [result], 0.0, {}).values
+    drawn = {name for _, series in PANELS for name, _ in series}
+    assert drawn <= values.keys()
+    assert {"rollout/stale_token_share", "rollout/age_max"} <= drawn
 
 
 def test_a_broken_metrics_line_is_named(tmp_path) -> None:

@@ -41,6 +41,11 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_thread_count(tmp_path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+def test_other_users_may_read_the_weights(tmp_path):
+    report = make_short(tmp_path)
+    assert (report.model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_another_seed_gives_other_weights_and_other_data(tmp_path):
     make_short(tmp_path / "0", seed=0)
     make_short(tmp_path / "1", seed=1)

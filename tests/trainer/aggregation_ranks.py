@@ -1,4 +1,4 @@
-"""What the ranks of test_invariance.py and test_kernel_paths.py do."""
+"""What the ranks of test_invariance.py, test_kernel_paths.py and test_correction.py do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import ProcessGroups
@@ -20,6 +21,7 @@ from bapo_megatron.trainer.step import BatchTrainer
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
 
+NO_LIMIT = StalenessConfig()
 AGGREGATIONS = ("token_mean", "sequence_mean", "token_sum_norm")
 
 
@@ -61,6 +63,28 @@ def gradients_of_each_path(
         }
 
 
+def gradients_of_each_setting(
+    model_dir: Path,
+    dump: Path,
+    sizes: dict[str, int],
+    settings: dict[str, tuple[dict[str, Any], dict[str, Any]]],
+) -> dict[str, dict[str, Any]]:
+    """Sums, bounds and whole gradients of one update, by name of (algorithm, staleness)."""
+    with joined(**sizes) as groups:
+        return {
+            name: _one_update(
+                model_dir,
+                dump,
+                groups,
+                algorithm,
+                64,
+                OpsConfig(),
+                staleness=StalenessConfig(**staleness),
+            )
+            for name, (algorithm, staleness) in settings.items()
+        }
+
+
 def _one_update(
     model_dir: Path,
     dump: Path,
@@ -70,6 +94,7 @@ def _one_update(
     ops: OpsConfig,
     *,
     sequence: bool = False,
+    staleness: StalenessConfig = NO_LIMIT,
 ) -> dict[str, Any]:
     parallel = ParallelConfig(
         tensor=groups.tensor_size,
@@ -100,6 +125,7 @@ def _one_update(
         config,
         ops,
         temperature=0.7,
+        staleness=staleness,
         layout=make_layout(
             policy, parallel, MegatronConfig(), TrainConfig(max_tokens_per_micro_batch=budget)
         ),
@@ -109,6 +135,7 @@ def _one_update(
         "loss": result.sums["policy_loss"],
         "entropy": result.sums["entropy"],
         "slots": result.sums["packing_slots"],
+        "sums": result.sums,
         "bounds": (result.bounds[0].low, result.bounds[0].high),
         "gradients": hf_gradients(policy),
     }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import (
     AlgorithmConfig,
     ModelConfig,
@@ -38,7 +39,8 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
             seed=0,
             groups=groups,
         )
-        (update,) = plan_step(read_batch(dump), AlgorithmConfig.model_validate({}), ONE_RANK)
+        config = AlgorithmConfig.model_validate({})
+        (update,) = plan_step(read_batch(dump), config, StalenessConfig(), ONE_RANK)
         watch = _Watch(policy)
         gradients = {}
         for overwrite in (False, True):

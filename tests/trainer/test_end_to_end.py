@@ -206,7 +206,7 @@ def _steps(run_dir: Path) -> list[dict[str, float]]:
 
 
 def _start_and_wait_for_training(
-    config: Path, run_dir: Path, ranks: int = 1
+    config: Path, run_dir: Path, *overrides: str, ranks: int = 1
 ) -> subprocess.Popen[str]:
     process = start(
         [
@@ -215,6 +215,7 @@ def _start_and_wait_for_training(
             f"run_dir={run_dir}",
             "train.steps=1000",
             f"parallel.tensor={ranks}",
+            *overrides,
         ],
         ranks=ranks,
     )
@@ -256,22 +257,43 @@ def test_no_process_outlives_a_trainer_that_is_stopped(
         assert "Traceback" not in err
 
 
-def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_last_lines(
+def test_a_server_that_dies_in_the_middle_is_started_again_and_the_run_goes_on(
     config: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    process = _start_and_wait_for_training(config, run_dir, ranks=2)
+    fresh_only = "rollout.oversample_groups=0"  # no token of an earlier version in any batch
+    process = _start_and_wait_for_training(config, run_dir, fresh_only, ranks=2)
+    (server,) = _descendants(process, "sglang_launcher")
+    server.kill()
+    num_before = len(_steps(run_dir))
+    deadline = time.monotonic() + 240
+    while len(_steps(run_dir)) < num_before + 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was made with the new server"
+        time.sleep(0.2)
+    # It has the trainer's weights, not those it started with, and every step was made once.
+    rows = _steps(run_dir)
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert max(row["mismatch/logprob_abs_max"] for row in rows) < 1e-4
     started = _descendants(process)
-    for server in _descendants(process, "sglang_launcher"):
-        server.kill()
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    ours = err.split("the last lines of")[0]
-    assert "bapo-megatron: " in ours
-    assert "server" in ours
+    assert "died (SIGKILL); it is started again (" in err
+    assert not psutil.wait_procs(started, timeout=30)[1]
+
+
+def test_a_server_that_never_starts_ends_the_run_with_its_last_lines(
+    config: Path, tmp_path: Path
+) -> None:
+    arguments = ["train", str(config), f"run_dir={tmp_path / 'run'}"]
+    extra = "rollout.server.extra_args=[--no-such-argument]"
+    result = run([*arguments, extra, "parallel.tensor=2"], ranks=2)
+    assert result.returncode == 1
+    ours, _, shown = result.stderr.partition("the last lines of")
+    assert "bapo-megatron: the SGLang server at http://127.0.0.1:" in ours
     # Nothing of ours comes before it; torchrun's own report follows.
     assert "Traceback" not in ours
-    assert not psutil.wait_procs(started, timeout=30)[1]
+    assert "unrecognized arguments: --no-such-argument" in shown
 
 
 def test_a_port_in_use_is_refused_before_the_server_starts(config: Path, tmp_path: Path) -> None:

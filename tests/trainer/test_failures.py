@@ -28,7 +28,7 @@ def _first_line(arguments: list[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("algorithm.clipp=fixed", "unknown key 'algorithm.clipp'; did you mean 'clip'?"),
+        ("algorithm.clipp=fixed", "unknown key 'algorithm.clipp'; did you mean 'algorithm.clip'?"),
         ("rollout.temperature=warm", "rollout.temperature"),
         ("rollout.top_k=100", "top_k must be -1"),
         ("model.path=/no/such/model", "model.path: no such directory '/no/such/model'"),
@@ -59,7 +59,7 @@ def test_an_unreadable_data_row_is_named(replay_config: Path, tmp_path: Path) ->
         [
             str(replay_config),
             f"run_dir={tmp_path / 'run'}",
-            "replay=null",
+            "replay.dumps=null",
             f"data.train.path={data}",
             "rollout.max_response_tokens=16",
             "data.max_prompt_tokens=64",
@@ -108,6 +108,7 @@ def test_nan_logprobs_are_reported_with_sample_and_position(
             str(replay_config),
             f"run_dir={tmp_path / 'run'}",
             f"replay={nan_dumps}",
+            "train.steps=2",
             f"algorithm.bapo.scope={scope}",
         ]
     )
@@ -157,6 +158,7 @@ def test_advantages_beyond_the_exact_sums_are_refused(
             str(replay_config),
             f"run_dir={tmp_path / 'run'}",
             f"replay={directory}",
+            "train.steps=1",
             "algorithm.advantage=grpo_no_std",
             f"algorithm.bapo.scope={scope}",
         ]
@@ -167,8 +169,11 @@ def test_advantages_beyond_the_exact_sums_are_refused(
     assert "scale the rewards down" in line
 
 
-@pytest.mark.distributed
-def test_a_replay_that_ends_too_early_is_named(replay_config: Path, tmp_path: Path) -> None:
+def test_a_replay_with_more_steps_than_dumps_is_refused_at_the_start(
+    replay_config: Path, tmp_path: Path
+) -> None:
     status, line = _first_line([str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=9"])
-    assert status == 1
+    assert status == 2
     assert "step_000006.parquet" in line
+    assert "set train.steps=6" in line
+    assert not (tmp_path / "run").exists()

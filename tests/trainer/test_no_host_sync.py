@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
@@ -68,15 +69,24 @@ def _no_reads(device: torch.device) -> Iterator[None]:
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [0, 50], ids=["logits", "chunks"])
 @pytest.mark.parametrize("scope", ["update", "micro_batch"])
+@pytest.mark.parametrize("correction", ["none", "token", "icepop"])
 def test_search_and_loss_never_wait_for_the_device(
     mixed_dumps: Path,
     monkeypatch: pytest.MonkeyPatch,
     scope: str,
+    correction: str,
     chunk_tokens: int,
     device: torch.device,
 ) -> None:
-    config = AlgorithmConfig.model_validate({"bapo": {"target": 0.38, "scope": scope}})
-    (update,) = plan_step(read_batch(mixed_dumps / "step_000000.parquet"), config, ONE_RANK)
+    config = AlgorithmConfig.model_validate(
+        {
+            "bapo": {"target": 0.38, "scope": scope},
+            "behaviour": "recomputed",
+            "correction": {"kind": correction},
+        }
+    )
+    batch = read_batch(mixed_dumps / "step_000000.parquet")
+    (update,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
     micro_batch = update.micro_batches[0].to(device)
     groups: Any = SimpleNamespace(
         data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -103,7 +104,13 @@ def test_a_nan_is_reported_in_one_line(
     replay_config: Path, nan_dumps: Path, tmp_path: Path
 ) -> None:
     result = run(
-        ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={nan_dumps}"],
+        [
+            "train",
+            str(replay_config),
+            f"run_dir={tmp_path / 'run'}",
+            f"replay={nan_dumps}",
+            "train.steps=2",
+        ],
         ranks=2,
     )
     assert result.returncode != 0
@@ -115,17 +122,20 @@ def test_a_nan_is_reported_in_one_line(
     assert lines.pop().startswith("step 1: sample 0 of group 4")
 
 
-def test_a_replay_that_ends_too_early_is_named_by_rank_0_alone(
-    replay_config: Path, tmp_path: Path
+def test_a_dump_of_another_step_is_named_by_rank_0_alone(
+    replay_config: Path, mixed_dumps: Path, tmp_path: Path
 ) -> None:
+    dumps = tmp_path / "dumps"
+    shutil.copytree(mixed_dumps, dumps)
+    shutil.copy(dumps / "step_000001.parquet", dumps / "step_000002.parquet")
     result = run(
-        ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=9"], ranks=2
+        ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={dumps}"], ranks=2
     )
     assert result.returncode != 0
     _assert_no_rank_shows_a_traceback(result.stderr)
     complaints = _complaints(result.stderr)
     (line,) = complaints[0]
-    assert "step_000006.parquet" in line
+    assert "step_000002.parquet: holds step 1, not 2" in line
     # torchrun may end rank 1 before it has said anything.
     assert complaints[1] in ([], ["another rank ended; its own message says why"])
 

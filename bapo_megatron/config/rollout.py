@@ -1,0 +1,223 @@
+"""Sections about generation: servers, partial and asynchronous rollout, staleness, weight sync.
+
+``schema.RunConfig`` holds a ``RolloutConfig`` and a ``ReplayConfig``; the conventions are those of
+``schema``. *Age* of a token: optimizer updates since the weights that sampled it (docs/rollout.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bapo_megatron.config.section import Section
+
+
+class ServerConfig(Section):
+    """SGLang servers that this project starts: the trainer's own, or those of ``serve``."""
+
+    count: int = Field(1, ge=1)
+    """How many servers; each takes ``tensor`` GPUs of the node, the next one the following."""
+    host: str = "127.0.0.1"
+    """Address that the servers of ``serve`` listen on; the trainer's own stay on the loopback."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the first server, the others follow; 0 takes free ones."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """How long a server may take until it answers."""
+    max_restart_wait_s: float = Field(60.0, ge=1)
+    """A server that ended is started again at once, then after 1, 2, 4, … seconds up to this."""
+    tensor: int = Field(1, ge=1)
+    """The server's own tensor-parallel size."""
+    mem_fraction: float = Field(0.8, gt=0, lt=1)
+    """``--mem-fraction-static``."""
+    max_total_tokens: int | None = Field(None, ge=1)
+    """KV cache size in tokens; if empty, the server's choice on a GPU, and 65536 without one."""
+    max_running_requests: int | None = Field(None, ge=1)
+    """Largest batch; the server's choice if empty."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments, passed to ``sglang.launch_server`` as they are."""
+
+
+class DynamicSamplingConfig(Section):
+    """Groups whose rewards are all equal teach nothing: replace them by others."""
+
+    enabled: bool = False
+    """Leave out groups whose rewards are all equal and draw others until the batch is full."""
+    max_groups_ratio: float = Field(4.0, ge=1)
+    """At most this many times ``groups_per_step`` groups are finished for one batch; then those
+    left out last fill it."""
+
+
+class StalenessConfig(Section):
+    """What is done with tokens, responses or groups that are too old to be trained on."""
+
+    max_age: int | None = Field(None, ge=0)
+    """Largest age when a batch is formed, in optimizer updates; none: no limit."""
+    measure: Literal["token", "mean", "oldest"] = "oldest"
+    """Which age is limited: of each token by itself (``action: mask`` only), the mean over a
+    response's tokens, or that of its oldest token."""
+    action: Literal["drop", "mask", "regenerate"] = "drop"
+    """``drop`` the response's whole group; ``mask`` the tokens (``measure: token``) or the response
+    out of the loss; ``regenerate`` the response from its prompt."""
+
+    @model_validator(mode="after")
+    def _tokens_are_masked(self) -> Self:
+        if self.measure == "token" and self.action != "mask":
+            raise ValueError(
+                f"measure must be mean or oldest with action: {self.action}, got token: a response "
+                "is dropped or regenerated as a whole; set action: mask, or another measure"
+            )
+        return self
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the servers."""
+
+    method: Literal["broadcast", "disk", "tensor"] = "broadcast"
+    """``broadcast``: a collective group of rank 0 and all servers; ``disk``: a directory that all
+    of them see; ``tensor``: shared memory, for servers on rank 0's node."""
+    in_flight: Literal["abort", "retract", "in_place"] = "abort"
+    """Requests in flight are ``abort``ed and resumed with what they had; or the servers pause:
+    ``retract`` computes their keys and values anew under the new weights, ``in_place`` keeps the
+    old ones, so that later log-probs belong to no single version."""
+    bucket_mb: int = Field(512, ge=1)
+    """Weights are sent in pieces of at most this many 10^6 bytes (or one tensor)."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Of the broadcast group; ``auto``: nccl where rank 0 has a GPU, else gloo."""
+    master_address: str = ""
+    """Address of rank 0 as the servers see it; empty: the loopback for servers on it, else this
+    host's name."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time of one sync; a server that takes longer is taken out."""
+    verify: Literal["none", "logprobs"] = "none"
+    """``logprobs``: after each sync every server's log-probs of a probe batch are compared with the
+    trainer's; a server that differs serves nobody."""
+    verify_tolerance: float = Field(0.05, gt=0)
+    """Largest mean absolute difference of the probe's log-probs; 1e-3 suits float32."""
+
+
+class HealthConfig(Section):
+    """When a server counts as lost, and how long the run waits for one."""
+
+    interval_s: float = Field(5.0, gt=0)
+    """Time between two questions to a server."""
+    timeout_s: float = Field(30.0, gt=0)
+    """A server that answers none of the questions of this time is taken out."""
+    patience_s: float = Field(900.0, gt=0)
+    """How long the run waits without any usable server before it saves and ends."""
+
+
+class RolloutConfig(Section):
+    """Generation of one step's samples."""
+
+    groups_per_step: int = Field(64, ge=1)
+    """Prompts per step."""
+    samples_per_group: int = Field(8, ge=2)
+    """Responses per prompt, G."""
+    max_response_tokens: int = Field(4096, ge=1)
+    """Longest response, over all resumptions."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by it too."""
+    top_p: float = 1.0
+    """Must be 1: the engine's log-probs ignore the filter and ratios would be biased."""
+    top_k: int = -1
+    """Must be -1, for the same reason."""
+    min_p: float = 0.0
+    """Must be 0, for the same reason."""
+    oversample_groups: int = Field(0, ge=0)
+    """Groups in flight beyond ``groups_per_step``. What is unfinished when the step has its groups
+    is aborted; with ``partial`` it is resumed by the next step, else it is discarded."""
+    partial: bool = True
+    """Keep unfinished responses of one step and resume them in the next (partial rollout)."""
+    tokens_per_step: int | None = Field(None, ge=1)
+    """Response tokens to generate for one step, after which it takes the groups that are complete
+    (at least one per update); none: only ``groups_per_step`` ends it."""
+    max_carries: int | None = Field(None, ge=1)
+    """How many batches a started group may miss before it is dropped; none: any number."""
+    async_steps: int = Field(0, ge=0)
+    """How many steps generation may be ahead of training; 0: nothing is generated meanwhile."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Replacement of groups that teach nothing."""
+    staleness: StalenessConfig = StalenessConfig()
+    """The limit of ages."""
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    """How new weights reach the servers."""
+    servers: tuple[str, ...] = ()
+    """Addresses (http://host:port) of running servers; empty: the trainer starts its own."""
+    server: ServerConfig = ServerConfig()
+    """How servers are started, by the trainer or by ``serve``."""
+    health: HealthConfig = HealthConfig()
+    """When a server counts as lost."""
+    colocated: bool = False
+    """The trainer's own servers share its GPUs: they release their memory while it trains."""
+    request_timeout_s: float = Field(1800.0, gt=0)
+    """Longest time without a new token of one request."""
+    max_connections: int = Field(512, ge=1)
+    """Requests in flight over all servers."""
+    stream_tokens: int = Field(64, ge=1)
+    """Servers send the tokens of a response in pieces of this many: what a lost server costs."""
+    dump: bool = True
+    """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay."""
+    timeline: bool = False
+    """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
+
+    @model_validator(mode="after")
+    def _no_filters(self) -> Self:
+        for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            value = getattr(self, name)
+            if value != neutral:
+                raise ValueError(
+                    f"{name} must be {neutral} for training, got {value}: the engine's log-probs "
+                    f"ignore this filter, so ratios would be biased; set {name}: {neutral}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _partial_is_needed(self) -> Self:
+        for name in ("async_steps", "tokens_per_step", "max_carries"):
+            value = getattr(self, name)
+            if value and not self.partial:
+                raise ValueError(
+                    f"partial must be true with {name}: {value}, got false: unfinished responses "
+                    f"must be kept; set partial: true, or leave {name} out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _colocated_servers_are_own(self) -> Self:
+        for name in ("async_steps", "servers"):
+            value = getattr(self, name)
+            if self.colocated and value:
+                raise ValueError(
+                    f"{name} must be empty with colocated: true, got {value}: the servers are the "
+                    f"trainer's own and idle while it trains; leave {name} out"
+                )
+        return self
+
+
+class ReplayConfig(Section):
+    """Samples that are trained on again. ``replay: DIR`` is short for ``replay: {dumps: DIR}``."""
+
+    dumps: Path | None = None
+    """Directory of rollout dumps to train from, without any server."""
+    batches: int = Field(0, ge=0)
+    """Groups of this many earlier batches may be trained on again, beside new ones; 0: none."""
+    share: float = Field(0.5, gt=0, lt=1)
+    """Share of a batch's groups that are taken from earlier batches, as far as there are any."""
+    max_age: int | None = Field(None, ge=1)
+    """Groups with an older token are not replayed; in optimizer updates; none: no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, given: Any) -> Any:
+        return {"dumps": given} if given is None or isinstance(given, str | Path) else given
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.dumps is not None and self.batches:
+            raise ValueError(
+                f"batches must be 0 with dumps, got {self.batches}: nothing is generated that "
+                "could be added to; leave one of them out"
+            )
+        return self

@@ -1,0 +1,186 @@
+"""The rules by which groups enter the buffer, make a batch, or are given up.
+
+Nothing here waits or sends: ``batching.BatchCollector`` asks, and acts on the answers. The rules
+are those of ``config.rollout``; docs/rollout.md shows them as states and transitions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bapo_megatron.data.staleness import response_age
+from bapo_megatron.rollout.buffer import DropReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
+    from bapo_megatron.types import Group
+
+_REPLAY_STREAM = 1
+"""Tells the replay's random numbers from others of the same seed and step."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What the run asks of its batches."""
+
+    seed: int
+    total_steps: int
+    """Nothing is generated for steps beyond the last."""
+    updates_per_batch: int
+    """The number of groups of a batch is a multiple of this."""
+
+
+class Selection:
+    """Decides over the groups of a buffer."""
+
+    def __init__(
+        self, buffer: RolloutBuffer, config: RolloutConfig, replay: ReplayConfig, plan: BatchPlan
+    ) -> None:
+        """Keep the buffer, which the caller changes, and the rules."""
+        self._buffer = buffer
+        self._config = config
+        self._replay = replay
+        self._plan = plan
+        self._young: set[int] = set()
+        self._young_version = -1
+        limit = config.staleness
+        self.is_dynamic = config.dynamic_sampling.enabled
+        """Whether groups with equal rewards are left out."""
+        self._has_limit = limit.max_age is not None and limit.action != "mask"
+
+    def steps_ahead(self, step: int) -> int:
+        """For how many steps after ``step`` may be generated while it is trained."""
+        return min(self._config.async_steps, self._plan.total_steps - step - 1)
+
+    def num_to_draw(self, num_groups: int) -> int:
+        """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""
+        useless = len(self._equal_groups())
+        wanted = num_groups + self._config.oversample_groups
+        return max(0, wanted - (len(self._buffer) - useless))
+
+    def choose(self, num_new: int, num_replayed: int, spent_tokens: int) -> list[PendingGroup]:
+        """The new groups of a batch, oldest first; none while there are not enough.
+
+        Args:
+            num_new: Groups that fill the batch.
+            num_replayed: Groups of earlier batches that are in it anyway.
+            spent_tokens: Response tokens generated for it so far.
+        """
+        ready = self.ready()
+        if len(ready) >= num_new:
+            return ready[:num_new]
+        equal = self._equal_groups()
+        ratio = self._config.dynamic_sampling.max_groups_ratio
+        if equal and len(ready) + len(equal) >= ratio * self._config.groups_per_step:
+            missing = num_new - len(ready)
+            return sorted([*ready, *equal[-missing:]], key=lambda group: group.group_id)
+        budget = self._config.tokens_per_step
+        if budget is not None and spent_tokens >= budget:
+            updates = self._plan.updates_per_batch
+            total = (num_replayed + len(ready)) // updates * updates
+            return ready[: max(0, total - num_replayed)]
+        return []
+
+    def ready(self) -> list[PendingGroup]:
+        """Groups that may be trained on, oldest first."""
+        if self.is_dynamic:
+            return [g for g in self._buffer if g.is_scored and not g.has_equal_rewards]
+        if self._has_limit:
+            # Whoever is not scored may still turn out to be too old.
+            return [group for group in self._buffer if group.is_scored]
+        return self._buffer.finished()
+
+    def stale_samples(
+        self, version: int, *, unfinished: bool
+    ) -> list[tuple[PendingGroup, list[PendingSample]]]:
+        """Groups with responses that are older than allowed, and these responses.
+
+        Args:
+            version: Weights version of now.
+            unfinished: Whether to look at unfinished groups too; nothing may be in flight then.
+                Their oldest tokens do not become younger, the mean over a response may.
+        """
+        if not self._has_limit:
+            return []
+        if version != self._young_version:
+            self._young, self._young_version = set(), version
+        found = []
+        for group in self._buffer:
+            if group.is_scored:
+                if group.group_id in self._young:
+                    continue
+                self._young.add(group.group_id)
+            elif not unfinished or self._config.staleness.measure != "oldest":
+                continue
+            if old := [pending for pending in group.samples if self._is_stale(pending, version)]:
+                self._young.discard(group.group_id)
+                found.append((group, old))
+        return found
+
+    def left_over(self) -> list[tuple[PendingGroup, DropReason]]:
+        """After a batch was taken: groups that no later batch will get, and why.
+
+        Counts how often each group that stays was carried over.
+        """
+        useless = {group.group_id for group in self._equal_groups()}
+        given_up = []
+        for group in self._buffer:
+            if group.group_id in useless:
+                given_up.append((group, DropReason.EQUAL_REWARDS))
+            elif not self._config.partial:
+                given_up.append((group, DropReason.SURPLUS))
+            elif group.is_started and not group.is_finished:
+                group.carries += 1
+                most = self._config.max_carries
+                if most is not None and group.carries > most:
+                    given_up.append((group, DropReason.CARRIED))
+        return given_up
+
+    def replayed(self, step: int, version: int) -> list[Group]:
+        """Groups of earlier batches for the batch of ``step``; the seed decides which."""
+        if not self._replay.batches:
+            return []
+        limit = self._replay.max_age
+        candidates = [
+            group
+            for batch in self._buffer.earlier
+            for group in batch
+            if limit is None or _oldest_age(group, version) <= limit
+        ]
+        wanted = math.floor(self._replay.share * self._config.groups_per_step)
+        generator = np.random.default_rng([self._plan.seed, _REPLAY_STREAM, step])
+        count = min(wanted, len(candidates))
+        picked = generator.choice(len(candidates), size=count, replace=False)
+        return [candidates[index] for index in sorted(picked.tolist())]
+
+    def _equal_groups(self) -> list[PendingGroup]:
+        """Scored groups that dynamic sampling leaves out, oldest first."""
+        if not self.is_dynamic:
+            return []
+        return [group for group in self._buffer if group.is_scored and group.has_equal_rewards]
+
+    def _is_stale(self, pending: PendingSample, version: int) -> bool:
+        limit = self._config.staleness
+        assert limit.max_age is not None
+        assert limit.measure != "token"
+        pending.settle()
+        return response_age(pending.sample.versions, version, limit.measure) > limit.max_age
+
+
+def merge(new: Sequence[Group], replayed: Sequence[Group]) -> tuple[Group, ...]:
+    """Spread replayed groups evenly among new ones, so that every update has its part of both."""
+    total = len(new) + len(replayed)
+    keyed = [((i + 0.5) * total / len(new), group) for i, group in enumerate(new)]
+    keyed += [((i + 0.5) * total / len(replayed), group) for i, group in enumerate(replayed)]
+    return tuple(group for _, group in sorted(keyed, key=lambda pair: pair[0]))
+
+
+def _oldest_age(group: Group, version: int) -> float:
+    return max(response_age(sample.versions, version, "oldest") for sample in group.samples)

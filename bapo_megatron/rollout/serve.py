@@ -1,0 +1,93 @@
+"""The ``serve`` command: the SGLang servers of a rollout node, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+import torch
+
+from bapo_megatron.config.check import check_serve_config
+from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, ApiKeys
+from bapo_megatron.rollout.supervisor import ServerSupervisor
+from bapo_megatron.telemetry.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+
+_KEY_FILE = "admin_api_key"
+
+
+def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
+    """Start ``rollout.server.count`` servers and keep them running until this process is ended.
+
+    The keys are those in the environment (``ApiKeys``). Without an admin key there, one is made and
+    kept in ``<run_dir>/admin_api_key``.
+
+    Args:
+        config: Model, servers and ``run_dir``; the rest is not looked at.
+        show: Takes what a trainer needs to use the servers, once they are ready: a line for its
+            command, and one for its environment if the key was made here.
+
+    Raises:
+        ConfigError: The model or the servers' section cannot be used.
+        RolloutError: A server died before it was ever ready, or a port is in use.
+        OSError: ``run_dir`` cannot be written.
+    """
+    check_serve_config(config)
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    keys, key_file = ApiKeys.from_environment(), None
+    if not keys.admin_api_key:
+        key_file = config.run_dir.absolute() / _KEY_FILE
+        keys = ApiKeys(keys.api_key, _stored_key(key_file))
+
+    def show_servers(addresses: list[str]) -> None:
+        show(f"'rollout.servers=[{','.join(addresses)}]'")
+        if key_file is not None:
+            show(f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{key_file}')")
+
+    asyncio.run(_serve(config, keys, show_servers))
+
+
+async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]], None]) -> None:
+    supervisor = ServerSupervisor(
+        config.model,
+        config.rollout,
+        run_dir=config.run_dir,
+        seed=config.seed,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        host=config.rollout.server.host,
+        keys=keys,
+    )
+    try:
+        supervisor.start()
+        with ProgressLine() as progress:
+            await supervisor.wait_ready(progress.update)
+        on_ready([server.address for server in supervisor.servers])
+        await supervisor.watch()
+    finally:
+        await supervisor.close()
+
+
+def _stored_key(path: Path) -> str:
+    """The key in ``path``, which is made if need be; nodes that share the directory share the key.
+
+    Only its owner can read it.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft.touch(mode=0o600, exist_ok=False)
+        try:
+            draft.write_text(secrets.token_hex(16) + "\n")
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)  # all of it, and never in place of another node's
+        finally:
+            draft.unlink()
+    return path.read_text().strip()

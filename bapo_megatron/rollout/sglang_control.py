@@ -1,0 +1,319 @@
+"""Control calls that give a server new weights; each is sent once, with a time limit.
+
+A call of a weight update must not be repeated after a lost connection, as other control calls are:
+the server may be waiting in the collective of the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.sglang_dialect import has_update_session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bapo_megatron.rollout.sglang_client import SglangClient
+
+_INPUT_TEMPERATURE = 1.0
+
+
+class ServerGoneError(RolloutError):
+    """A server did not answer: it ended, hangs, or took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What ``/server_info`` says of a server."""
+
+    version: str
+    """Of SGLang."""
+    tensor_ranks: int
+    """Ranks that share each layer; what joins a group for weights."""
+    pipeline_ranks: int
+    data_ranks: int
+    """Independent copies of the model behind one address."""
+
+    def require_tensor_ranks_only(self, address: str) -> None:
+        """Refuse what SGLang cannot number in one group: it counts tensor-parallel ranks only.
+
+        Raises:
+            RolloutError: The server has others.
+        """
+        for name, option, size in (
+            ("pipeline", "--pp-size", self.pipeline_ranks),
+            ("data", "--dp-size", self.data_ranks),
+        ):
+            if size != 1:
+                raise RolloutError(
+                    f"{address}: has {size} {name}-parallel ranks, of which SGLang gives only one "
+                    f"new weights this way; start it with {option} 1, or set "
+                    "rollout.weight_sync.method: disk"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names, dtypes (``float32``) and shapes of the tensors of a bucket, in their order in it."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def to_json_dict(self) -> dict[str, list[Any]]:
+        """The fields of a request."""
+        return {
+            "names": list(self.names),
+            "dtypes": list(self.dtypes),
+            "shapes": [list(shape) for shape in self.shapes],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Where the ranks of one server stand in a collective group, and where its members meet."""
+
+    name: str
+    master_address: str
+    master_port: int
+    backend: str
+    """``nccl`` or ``gloo``."""
+    first_rank: int
+    """Of the server's ranks; the trainer is rank 0."""
+    world_size: int
+
+
+class WeightControl:
+    """One server's calls for new weights; every method may raise ``RolloutError``.
+
+    It is a ``ServerGoneError`` where the server did not answer, else the server's refusal.
+    """
+
+    def __init__(self, client: SglangClient, facts: ServerFacts) -> None:
+        """Keep both; ``read_facts`` asks for the second."""
+        self._client = client
+        self.facts = facts
+
+    async def open_session(self, timeout_s: float) -> None:
+        """Make the server ready for ``receive`` or ``take``.
+
+        A session that an earlier trainer left open is closed first.
+        """
+        if not has_update_session(self.facts.version):
+            return
+        try:
+            await self._call("/begin_weight_update", {}, timeout_s)
+        except ServerGoneError:
+            raise
+        except RolloutError:
+            await self._call("/end_weight_update", {}, timeout_s)
+            await self._call("/begin_weight_update", {}, timeout_s)
+
+    async def close_session(self, timeout_s: float) -> None:
+        """Let the server finish what it does after the last weights."""
+        if has_update_session(self.facts.version):
+            await self._call("/end_weight_update", {}, timeout_s)
+
+    async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
+        """Have the server's ranks join a collective group; answers when all members have."""
+        await self._call(
+            "/init_weights_update_group",
+            {
+                "master_address": place.master_address,
+                "master_port": place.master_port,
+                "rank_offset": place.first_rank,
+                "world_size": place.world_size,
+                "group_name": place.name,
+                "backend": place.backend,
+            },
+            timeout_s,
+        )
+
+    async def leave_group(self, name: str, timeout_s: float) -> None:
+        """Have the server's ranks forget a group."""
+        await self._call("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+
+    async def receive(
+        self,
+        bucket: TensorNames,
+        group_name: str,
+        *,
+        version: int | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds.
+
+        Args:
+            bucket: What it holds.
+            group_name: The group.
+            version: Version of the weights, with their last part only: a server that has a part of
+                them keeps its old label and is not used.
+            flush_cache: Forget keys and values of the old weights. **The server crashes** if a
+                request is running, also one that is paused in place.
+            timeout_s: Longest time until it has answered.
+        """
+        await self._call(
+            "/update_weights_from_distributed",
+            {
+                **bucket.to_json_dict(),
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+                **_ending(version, flush_cache),
+            },
+            timeout_s,
+        )
+
+    async def take(
+        self,
+        payloads: Sequence[str],
+        *,
+        version: int | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Load tensors that lie in memory that the server can map.
+
+        Args:
+            payloads: One for each tensor-parallel rank, see ``trainer.weight_memory``.
+            version: As in ``receive``.
+            flush_cache: As in ``receive``.
+            timeout_s: Longest time until it has answered.
+        """
+        await self._call(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": list(payloads), **_ending(version, flush_cache)},
+            timeout_s,
+        )
+
+    async def load(
+        self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """Load a Hugging Face directory."""
+        await self._call(
+            "/update_weights_from_disk",
+            {"model_path": str(model_dir.absolute()), **_ending(version, flush_cache)},
+            timeout_s,
+        )
+
+    async def flush_idle(self, timeout_s: float) -> None:
+        """Forget keys and values of old weights, unless requests are running, paused or not."""
+        try:
+            await self._call("/flush_cache", {}, timeout_s)
+        except ServerGoneError:
+            raise
+        except RolloutError:
+            return  # it has requests, and keeps what belongs to them
+
+    async def reported_version(self, timeout_s: float) -> str:
+        """The weights version that the server reports."""
+        async with asyncio.timeout(timeout_s):
+            return await self._client.version()
+
+    async def input_logprobs(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
+        """Log-probs of all tokens but the first, each after those before it, at temperature 1.
+
+        Those of input tokens are log_softmax(logits), whatever temperature a request has. None of
+        them comes from cached keys and values.
+        """
+        answer = await self._call(
+            "/generate",
+            {
+                "input_ids": list(token_ids),
+                "sampling_params": {"max_new_tokens": 1, "temperature": _INPUT_TEMPERATURE},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            },
+            timeout_s,
+            admin=False,
+        )
+        rows = answer["meta_info"]["input_token_logprobs"]
+        if [row[1] for row in rows] != list(token_ids):
+            raise RolloutError(
+                f"{self._client.address}/generate: log-probs of {len(rows)} input tokens do not "
+                f"belong to the {len(token_ids)} that were sent; use an SGLang version that this "
+                "project supports"
+            )
+        return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
+
+    async def _call(
+        self, path: str, body: dict[str, Any], timeout_s: float, *, admin: bool = True
+    ) -> Any:
+        return await _call_once(self._client, "POST", path, body, timeout_s, admin=admin)
+
+
+async def read_facts(client: SglangClient, timeout_s: float) -> ServerFacts:
+    """Ask a server what it is. Its scheduler answers, so one that hangs is found out.
+
+    Raises:
+        ServerGoneError: It does not answer.
+        RolloutError: It refuses.
+    """
+    info = await _call_once(client, "GET", "/server_info", None, timeout_s, admin=False)
+    return ServerFacts(
+        version=str(info["version"]),
+        tensor_ranks=int(info["tp_size"]),
+        pipeline_ranks=int(info["pp_size"]),
+        data_ranks=1 if info.get("enable_dp_attention") else int(info["dp_size"]),
+    )
+
+
+def _ending(version: int | None, flush_cache: bool) -> dict[str, Any]:
+    label = {} if version is None else {"weight_version": str(version)}
+    return {"flush_cache": flush_cache, "abort_all_requests": False, **label}
+
+
+async def _call_once(
+    client: SglangClient,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    timeout_s: float,
+    *,
+    admin: bool,
+) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await client.call_once(method, path, body, admin=admin)
+    except (TimeoutError, httpx.TimeoutException) as error:
+        raise ServerGoneError(
+            f"{client.address}{path}: no answer within {timeout_s:.0f} s; see the server's log, or "
+            "raise rollout.weight_sync.timeout_s"
+        ) from error
+    except httpx.TransportError as error:
+        reason = str(error) or type(error).__name__
+        raise ServerGoneError(
+            f"{client.address}{path}: the connection broke ({reason}); the server's log says why"
+        ) from error
+
+
+async def mean_difference(
+    control: WeightControl,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[float]],
+    timeout_s: float,
+) -> float:
+    """Mean |log-prob of the server − expected| over all tokens of a probe; infinite if not finite.
+
+    Args:
+        control: The server.
+        sequences: Token ids.
+        expected: As ``WeightControl.input_logprobs``, for each sequence.
+        timeout_s: Longest time for one sequence.
+
+    Raises:
+        RolloutError: The server does not answer, or otherwise than documented.
+    """
+    differences: list[float] = []
+    for token_ids, expected_row in zip(sequences, expected, strict=True):
+        found = await control.input_logprobs(token_ids, timeout_s)
+        differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
+    mean = sum(differences) / len(differences) if differences else 0.0
+    return mean if math.isfinite(mean) else math.inf

@@ -1,0 +1,79 @@
+"""What differs between the supported SGLang versions, in one place.
+
+What was compared (docs and tests hold both to it, ``tests/rollout/test_contract.py``):
+
+| | 0.5.20 | 0.5.21 |
+|---|---|---|
+| ``/update_weights_from_distributed``, ``…_from_tensor`` | at any time | only between ``/begin_weight_update`` and ``/end_weight_update``, which 0.5.20 does not have |
+| new weights with ``flush_cache`` while requests are retracted (``in_flight: retract``) | the scheduler fails an assertion and the server ends | works |
+| which model of a server with a draft model gets weights | ``disable_draft_model`` | ``selector`` |
+
+The stream of ``/generate``, abort, pause, ``/model_info`` and ``/server_info`` are the same, as far
+as this project uses them.
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+OLDEST_VERSION = "0.5.20"
+"""The oldest SGLang that the contract tests hold."""
+
+_FIRST_WITH_SESSION = (0, 5, 21)
+_FIRST_THAT_FLUSHES_RETRACTED = (0, 5, 21)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """How a server was started; does not change while it runs."""
+
+    version: str
+    """Of SGLang."""
+    num_ranks: int
+    """Processes that share the model: tensor × pipeline."""
+    is_incremental: bool
+    """Whether events of a stream hold new tokens only."""
+
+    @classmethod
+    def parse(cls, answer: dict[str, Any]) -> Self:
+        """Read the answer of ``/server_info``.
+
+        Raises:
+            KeyError: It is of another program.
+        """
+        return cls(
+            version=str(answer["version"]),
+            num_ranks=int(answer["tp_size"]) * int(answer["pp_size"]),
+            is_incremental=bool(answer["incremental_streaming_output"]),
+        )
+
+
+def is_supported(version: str) -> bool:
+    """Whether a server of this SGLang version may be used."""
+    return _release(version) >= _release(OLDEST_VERSION)
+
+
+def has_update_session(version: str) -> bool:
+    """Whether weights are accepted only between ``/begin_weight_update`` and its end.
+
+    Args:
+        version: The server's, such as ``0.5.21`` or ``0.5.21.post1``.
+    """
+    return _release(version) >= _FIRST_WITH_SESSION
+
+
+def flushes_retracted(version: str) -> bool:
+    """Whether keys and values of old weights can be forgotten while requests are retracted.
+
+    Args:
+        version: The server's.
+    """
+    return _release(version) >= _FIRST_THAT_FLUSHES_RETRACTED
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers; a version without any, as of a build from source, counts as newest."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else (1 << 30,)

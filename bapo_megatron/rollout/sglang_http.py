@@ -1,0 +1,153 @@
+"""HTTP calls to one SGLang server: keys, time limits, and errors that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.sglang_stream import RefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bapo_megatron.rollout.sglang_client import ApiKeys
+
+_MAX_ATTEMPTS = 4
+_FIRST_BACKOFF_S = 0.25
+_CONNECT_TIMEOUT_S = 10.0
+# The server closes idle connections after 5 s; one that it is just closing must not be used.
+_KEEPALIVE_EXPIRY_S = 3.0
+_LONGEST_REASON = 300
+
+
+class ServerError(RolloutError):
+    """One server failed; others may go on."""
+
+
+class BrokenConnectionError(ServerError):
+    """The connection could not be made, or broke; the server may live."""
+
+
+class SglangHttp:
+    """The calls beside generation, and what all calls share."""
+
+    def __init__(self, address: str, keys: ApiKeys, request_timeout_s: float) -> None:
+        """Prepare the connections; nothing is sent.
+
+        Args:
+            address: ``http://host:port``.
+            keys: Keys of the server.
+            request_timeout_s: Longest time without an answer.
+        """
+        self.address = address.rstrip("/")
+        self._keys = keys
+        self._timeout_s = request_timeout_s
+        self._control_http = self._make_http(None, read_timeout_s=request_timeout_s)
+
+    def _make_http(
+        self, max_connections: int | None, read_timeout_s: float | None
+    ) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.address,
+            headers={"Accept-Encoding": "identity"},
+            timeout=httpx.Timeout(
+                self._timeout_s, connect=_CONNECT_TIMEOUT_S, read=read_timeout_s, pool=None
+            ),
+            limits=httpx.Limits(
+                max_connections=max_connections, keepalive_expiry=_KEEPALIVE_EXPIRY_S
+            ),
+            trust_env=False,  # a proxy must not stand between trainer and server
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._control_http.aclose()
+
+    async def call_once(
+        self, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
+    ) -> Any:
+        """Send a call beside generation, without repeating it; returns the answer's JSON.
+
+        Raises:
+            RolloutError: The server refuses.
+            httpx.TransportError: The connection broke, or there was no answer in time.
+        """
+        reply = await self._control_http.request(
+            method, path, json=body, headers=self._keys.headers(admin=admin)
+        )
+        self._check_status(reply, path, admin=admin)
+        if not reply.content:
+            return None
+        with self._checked(path):
+            return reply.json()
+
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
+    ) -> Any:
+        """Send a call beside generation; repeated where the connection breaks."""
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return await self.call_once(method, path, body, admin=admin)
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+                raise ServerError(
+                    f"{self.address}{path}: no answer within {self._timeout_s:g} s; raise "
+                    "rollout.request_timeout_s, or look for a stuck server in its log"
+                ) from error
+            except httpx.TransportError as error:
+                if attempt + 1 == _MAX_ATTEMPTS:
+                    raise BrokenConnectionError(
+                        f"{self.address}{path}: no connection ({describe_cause(error)}; "
+                        f"{_MAX_ATTEMPTS} attempts); start the server again, or correct "
+                        "rollout.servers"
+                    ) from error
+                await asyncio.sleep(_FIRST_BACKOFF_S * 2**attempt)
+        raise AssertionError("the last attempt raises")
+
+    def _check_status(self, reply: httpx.Response, path: str, *, admin: bool) -> None:
+        status = reply.status_code
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise RolloutError(
+                f"{self.address}{path}: the key was refused (HTTP {status}); set "
+                f"{self._keys.variable(admin=admin)} to the server's key"
+            )
+        if status != httpx.codes.OK:
+            text = f"{self.address}{path}: HTTP {status}: {_reason(reply)}"
+            if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+                raise ServerError(f"{text}; see the server's log")
+            raise RolloutError(f"{text}; correct the setting it names, or see the server's log")
+
+    @contextlib.contextmanager
+    def _checked(self, label: str) -> Iterator[None]:
+        """Name server and request when an answer does not have the documented form."""
+        try:
+            yield
+        except RefusedError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
+            raise ServerError(
+                f"{self.address}: unusable answer ({label}): {reason}; use an SGLang version that "
+                "this project supports, or see the server's log"
+            ) from error
+
+
+def describe_cause(error: Exception) -> str:
+    """The error's text, or its kind where it has none."""
+    return str(error) or type(error).__name__
+
+
+def _reason(reply: httpx.Response) -> str:
+    """The server's own words, on one line."""
+    try:
+        content = reply.json()
+    except ValueError:
+        content = reply.text
+    if isinstance(content, dict):
+        content = content.get("error", content.get("message", content.get("detail", content)))
+    if isinstance(content, dict):
+        content = content.get("message", content)
+    return " ".join(str(content).split())[:_LONGEST_REASON].rstrip(".")

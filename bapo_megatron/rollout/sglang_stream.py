@@ -1,0 +1,213 @@
+"""The answer of ``/generate`` as it arrives: events of a stream, checked and cut into pieces.
+
+An event tells how many tokens there are by now (``completion_tokens``) and the weights version that
+the server holds while it sends. Which version sampled which token is told by the last event only
+(``weight_versions``). A piece is handed out as soon as that is certain: as long as every event so
+far, and the server when the request was sent, name one version, which only grows, no other one can
+have sampled the tokens in between. The first event with another version and all after it are kept
+back until the last one.
+
+SGLang has two ways to stream (``--incremental-streaming-output``): each event holds the new tokens,
+or all tokens. In the second the lists may be longer than the event says, because tokens arrived
+after it was composed; what is too much comes again.
+
+R = tokens of one piece.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bapo_megatron.rollout.completion import Completion, join
+from bapo_megatron.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LONGEST_EVENT_BYTES = 64 << 20
+_END = b"[DONE]"
+
+
+class RefusedError(ValueError):
+    """The server refuses the request: a setting is wrong, and every server would refuse it."""
+
+
+class EventReader:
+    """Cuts a stream of server-sent events into their JSON values."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+        """The events that end in ``chunk``.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        buffer = self._buffer
+        buffer += chunk
+        while (end := buffer.find(b"\n\n", self._searched)) >= 0:
+            line = bytes(buffer[:end])
+            del buffer[: end + 2]
+            self._searched = 0
+            if not line.startswith(b"data: "):
+                raise ValueError(f"not an event of a stream: {line[:80]!r}")
+            if (content := line[6:]) != _END:
+                yield json.loads(content)
+        self._searched = max(0, len(buffer) - 1)
+        if len(buffer) > _LONGEST_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_LONGEST_EVENT_BYTES} bytes")
+
+
+@dataclass(slots=True)
+class StreamParser:
+    """Checks the events of one request."""
+
+    max_new_tokens: int
+    """What was asked for."""
+    has_logprobs: bool
+    """Whether log-probs were asked for."""
+    is_incremental: bool
+    """Whether each event holds the new tokens only."""
+    version: int | None
+    """What the server held when the request was sent; none: nothing is certain before the end."""
+    is_known: Callable[[int], bool] | None = None
+    """Whether a weights version may have sampled; none: any may."""
+    cached_tokens: int | None = None
+    """Tokens of the input that the server had in its cache; known with the first token."""
+    is_finished: bool = False
+    _num_tokens: int = 0
+    _num_given: int = 0
+    _is_holding: bool = False
+    _held: list[Completion] = field(default_factory=list)
+
+    def feed(self, event: dict[str, Any]) -> Completion | None:
+        """Check one event.
+
+        Returns:
+            What is certain with it and was not returned before, if anything; with the last event
+            all the rest, and why the request ended.
+
+        Raises:
+            RefusedError: The server refuses the request.
+            ValueError: What is wrong with the event.
+        """
+        if "error" in event:
+            raise _error(event["error"].get("code", 0), event["error"].get("message", event))
+        meta = event["meta_info"]
+        finish = meta["finish_reason"]
+        # An abort that was asked for has a status too, but none that says anything.
+        if finish is not None and finish.get("status_code") is not None:
+            raise _error(finish["status_code"], finish.get("message", finish))
+        part = self._new_tokens(event["output_ids"], meta)
+        if self.cached_tokens is None and len(part.token_ids):
+            self.cached_tokens = int(meta.get("cached_tokens", 0))
+        self._num_tokens += len(part.token_ids)
+        if finish is None:
+            return self._give_or_hold(part, int(meta["weight_version"]))
+        return self._finish(part, meta, _finish_reason(finish))
+
+    def _give_or_hold(self, part: Completion, label: int) -> Completion | None:
+        self._check_known(label)
+        self._is_holding |= label != self.version
+        if self._is_holding:
+            self._held.append(part)
+            return None
+        self._num_given += len(part.token_ids)
+        part.versions.fill(label)
+        return part if len(part.token_ids) else None
+
+    def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
+        if reason is FinishReason.LENGTH and self._num_tokens < self.max_new_tokens:
+            raise RefusedError(
+                f"cut off after {self._num_tokens} of {self.max_new_tokens} tokens because the "
+                "server's context or KV cache is too small; raise rollout.server.max_total_tokens"
+            )
+        versions = _parse_versions(meta, self._num_tokens)
+        if (versions[: self._num_given] != self.version).any() or (np.diff(versions) < 0).any():
+            raise ValueError(f"weight versions {meta.get('weight_versions')} contradict the stream")
+        for version in np.unique(versions).tolist():
+            self._check_known(version)
+        rest = join([*self._held, part], reason)
+        self.is_finished = True
+        self._held.clear()
+        rest.versions[:] = versions[self._num_given :]
+        return rest
+
+    def _check_known(self, version: int) -> None:
+        if self.is_known is not None and not self.is_known(version):
+            raise ValueError(
+                f"sampled with weights version {version}, which this run did not give it; it "
+                "restarted, or another trainer uses it: give each run its own"
+            )
+
+    def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
+        """What the event adds, with versions still to be filled in."""
+        total = int(meta["completion_tokens"])
+        num_new = total - self._num_tokens
+        if num_new < 0 or total > self.max_new_tokens:
+            raise ValueError(
+                f"{total} tokens after {self._num_tokens} of {self.max_new_tokens} tokens"
+            )
+        start = 0 if self.is_incremental else self._num_tokens
+        # Incremental events of an abort may repeat the last token and all log-probs behind the new
+        # ones, if the request waited (again) for its turn: too long is right, too short is not.
+        token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
+        if len(token_ids) != num_new:
+            raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
+        logprobs = np.empty(0, dtype=np.float32)
+        if self.has_logprobs:
+            rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]
+            logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
+        return Completion(token_ids, logprobs, np.empty_like(token_ids), FinishReason.ABORT)
+
+
+def _finish_reason(finish: dict[str, Any]) -> FinishReason:
+    try:
+        return FinishReason(finish["type"])
+    except ValueError:
+        raise ValueError(f"unknown finish reason {finish}") from None
+
+
+def _error(status: int, message: object) -> ValueError:
+    text = f"HTTP {int(status)}: {' '.join(str(message).split()).rstrip('.')}"
+    if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return RefusedError(f"{text}; correct the setting it names, or see the server's log")
+    return ValueError(text)
+
+
+def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int) -> np.ndarray:
+    """[R] float32 from rows ``[logprob, token id, text or null]``; ``position`` of the first."""
+    if [row[1] for row in rows] != token_ids.tolist():
+        raise ValueError(
+            f"log-probs of {len(rows)} tokens do not belong to its {len(token_ids)} tokens"
+        )
+    # NaN is null in JSON, and becomes NaN again here.
+    logprobs = np.asarray([row[0] for row in rows], dtype=np.float32)
+    unusable = np.flatnonzero(~np.isfinite(logprobs))
+    if len(unusable):
+        row = int(unusable[0])
+        raise ValueError(
+            f"log-prob {rows[row][0]} at response token {position + row} (id "
+            f"{token_ids[row]}): the weights it was given, or its numerics, are broken"
+        )
+    return logprobs
+
+
+def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
+    """[R] int64: the version that sampled each token."""
+    spans = meta.get("weight_versions") or [
+        {"version": meta["weight_version"], "start": 0, "end": num_tokens}
+    ]
+    versions = np.full(num_tokens, -1, dtype=np.int64)
+    for span in spans:
+        versions[span["start"] : span["end"]] = int(span["version"])
+    if (versions < 0).any():
+        raise ValueError(f"weight versions {spans} do not cover its {num_tokens} tokens")
+    return versions

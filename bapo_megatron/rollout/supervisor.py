@@ -1,0 +1,287 @@
+"""Keeps the SGLang servers of this host running: starts, watches, restarts and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.processes import tail
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.sglang_server import LOOPBACK, SglangServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from bapo_megatron.config.megatron import ModelConfig
+    from bapo_megatron.config.rollout import RolloutConfig
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.2
+_ASK_INTERVAL_S = 2.0
+_LONGEST_ASK_S = 5.0
+# A server that is silent for health.timeout_s gets no requests, but may only be slow and come back.
+_HANG_FACTOR = 4.0
+_MOST_DOUBLINGS = 30
+
+
+@dataclass
+class _Supervised:
+    """A server and what became of it."""
+
+    server: SglangServer
+    is_ready: bool = False
+    num_failures: int = 0
+    """How often it ended in a row without having been ready for long."""
+    last_end: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"the SGLang server at {self.server.address}"
+
+    def failure(self) -> str:
+        """How it ended, and the last lines of its log."""
+        times = f", {self.num_failures} times in a row" if self.num_failures > 1 else ""
+        return (
+            f"{self.name} {self.last_end}{times}; the last lines of {self.server.log_path} say "
+            f"why:\n{tail(self.server.log_path)}"
+        )
+
+
+class ServerSupervisor:
+    """The servers that one process owns; belongs to its event loop."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        *,
+        run_dir: Path,
+        seed: int,
+        device: str,
+        host: str = LOOPBACK,
+        keys: ApiKeys | None = None,
+    ) -> None:
+        """Prepare ``config.server.count`` servers; nothing is started.
+
+        Args:
+            model: The model that they load first.
+            config: The servers, and when one that does not answer counts as lost.
+            run_dir: Their logs go to ``<run_dir>/logs``.
+            seed: Seed of their samplers.
+            device: ``cuda`` or ``cpu``.
+            host: Address to listen on.
+            keys: Keys that they want; none: random ones.
+        """
+        self.keys = keys or ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+        self._config = config.server
+        self._hang_s = _HANG_FACTOR * config.health.timeout_s
+        self._supervised = [
+            _Supervised(
+                SglangServer(
+                    model,
+                    config.server,
+                    run_dir=run_dir,
+                    seed=seed,
+                    device=device,
+                    index=index,
+                    host=host,
+                    keys=self.keys,
+                    releases_memory=config.colocated,
+                )
+            )
+            for index in range(config.server.count)
+        ]
+        timeout_s = min(config.health.timeout_s, _LONGEST_ASK_S)
+        self._http = httpx.AsyncClient(trust_env=False, timeout=timeout_s)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._may_restart = asyncio.Event()
+        self._may_restart.set()
+        self._started_s = 0.0
+
+    @property
+    def servers(self) -> Sequence[SglangServer]:
+        """The servers; their addresses are known after ``start``."""
+        return [supervised.server for supervised in self._supervised]
+
+    def start(self) -> None:
+        """Start every server and return at once.
+
+        Raises:
+            RolloutError: A port is in use; ``close`` ends what was started.
+        """
+        assert not self._tasks, "servers are started once"
+        self._started_s = time.monotonic()
+        for supervised in self._supervised:
+            supervised.server.start()
+        self._tasks = [asyncio.create_task(self._supervise(each)) for each in self._supervised]
+
+    async def wait_ready(self, report: Callable[[str], None]) -> None:
+        """Wait until every server takes requests.
+
+        Args:
+            report: Called about five times a second with a line for people.
+
+        Raises:
+            RolloutError: One died before it was ever ready, or took longer than
+                ``rollout.server.start_timeout_s``.
+        """
+        while not all(each.is_ready for each in self._supervised):
+            self._raise_if_over()
+            waited_s = time.monotonic() - self._started_s
+            num_ready = sum(each.is_ready for each in self._supervised)
+            if len(self._supervised) == 1:
+                report(f"starting the SGLang server: {waited_s:.0f} s")
+            else:
+                report(
+                    f"starting {len(self._supervised)} SGLang servers: {num_ready} ready, "
+                    f"{waited_s:.0f} s"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def watch(self) -> None:
+        """Stay until a server ends before it was ever ready.
+
+        Raises:
+            RolloutError: One did.
+        """
+        await asyncio.gather(*self._tasks)
+
+    def describe_failures(self) -> str:
+        """Why servers are not ready that were started again, with the end of their logs, or ''."""
+        return "\n".join(
+            each.failure() for each in self._supervised if each.num_failures and not each.is_ready
+        )
+
+    async def hold_restarts(self) -> None:
+        """Start no server again until ``allow_restarts``: somebody else uses the GPUs.
+
+        Returns when none is just starting.
+        """
+        self._may_restart.clear()
+        while any(each.server.is_started and not each.is_ready for each in self._supervised):
+            await asyncio.sleep(_POLL_S)
+
+    def allow_restarts(self) -> None:
+        """Start those again that ended meanwhile."""
+        self._may_restart.set()
+
+    async def close(self) -> None:
+        """End every server and wait for it; safe to call twice."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(server.close) for server in self.servers))
+        await self._http.aclose()
+
+    def _raise_if_over(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _supervise(self, supervised: _Supervised) -> None:
+        """Start a server again whenever it has ended.
+
+        Raises:
+            RolloutError: It was never ready.
+        """
+        was_ready = False
+        while True:
+            ready_s = await self._live(supervised)
+            if ready_s is not None:
+                was_ready = True
+                if ready_s > self._config.max_restart_wait_s:
+                    supervised.num_failures = 0
+            supervised.num_failures += 1
+            if not was_ready:
+                raise RolloutError(supervised.failure())
+            wait_s = restart_wait_s(supervised.num_failures, self._config.max_restart_wait_s)
+            _LOG.warning(
+                "%s %s; it is started again%s (%s)",
+                supervised.name,
+                supervised.last_end,
+                f" in {wait_s:g} s" if wait_s else "",
+                supervised.server.log_path,
+            )
+            # In a thread, because the end of a process group is waited for.
+            await asyncio.to_thread(supervised.server.close)
+            await asyncio.sleep(wait_s)
+            await self._may_restart.wait()
+
+    async def _live(self, supervised: _Supervised) -> float | None:
+        """Start a server if it does not run, and follow it to its end.
+
+        Returns:
+            For how many seconds it was ready, if it ever was.
+        """
+        if not supervised.server.is_started:
+            try:
+                supervised.server.start()
+            except (RolloutError, OSError) as error:  # somebody took the port, no memory
+                supervised.last_end = f"was not started ({error})"
+                return None
+        end = await self._follow_start(supervised.server)
+        if end is not None:
+            supervised.last_end = end
+            return None
+        _LOG.info("%s is ready", supervised.name)
+        ready_since_s = time.monotonic()
+        supervised.is_ready = True
+        supervised.last_end = await self._follow(supervised.server)
+        supervised.is_ready = False
+        return time.monotonic() - ready_since_s
+
+    async def _follow_start(self, server: SglangServer) -> str | None:
+        """How a server ended before it took requests; none as soon as it does."""
+        limit_s = self._config.start_timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while await self._ask(server) != httpx.codes.OK:
+            if (reason := server.exit_reason()) is not None:
+                return f"died ({reason})"
+            if time.monotonic() > deadline_s:
+                return (
+                    f"did not answer within {limit_s:g} s; raise rollout.server.start_timeout_s, "
+                    "or look for what it waits for"
+                )
+            await asyncio.sleep(_POLL_S)
+        return None
+
+    async def _follow(self, server: SglangServer) -> str:
+        """How a server ended that took requests."""
+        silent_since_s: float | None = None
+        next_ask_s = 0.0
+        while (reason := server.exit_reason()) is None:
+            if time.monotonic() >= next_ask_s:
+                # Any answer counts: a server that is paused for new weights is not ready.
+                is_silent = await self._ask(server) is None
+                now_s = time.monotonic()
+                silent_since_s = (silent_since_s or now_s) if is_silent else None
+                if silent_since_s is not None and now_s - silent_since_s > self._hang_s:
+                    return f"did not answer for {now_s - silent_since_s:.0f} s"
+                next_ask_s = now_s + _ASK_INTERVAL_S
+            await asyncio.sleep(_POLL_S)
+        return f"died ({reason})"
+
+    async def _ask(self, server: SglangServer) -> int | None:
+        """HTTP status of /ready, if there is an answer; /health would generate a token."""
+        try:
+            reply = await self._http.get(
+                f"{server.address}/ready", headers=server.keys.headers(admin=False)
+            )
+        except httpx.TransportError:
+            return None
+        return reply.status_code
+
+
+def restart_wait_s(num_failures: int, longest_s: float) -> float:
+    """0, 1, 2, 4, … seconds after the first, second, third, … failure in a row."""
+    if num_failures == 1:
+        return 0.0
+    return min(2.0 ** min(num_failures - 2, _MOST_DOUBLINGS), longest_s)

@@ -1,0 +1,300 @@
+"""What the client costs: CPU time and memory of one process that has 512 requests in flight.
+
+A server in another process streams tokens with log-probs, in events of SGLang's form, at a given
+rate; this process does nothing but receive and check them, as the collector does. What counts is
+the share of a core for 1,000 tokens/s, and whether memory grows.
+
+    python -m tests.benchmarks.bench_client --out docs/benchmarks/client_cpu_202611
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.rollout.completion import Completion, SamplingSettings
+from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from tests.benchmarks import harness
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_NUM_ROWS = 512
+_WARM_UP_S = 3.0
+_NUM_MEMORY_SAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to stream."""
+
+    stream_tokens: int
+    is_incremental: bool
+
+    @property
+    def name(self) -> str:
+        kind = "new tokens" if self.is_incremental else "all tokens"
+        return f"pieces of {self.stream_tokens}, {kind} in each event"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the server does."""
+
+    requests: int
+    prompt_tokens: int
+    response_tokens: int
+    tokens_per_s: float
+    """Of all requests together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one case cost."""
+
+    case: str
+    tokens_per_s: float
+    core_share: float
+    core_share_per_1000_tokens_per_s: float
+    requests_per_s: float
+    rss_first_mb: float
+    rss_last_mb: float
+
+
+class Server:
+    """Streams to everybody at a fixed rate; its events are composed of prepared pieces."""
+
+    def __init__(self, load: Load, is_incremental: bool) -> None:
+        generator = random.Random(0)
+        self._load = load
+        self._is_incremental = is_incremental
+        self._ids = [generator.randrange(150_000) for _ in range(_NUM_ROWS)]
+        self._rows = [json.dumps([generator.uniform(-9, 0), n, None]) for n in self._ids]
+        self._interval_s = load.requests / load.tokens_per_s
+
+    async def run(self, ready: Connection) -> None:
+        """Serve until the process is ended."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=64 << 20)
+        ready.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await self._answer_calls(reader, writer)
+        writer.close()
+
+    async def _answer_calls(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            path = head.split(b" ", 2)[1]
+            lengths = [
+                line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+            ]
+            body = await reader.readexactly(int(lengths[0].split(b":")[1])) if lengths else b"{}"
+            if path == b"/generate":
+                await self._stream(json.loads(body), writer)
+            else:
+                answer = json.dumps(
+                    {
+                        "weight_version": "0",
+                        "version": "0.5.21",
+                        "tp_size": 1,
+                        "pp_size": 1,
+                        "incremental_streaming_output": self._is_incremental,
+                    }
+                ).encode()
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer)
+                )
+
+    async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        step = body["sampling_params"]["stream_interval"]
+        last = body["sampling_params"]["max_new_tokens"]
+        sent, due_s = 0, time.monotonic()
+        while sent < last and not writer.is_closing():
+            total = min(sent + step, last)
+            due_s += (total - sent) * self._interval_s
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            first = sent if self._is_incremental else 0
+            self._write(writer, self._event(body["rid"], first, total, is_last=total == last))
+            sent = total
+        self._write(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    def _event(self, rid: str, first: int, total: int, *, is_last: bool) -> bytes:
+        picked = [index % _NUM_ROWS for index in range(first, total)]
+        ids = ", ".join(str(self._ids[index]) for index in picked)
+        rows = ", ".join(self._rows[index] for index in picked)
+        end = '{"type": "length", "length": 1}' if is_last else "null"
+        meta = (
+            f'"id": "{rid}", "finish_reason": {end}, "prompt_tokens": {self._load.prompt_tokens}, '
+            f'"weight_version": "0", "num_retractions": 0, "input_token_logprobs": [], '
+            f'"output_token_logprobs": [{rows}], "output_token_logprobs_length": {total}, '
+            f'"reasoning_tokens": 0, "completion_tokens": {total}, "cached_tokens": 0'
+        )
+        text = "x" * (3 * len(picked))
+        return (
+            f'data: {{"text": "{text}", "output_ids": [{ids}], "meta_info": {{{meta}}}}}\n\n'
+        ).encode()
+
+    @staticmethod
+    def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def _serve(load: Load, is_incremental: bool, ready: Connection) -> None:
+    asyncio.run(Server(load, is_incremental).run(ready))
+
+
+class Client:
+    """Keeps the requests in flight and counts what comes."""
+
+    def __init__(self, address: str, case: Case, load: Load) -> None:
+        config = RolloutConfig.model_validate(
+            {"max_connections": load.requests, "stream_tokens": case.stream_tokens}
+        )
+        self.pool = EnginePool([address], ApiKeys(), config, version=0)
+        self._load = load
+        self.num_tokens = 0
+        self.num_requests = 0
+
+    def _take(self, part: Completion) -> None:
+        self.num_tokens += len(part.token_ids)
+
+    async def keep_sampling(self, number: int) -> None:
+        """One request after the other; the first ones end at different times."""
+        length = 1 + self._load.response_tokens * (number + 1) // self._load.requests
+        while True:
+            await self.pool.generate(
+                [7] * self._load.prompt_tokens,
+                SamplingSettings(1.0, min(length, self._load.response_tokens)),
+                label=f"request {number}",
+                affinity=number // 8,
+                on_part=self._take,
+            )
+            self.num_requests += 1
+            length = self._load.response_tokens
+
+
+async def _measure(address: str, case: Case, load: Load, seconds: float) -> Row:
+    client = Client(address, case, load)
+    await client.pool.wait_for_servers()
+    tasks = [asyncio.create_task(client.keep_sampling(n)) for n in range(load.requests)]
+    await asyncio.sleep(_WARM_UP_S)
+    tokens, requests = client.num_tokens, client.num_requests
+    wall_s, cpu_s = time.monotonic(), time.process_time()
+    memory_mb = []
+    for _ in range(_NUM_MEMORY_SAMPLES):
+        await asyncio.sleep(seconds / _NUM_MEMORY_SAMPLES)
+        memory_mb.append(psutil.Process().memory_info().rss / 1e6)
+    wall_s, cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
+    tokens, requests = client.num_tokens - tokens, client.num_requests - requests
+    for task in tasks:
+        task.cancel()
+    failures = [
+        result
+        for result in await asyncio.gather(*tasks, return_exceptions=True)
+        if not isinstance(result, asyncio.CancelledError)
+    ]
+    await client.pool.close()
+    assert not failures, failures[0]
+    return Row(
+        case=case.name,
+        tokens_per_s=tokens / wall_s,
+        core_share=cpu_s / wall_s,
+        core_share_per_1000_tokens_per_s=1000 * cpu_s / tokens,
+        requests_per_s=requests / wall_s,
+        rss_first_mb=memory_mb[0],
+        rss_last_mb=memory_mb[-1],
+    )
+
+
+def measure(case: Case, load: Load, seconds: float) -> Row:
+    """Start a server of its own for a case and measure the client."""
+    context = multiprocessing.get_context("spawn")
+    ready, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(load, case.is_incremental, theirs), daemon=True)
+    server.start()
+    try:
+        address = f"http://127.0.0.1:{ready.recv()}"
+        return asyncio.run(_measure(address, case, load, seconds))
+    finally:
+        server.kill()
+        server.join()
+
+
+def _report(load: Load, rows: list[Row], machine: dict[str, Any]) -> str:
+    packages = f"httpx {importlib.metadata.version('httpx')}"
+    lines = [
+        "# Client",
+        "",
+        f"{machine['date']}, commit {machine['commit']}, {machine['processor']}; Python "
+        f"{machine['python']}, {packages}.",
+        "",
+        f"    {machine['command']}",
+        "",
+        f"{load.requests} requests in flight, prompts of {load.prompt_tokens} and responses of "
+        f"{load.response_tokens} tokens with log-probs, from a server in another process that "
+        f"sends {load.tokens_per_s:,.0f} tokens/s in all. CPU time and memory are those of the "
+        "client's process.",
+        "",
+        "|  | tokens/s | of a core | of a core for 1,000 tokens/s | requests/s | memory after a "
+        "tenth – at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.case} | {row.tokens_per_s:,.0f} | {row.core_share:.1%} | "
+        f"{row.core_share_per_1000_tokens_per_s:.2%} | {row.requests_per_s:.1f} | "
+        f"{row.rss_first_mb:.0f} – {row.rss_last_mb:.0f} MB |"
+        for row in rows
+    ]
+    lines += [
+        "",
+        "Events with all tokens cost more the longer a response is: start servers with "
+        "`--incremental-streaming-output`, as this project does.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure every case, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--tokens-per-s", type=float, default=10_000)
+    parser.add_argument("--response-tokens", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=20.0, help="per case")
+    arguments = parser.parse_args()
+    load = Load(arguments.requests, 256, arguments.response_tokens, arguments.tokens_per_s)
+    cases = [Case(64, True), Case(16, True), Case(1, True), Case(64, False)]
+    rows = [measure(case, load, arguments.seconds) for case in cases]
+    machine = harness.machine(torch.device("cpu"))
+    report = _report(load, rows, machine)
+    print(report)  # noqa: T201
+    if arguments.out is not None:
+        values = {"machine": machine, "load": asdict(load), "rows": [asdict(row) for row in rows]}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(report)
+
+
+if __name__ == "__main__":
+    main()

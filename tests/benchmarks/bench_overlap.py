@@ -1,0 +1,173 @@
+"""Trains the demo's task with and without generation ahead of training, and compares the steps.
+
+make demo && python -m tests.benchmarks.bench_overlap runs/demo-tiny-seed0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.benchmarks.harness import REPOSITORY, machine
+from tests.launch import run
+
+CONFIG = REPOSITORY / "configs/demo.yaml"
+MODES = {
+    "async_steps 0": ["rollout.async_steps=0"],
+    "async_steps 1": ["rollout.async_steps=1"],
+}
+WARM_UP = 2
+"""Steps at the beginning that are left out: caches are cold and nothing is ahead yet."""
+LAST = 1
+"""Steps at the end that are left out: nothing is generated beyond the last one."""
+PHASES = ("rollout", "training", "weight_sync")
+OTHERS = (
+    "throughput/generated_tokens_per_s",
+    "rollout/response_tokens_mean",
+    "rollout/resumed_samples",
+    "rollout/staleness_mean",
+    "rollout/staleness_max",
+)
+
+
+def overrides(run_dir: Path, data_dir: Path, steps: int) -> list[str]:
+    """What differs from the demo in both modes."""
+    return [
+        f"run_dir={run_dir}",
+        f"model.path={data_dir}/model",
+        f"data.train.path={data_dir}/train.jsonl",
+        "eval.sets=[]",
+        f"train.steps={WARM_UP + steps + LAST}",
+        "checkpoint.at_end=false",
+        "log.console=false",
+        "parallel.tensor=1",
+    ]
+
+
+def train_once(data_dir: Path, settings: list[str], steps: int) -> list[dict[str, float]]:
+    """The measured steps of one run: seconds by phase and of the whole, and what was generated."""
+    with tempfile.TemporaryDirectory() as scratch:
+        common = overrides(Path(scratch) / "run", data_dir, steps)
+        result = run(["train", str(CONFIG), *common, *settings], timeout_s=300 + 60 * steps)
+        assert result.returncode == 0, result.stderr
+        rows = read_metrics(Path(scratch) / "run/metrics.jsonl")
+    measured = []
+    for row in rows[WARM_UP:-LAST]:
+        seconds = {phase: row[f"time/{phase}_s"] for phase in PHASES}
+        measured.append(
+            seconds
+            | {"whole": sum(seconds.values())}
+            | {name.partition("/")[2]: row[name] for name in OTHERS}
+        )
+    assert len(measured) == steps
+    return measured
+
+
+def measure(data_dir: Path, steps: int, rounds: int, common: list[str]) -> dict[str, Any]:
+    """Let the modes take turns in random order.
+
+    Returns:
+        By mode: ``median`` of every quantity over all steps, and ``rounds``, the median of the
+        whole step of each run.
+    """
+    order = random.Random(0)
+    found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in MODES}
+    for _ in range(rounds):
+        for name in order.sample(list(MODES), len(MODES)):
+            found[name].append(train_once(data_dir, [*common, *MODES[name]], steps))
+    table: dict[str, Any] = {}
+    for name, runs in found.items():
+        rows = [row for measured in runs for row in measured]
+        medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        medians["staleness_max"] = max(row["staleness_max"] for row in rows)
+        per_run = [statistics.median(row["whole"] for row in measured) for measured in runs]
+        table[name] = {"median": medians, "rounds": per_run}
+    return table
+
+
+def hidden_share(table: dict[str, Any]) -> float:
+    """What the overlap saves, over what it could save at most: the shorter of the two phases."""
+    before, after = (table[name]["median"] for name in MODES)
+    return (before["whole"] - after["whole"]) / min(before["rollout"], before["training"])
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people."""
+    where, table = report["machine"], report["modes"]
+    first, second = (table[name]["median"] for name in MODES)
+    rows = [
+        ("**whole step**", "whole", "{:.2f} s"),
+        ("waiting for the batch", "rollout", "{:.2f} s"),
+        ("training", "training", "{:.2f} s"),
+        ("weight sync", "weight_sync", "{:.2f} s"),
+        ("generated tokens/s", "generated_tokens_per_s", "{:,.0f}"),
+        ("mean response, tokens", "response_tokens_mean", "{:.1f}"),
+        ("resumed requests", "resumed_samples", "{:.0f}"),
+        ("age of trained tokens, mean (updates)", "staleness_mean", "{:.2f}"),
+        ("age of trained tokens, largest", "staleness_max", "{:.0f}"),
+    ]
+    lines = [
+        "# Generation beside training",
+        "",
+        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
+        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
+        f"{where['packages']['megatron-core']}.",
+        "",
+        f"    {where['command']}",
+        "",
+        f"The demo on one rank{''.join(f', {setting}' for setting in report['settings'])}: medians "
+        f"over {report['steps']} steps of each of {report['rounds']} runs, which took turns.",
+        "",
+        "| | " + " | ".join(MODES) + " |",
+        "|---" * (len(MODES) + 1) + "|",
+    ]
+    for label, key, style in rows:
+        cells = [style.format(table[name]["median"][key]) for name in MODES]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    spans = [f"{min(t['rounds']):.2f} – {max(t['rounds']):.2f} s" for t in table.values()]
+    lines.append("| whole step, run by run | " + " | ".join(spans) + " |")
+    lines += [
+        "",
+        f"A step takes {second['whole'] / first['whole']:.2f} times as long with generation beside "
+        f"it; that hides {report['hidden_share']:.0%} of the shorter phase. Server and trainer "
+        "share the machine's cores here, so that what one gains the other may lose; on GPUs of "
+        "their own they do not (the simulation beside this file).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
+    parser.add_argument("settings", nargs="*", help="KEY=VALUE for both modes")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    options = parser.parse_args()
+    modes = measure(options.data_dir.resolve(), options.steps, options.rounds, options.settings)
+    report = {
+        "machine": machine(torch.device("cpu")),
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "settings": options.settings,
+        "modes": modes,
+        "hidden_share": hidden_share(modes),
+    }
+    text = markdown(report)
+    print(text)  # noqa: T201
+    if options.out is not None:
+        options.out.with_suffix(".md").write_text(text)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""The benchmark of the client runs at a small size; what it costs is not looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.bench_client import Case, Load, measure
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+def test_every_case_receives_tokens_from_its_server(is_incremental: bool) -> None:
+    load = Load(requests=4, prompt_tokens=8, response_tokens=30, tokens_per_s=400.0)
+    row = measure(Case(stream_tokens=8, is_incremental=is_incremental), load, seconds=2.0)
+    assert row.tokens_per_s > 0
+    assert row.requests_per_s > 0
+    assert row.core_share > 0
+    assert row.rss_last_mb > 0

@@ -1,0 +1,85 @@
+"""Ages and the staleness mask against loops over tokens.
+
+Shape legend: R = response tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.data.staleness import response_age, token_ages, trainable_mask
+
+VERSIONS_R = np.array([1, 1, 3, 4])
+"""At version 5: ages 4, 4, 2 and 1, mean 2.75."""
+
+
+def mask_by_loop(versions: list[int], version: int, limit: StalenessConfig) -> list[bool]:
+    """The rule as the configuration words it, with exact means."""
+    kept = []
+    for own in versions:
+        age = Fraction(version - own)
+        if limit.measure == "mean":
+            age = Fraction(sum(version - v for v in versions), len(versions))
+        elif limit.measure == "oldest":
+            age = Fraction(max(version - v for v in versions))
+        kept.append(limit.max_age is None or age <= limit.max_age)
+    return kept
+
+
+def test_ages_count_updates_since_each_token() -> None:
+    assert token_ages(VERSIONS_R, 5).tolist() == [4, 4, 2, 1]
+    assert token_ages([5], 5).tolist() == [0]
+
+
+def test_a_response_is_as_old_as_its_tokens_on_average_or_as_the_oldest() -> None:
+    assert response_age(VERSIONS_R, 5, "mean") == 2.75
+    assert response_age(VERSIONS_R, 5, "oldest") == 4.0
+
+
+@pytest.mark.parametrize("measure", ["mean", "oldest"])
+def test_a_response_without_tokens_has_no_age(measure: str) -> None:
+    assert response_age([], 5, measure) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("measure", "max_age", "kept_R"),
+    [
+        ("token", 2, [False, False, True, True]),
+        ("token", 0, [False] * 4),
+        ("mean", 2, [False] * 4),
+        ("mean", 3, [True] * 4),
+        ("oldest", 3, [False] * 4),
+        ("oldest", 4, [True] * 4),
+    ],
+)
+def test_a_limit_leaves_out_what_is_older(measure: str, max_age: int, kept_R: list[bool]) -> None:
+    limit = StalenessConfig(max_age=max_age, measure=measure, action="mask")
+    assert trainable_mask(VERSIONS_R, 5, limit).tolist() == kept_R
+
+
+@given(
+    versions=st.lists(st.integers(0, 12), max_size=9).map(sorted),
+    lead=st.integers(0, 3),
+    max_age=st.none() | st.integers(0, 12),
+    measure=st.sampled_from(["token", "mean", "oldest"]),
+)
+def test_the_mask_equals_a_loop_over_tokens(
+    versions: list[int], lead: int, max_age: int | None, measure: str
+) -> None:
+    version = max(versions, default=0) + lead
+    limit = StalenessConfig(max_age=max_age, measure=measure, action="mask")
+    mask_R = trainable_mask(versions, version, limit)
+    assert mask_R.dtype == bool
+    assert mask_R.tolist() == mask_by_loop(versions, version, limit)
+
+
+@pytest.mark.parametrize("action", ["drop", "regenerate"])
+def test_actions_on_whole_responses_mask_nothing(action: str) -> None:
+    limit = StalenessConfig(max_age=0, measure="oldest", action=action)
+    assert trainable_mask(VERSIONS_R, 5, limit).all()

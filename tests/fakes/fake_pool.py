@@ -1,0 +1,114 @@
+"""An engine pool without servers, of which a test decides when each request gets what.
+
+Token ``t`` of a response has id ``t``, and its log-prob tells its position and version, so that
+misplaced or misattributed tokens are seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bapo_megatron.rollout.completion import Completion, SamplingSettings
+from bapo_megatron.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def logprobs_of(token_ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """[R] float32 log-probs that only these tokens of these versions have."""
+    return (-(token_ids + 1) / 16 - 100 * versions).astype(np.float32)
+
+
+def part_of(first: int, count: int, version: int, finish_reason: FinishReason) -> Completion:
+    """Tokens ``first``, ``first`` + 1, … of a response."""
+    token_ids = np.arange(first, first + count, dtype=np.int64)
+    versions = np.full(count, version, dtype=np.int64)
+    return Completion(token_ids, logprobs_of(token_ids, versions), versions, finish_reason)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that waits for the test."""
+
+    label: str
+    prompt_tokens: int
+    received: int
+    """Response tokens so far, those of earlier requests included."""
+    longest: int
+    """Response tokens at most, likewise."""
+    on_part: Callable[[Completion], None]
+    ended: asyncio.Future[Completion] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class FakePool:
+    """The part of ``EnginePool`` that generation uses."""
+
+    def __init__(self, version: int | None = 0, prompt_tokens: int = 2) -> None:
+        self.version = version
+        self.needs_weights = False
+        self.num_lost_requests = 0
+        self.requests: list[Request] = []
+        self.calls: list[str] = []
+        self._prompt_tokens = prompt_tokens
+        self._is_draining = False
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingSettings,
+        *,
+        label: str,
+        affinity: int | None = None,
+        sampled_tokens: int = 0,
+        return_logprobs: bool = True,
+        on_part: Callable[[Completion], None],
+    ) -> Completion | None:
+        if self._is_draining:
+            return None
+        received = len(input_ids) - self._prompt_tokens
+        longest = received + sampling.max_new_tokens
+        request = Request(label, self._prompt_tokens, received, longest, on_part)
+        assert list(input_ids[self._prompt_tokens :]) == list(range(received))
+        self.requests.append(request)
+        try:
+            return await request.ended
+        finally:
+            self.requests.remove(request)
+
+    def give(self, request: Request, count: int, finish: FinishReason = FinishReason.ABORT) -> None:
+        """Let a request receive tokens, and end if it has a reason to."""
+        assert self.version is not None
+        count = min(count, request.longest - request.received)
+        if request.received + count == request.longest and finish is FinishReason.ABORT:
+            finish = FinishReason.LENGTH
+        part = part_of(request.received, count, self.version, finish)
+        request.received += count
+        request.on_part(part)
+        if finish is not FinishReason.ABORT:
+            request.ended.set_result(part)
+
+    async def drain(self) -> None:
+        self.calls.append("drain")
+        self._is_draining = True
+        for request in list(self.requests):
+            if not request.ended.done():
+                request.ended.set_result(part_of(request.received, 0, 0, FinishReason.ABORT))
+        while self.requests:
+            await asyncio.sleep(0)
+
+    def reopen(self) -> None:
+        self.calls.append("reopen")
+        self._is_draining = False
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")

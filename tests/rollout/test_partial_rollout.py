@@ -1,0 +1,118 @@
+"""Responses that several weights versions sampled, on a real server: each token is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.types import Prompt
+from tests.rollout.helpers import reference_logprobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.types import RolloutBatch, Sample
+
+pytestmark = pytest.mark.sglang
+
+TEMPERATURE = 0.8
+STEPS = 5
+PROMPTS = [Prompt(f"p:{number}", (3, 20 + number, 77, 4), "", "") for number in range(16)]
+
+
+class NoRewards:
+    """Every response is worth the same."""
+
+    num_timeouts = 0
+
+    async def score(self, pending: PendingSample) -> None:
+        pending.is_scored = True
+
+
+def _versions(model_dir: Path, directory: Path) -> list[Path]:
+    """The model, and others whose weights differ so much that no version passes for another."""
+    models = [model_dir]
+    for version in range(1, STEPS):
+        target = directory / f"version_{version}"
+        shutil.copytree(model_dir, target)
+        tensors = load_file(model_dir / "model.safetensors")
+        tensors["model.layers.1.mlp.down_proj.weight"] *= 1.0 + version / 2
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        models.append(target)
+    return models
+
+
+async def _collect(
+    server: SglangServer, models: list[Path], config: RolloutConfig
+) -> list[RolloutBatch]:
+    pool = EnginePool([server.address], server.keys, config, version=None)
+    plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
+    stream = PromptStream(PROMPTS, seed=0, shuffle=False)
+    batches = BatchCollector(NoRewards(), stream, config, ReplayConfig(), plan, lambda line: None)
+    batches.attach(pool)
+    made = []
+    try:
+        for step, model in enumerate(models):
+            await batches.pause()
+            await pool.sync_weights(model, step)
+            await batches.resume()
+            batch = await asyncio.wait_for(batches.collect(step), 120)
+            assert batch is not None
+            made.append(batch)
+    finally:
+        await pool.drain()
+        await batches.close()
+        pool.reopen()
+        await pool.sync_weights(models[0], 0)
+        await pool.close()
+    return made
+
+
+def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
+    """[R] of each token by transformers, with the weights of its own version."""
+    expected = np.full(len(sample.versions), np.nan)
+    for version in np.unique(sample.versions):
+        of_version = reference_logprobs(
+            models[version], sample.prompt.token_ids, sample.response_token_ids, TEMPERATURE
+        )
+        expected = np.where(sample.versions == version, of_version, expected)
+    return expected
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_logprobs_are_those_of_each_tokens_own_version(
+    server: SglangServer, model_dir: Path, tmp_path: Path, async_steps: int
+) -> None:
+    models = _versions(model_dir, tmp_path)
+    config = RolloutConfig.model_validate(
+        {
+            "groups_per_step": 3,
+            "samples_per_group": 2,
+            "max_response_tokens": 240,
+            "temperature": TEMPERATURE,
+            "oversample_groups": 3,
+            "tokens_per_step": 500,
+            "async_steps": async_steps,
+            "stream_tokens": 8,
+        }
+    )
+    batches = asyncio.run(_collect(server, models, config))
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert sum(batch.stats.resumed_samples for batch in batches) > 0
+    assert any(len(np.unique(sample.versions)) > 1 for sample in samples)
+    for sample in samples:
+        assert (np.diff(sample.versions) >= 0).all()
+        expected = _expected_logprobs(sample, models)
+        np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)

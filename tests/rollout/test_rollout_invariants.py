@@ -1,0 +1,322 @@
+"""Whatever happens to requests, servers and the trainer, every prompt drawn is trained, dropped
+for a counted reason, or in the buffer; never twice; tokens, log-probs and versions stay aligned.
+
+Random sequences of events against a pool of which the test decides what each request receives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.types import FinishReason, Prompt
+from tests.fakes.fake_pool import FakePool, Request, logprobs_of
+
+if TYPE_CHECKING:
+    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.types import RolloutBatch, Sample
+
+GROUPS, SAMPLES, LONGEST, UPDATES = 4, 2, 12, 2
+TOTAL_STEPS = 1000
+PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
+
+
+class RewardsByGroup:
+    """Every third group has equal rewards; scores arrive when the test says so."""
+
+    num_timeouts = 0
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def score(self, pending: PendingSample) -> None:
+        ready = asyncio.get_running_loop().create_future()
+        self.waiting.append(ready)
+        try:
+            await ready
+        finally:
+            self.waiting.remove(ready)
+        sample = pending.sample
+        sample.reward = 1.0 if sample.group_id % 3 == 0 else float(sample.index)
+        pending.is_scored = True
+
+
+@dataclass
+class Checkpoint:
+    """What a killed trainer comes back to."""
+
+    state: str
+    trained: list[int]
+    version: int
+    step: int
+
+
+class RolloutMachine(RuleBasedStateMachine):
+    """A trainer that calls, servers that answer, and everything that comes between."""
+
+    @initialize(
+        rollout=st.fixed_dictionaries(
+            {
+                "oversample_groups": st.integers(0, 3),
+                "async_steps": st.integers(0, 2),
+                "tokens_per_step": st.sampled_from([None, 20]),
+                "max_carries": st.sampled_from([None, 1, 2]),
+                "dynamic_sampling": st.fixed_dictionaries(
+                    {"enabled": st.booleans(), "max_groups_ratio": st.sampled_from([1.0, 2.0])}
+                ),
+                "staleness": st.sampled_from(
+                    [
+                        {},
+                        {"max_age": 1, "action": "drop"},
+                        {"max_age": 2, "action": "regenerate"},
+                        {"max_age": 1, "measure": "mean", "action": "drop"},
+                        {"max_age": 0, "measure": "mean", "action": "regenerate"},
+                        {"max_age": 1, "measure": "token", "action": "mask"},
+                    ]
+                ),
+                "in_flight": st.sampled_from(["abort", "retract"]),
+            }
+        ),
+        is_partial=st.booleans(),
+        replay=st.sampled_from([{}, {"batches": 2, "share": 0.5}, {"batches": 1, "max_age": 1}]),
+    )
+    def begin(self, rollout: dict[str, Any], is_partial: bool, replay: dict[str, Any]) -> None:
+        if not is_partial:
+            rollout |= {"async_steps": 0, "tokens_per_step": None, "max_carries": None}
+        in_flight = rollout.pop("in_flight")
+        self.config = RolloutConfig.model_validate(
+            {
+                **rollout,
+                "groups_per_step": GROUPS,
+                "samples_per_group": SAMPLES,
+                "max_response_tokens": LONGEST,
+                "partial": is_partial,
+                "weight_sync": {"in_flight": in_flight},
+            }
+        )
+        self.replay = ReplayConfig.model_validate(replay)
+        self.loop = asyncio.new_event_loop()
+        self.trained: list[int] = []
+        self.step = 0
+        self.collecting: asyncio.Task[RolloutBatch | None] | None = None
+        self.started = True
+        self.start_collector(version=0)
+        self.save()
+
+    def start_collector(self, version: int) -> None:
+        self.pool = FakePool(version)
+        self.rewards = RewardsByGroup()
+        self.batches = BatchCollector(
+            self.rewards,
+            PromptStream(PROMPTS, seed=0, shuffle=True),
+            self.config,
+            self.replay,
+            BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=UPDATES),
+            lambda line: None,
+        )
+        self.batches.attach(self.pool)
+
+    def run(self) -> None:
+        """Let every task go as far as it can."""
+
+        async def settle() -> None:
+            for _ in range(12):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(settle())
+
+    def save(self) -> None:
+        state = json.dumps(self.batches.state())
+        self.checkpoint = Checkpoint(state, list(self.trained), self.pool.version, self.step)
+
+    # --- what servers and graders do ---
+
+    @precondition(lambda self: self.pool.requests)
+    @rule(choice=st.integers(0, 10**6), count=st.integers(0, 5))
+    def a_request_receives_tokens(self, choice: int, count: int) -> None:
+        self.pool.give(self.pick(choice), count)
+        self.run()
+
+    @precondition(lambda self: self.pool.requests)
+    @rule(choice=st.integers(0, 10**6), count=st.integers(1, 5))
+    def a_response_ends(self, choice: int, count: int) -> None:
+        self.pool.give(self.pick(choice), count, FinishReason.STOP)
+        self.run()
+
+    @precondition(lambda self: self.pool.requests)
+    @rule(count=st.integers(1, 5))
+    def every_response_ends(self, count: int) -> None:
+        for request in list(self.pool.requests):
+            self.pool.give(request, count, FinishReason.STOP)
+        self.run()
+
+    @precondition(lambda self: self.rewards.waiting)
+    @rule(count=st.integers(1, 8))
+    def answers_are_scored(self, count: int) -> None:
+        for ready in self.rewards.waiting[:count]:
+            ready.set_result(None)
+        self.run()
+
+    # --- what the trainer does ---
+
+    @precondition(lambda self: self.collecting is None)
+    @rule()
+    def the_trainer_asks_for_a_batch(self) -> None:
+        self.collecting = self.loop.create_task(self.batches.collect(self.step))
+        self.run()
+
+    @precondition(lambda self: self.collecting is not None and self.collecting.done())
+    @rule(updates=st.integers(0, 2), saves=st.booleans())
+    def the_trainer_trains_and_pushes_weights(self, updates: int, saves: bool) -> None:
+        batch = self.collecting.result()
+        self.collecting = None
+        self.take(batch)
+        self.sync(self.pool.version + updates)
+        if saves:
+            self.save()
+
+    @precondition(lambda self: self.collecting is not None and not self.collecting.done())
+    @rule()
+    def every_server_is_lost_and_weights_are_pushed_again(self) -> None:
+        self.pool.needs_weights = True
+        self.batches._generation.news.set()
+        self.run()
+        self.pool.needs_weights = False
+        if not self.collecting.done():
+            return  # its groups are finished, only their scores are missing
+        assert self.collecting.result() is None
+        self.sync(self.pool.version)
+        self.collecting = self.loop.create_task(self.batches.collect(self.step))
+        self.run()
+
+    @rule()
+    def the_trainer_is_killed_and_resumes(self) -> None:
+        if self.collecting is not None:
+            self.collecting.cancel()
+        self.loop.run_until_complete(self.batches.close())
+        self.run()
+        saved = self.checkpoint
+        self.trained, self.step, self.collecting = list(saved.trained), saved.step, None
+        self.start_collector(saved.version)
+        self.batches.restore(json.loads(saved.state))
+
+    def sync(self, version: int) -> None:
+        async def push() -> None:
+            await self.batches.pause()
+            self.pool.version = version
+            await self.batches.resume()
+
+        self.loop.run_until_complete(push())
+        self.run()
+
+    def pick(self, choice: int) -> Request:
+        return self.pool.requests[choice % len(self.pool.requests)]
+
+    def take(self, batch: RolloutBatch) -> None:
+        """Hold the rules of a batch."""
+        assert batch.step == self.step
+        assert batch.version == self.pool.version
+        self.step += 1
+        replayed = [group for group in batch.groups if group.group_id in self.trained]
+        new = [group for group in batch.groups if group.group_id not in self.trained]
+        assert new
+        assert len(replayed) == batch.stats.replayed_groups
+        assert len(batch.groups) <= GROUPS
+        assert len(batch.groups) % UPDATES == 0
+        if self.config.tokens_per_step is None:
+            assert len(batch.groups) == GROUPS
+        assert [group.group_id for group in new] == sorted(group.group_id for group in new)
+        for group in batch.groups:
+            assert [sample.index for sample in group.samples] == list(range(SAMPLES))
+            for sample in group.samples:
+                assert sample.finish_reason is not FinishReason.ABORT
+                check_tokens(sample)
+        for group in new:
+            self.check_age(group.samples, batch.version)
+        self.trained += [group.group_id for group in new]
+
+    def check_age(self, samples: tuple[Sample, ...], version: int) -> None:
+        limit = self.config.staleness
+        if limit.max_age is None or limit.action == "mask":
+            return
+        for sample in samples:
+            ages = version - sample.versions
+            measured = ages.mean() if limit.measure == "mean" else ages.max()
+            assert measured <= limit.max_age
+
+    @invariant()
+    def every_prompt_is_accounted_for_exactly_once(self) -> None:
+        if not hasattr(self, "started"):
+            return
+        if self.collecting is not None and self.collecting.done():
+            return  # what the batch holds is counted as trained when the trainer takes it
+        buffer = self.batches._buffer
+        assert len(self.trained) == len(set(self.trained)) == buffer.num_trained
+        assert not set(self.trained) & set(buffer.groups)
+        accounted = len(self.trained) + sum(buffer.dropped.values()) + len(buffer)
+        assert buffer.next_group_id == accounted
+        for group in buffer:
+            for pending in group.samples:
+                pending.settle()
+                check_tokens(pending.sample)
+
+    @invariant()
+    def a_sample_is_sampled_by_one_request_at_a_time(self) -> None:
+        if hasattr(self, "started"):
+            labels = Counter(request.label for request in self.pool.requests)
+            assert not labels or max(labels.values()) == 1
+
+    def teardown(self) -> None:
+        if hasattr(self, "started"):
+            self.finish_a_batch()
+            self.loop.run_until_complete(self.batches.close())
+            self.run()
+            self.loop.close()
+
+    def finish_a_batch(self) -> None:
+        """No work was forgotten: once everything ends and is scored, there is a batch."""
+        if self.collecting is None:
+            self.collecting = self.loop.create_task(self.batches.collect(self.step))
+        for _ in range(60):
+            self.run()
+            if self.collecting.done():
+                break
+            for request in list(self.pool.requests):
+                self.pool.give(request, 1, FinishReason.STOP)
+            for ready in self.rewards.waiting:
+                ready.set_result(None)
+        assert self.collecting.done()
+        self.take(self.collecting.result())
+
+
+def check_tokens(sample: Sample) -> None:
+    """Tokens, log-probs and versions belong to each other; versions never decrease."""
+    length = len(sample.response_token_ids)
+    assert length <= LONGEST
+    assert sample.response_token_ids.tolist() == list(range(length))
+    assert len(sample.versions) == length
+    assert (np.diff(sample.versions) >= 0).all()
+    expected = logprobs_of(sample.response_token_ids, sample.versions)
+    np.testing.assert_array_equal(sample.behaviour_logprobs, expected)
+
+
+TestRolloutInvariants = RolloutMachine.TestCase
+TestRolloutInvariants.settings = settings(
+    max_examples=2000,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

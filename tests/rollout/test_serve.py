@@ -1,0 +1,200 @@
+"""The ``serve`` command: servers of a rollout node, their keys, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+
+from bapo_megatron.config.check import check_serve_config
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from tests.launch import REPOSITORY, free_port, run
+from tests.rollout.helpers import descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.rollout.helpers import MakeConfig
+
+    Start = Callable[..., subprocess.Popen[str]]
+
+WITH_FAKE_SERVERS = """
+from bapo_megatron.rollout import sglang_server
+sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
+from bapo_megatron.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def config(make_config: MakeConfig, tmp_path: Path) -> Path:
+    """A configuration of two fake servers whose fate is in ``tmp_path / "fate"``."""
+    fate = tmp_path / "fate"
+    fate.write_text("serve")
+    server = {"count": 2, "extra_args": [f"--fate={fate}"]}
+    path = tmp_path / "config.yaml"
+    path.write_text(make_config(server=server).model_dump_json())
+    return path
+
+
+@pytest.fixture
+def start_serve(config: Path) -> Iterator[Start]:
+    """Starts ``serve`` with fake servers; all that it started must be gone at the end."""
+    others, processes = descendants(), []
+
+    def start(*overrides: str, **environment: str) -> subprocess.Popen[str]:
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in (ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE)
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", WITH_FAKE_SERVERS, "serve", str(config), *overrides],
+            cwd=REPOSITORY,
+            env={**inherited, "NO_COLOR": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+    assert not psutil.wait_procs(descendants() - others, timeout=20)[1]
+
+
+def first_lines(process: subprocess.Popen[str], number: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().rstrip("\n") for _ in range(number)]
+
+
+def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    """Exit status and the rest of standard error."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody_else_can_read(
+    config: Path, start_serve: Start, tmp_path: Path
+) -> None:
+    process = start_serve()
+    shown, export = first_lines(process, 2)
+    key_file = tmp_path / "run" / "admin_api_key"
+    assert export == f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{key_file}')"
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    key = key_file.read_text().strip()
+    assert len(key) == 32
+    assert shown.startswith("'rollout.servers=[http://127.0.0.1:")
+    addresses = shown.removeprefix("'rollout.servers=[").removesuffix("]'").split(",")
+    assert len(addresses) == 2
+    for address in addresses:
+        reply = httpx.get(f"{address}/ready", trust_env=False)
+        assert (reply.status_code, reply.text) == (200, key)
+    servers = descendants(process.pid)
+    assert len(servers) == 2
+    for server in servers:
+        assert key not in " ".join(server.cmdline())
+    for number in range(2):
+        log = (tmp_path / "run" / "logs" / f"sglang_{number}.log").read_text()
+        assert log.endswith("fate: serve; an api key: False\n")
+        assert key not in log
+    status, errors = end(process, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    assert key not in errors
+    assert not any(server.is_running() for server in servers)
+
+    again = start_serve()  # or another node with the same directory
+    assert first_lines(again, 2)[1] == export
+    assert key_file.read_text().strip() == key
+    assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
+
+
+def test_keys_of_the_environment_are_used_and_kept_nowhere(
+    start_serve: Start, tmp_path: Path
+) -> None:
+    process = start_serve(**{ADMIN_API_KEY_VARIABLE: "admin-secret", API_KEY_VARIABLE: "secret"})
+    (shown,) = first_lines(process, 1)
+    address = shown.removeprefix("'rollout.servers=[").partition(",")[0]
+    assert httpx.get(f"{address}/ready", trust_env=False).text == "admin-secret"
+    assert not (tmp_path / "run" / "admin_api_key").exists()
+    assert "an api key: True" in (tmp_path / "run" / "logs" / "sglang_1.log").read_text()
+    status, errors = end(process, signal.SIGINT)
+    assert (status, errors.splitlines()[-1]) == (130, "bapo-megatron: interrupted")
+
+
+def test_servers_end_with_a_command_that_is_killed(start_serve: Start) -> None:
+    process = start_serve()
+    first_lines(process, 1)
+    servers = descendants(process.pid)
+    assert len(servers) == 2
+    process.kill()
+    assert not psutil.wait_procs(servers, timeout=60)[1]
+
+
+def test_a_server_that_dies_is_announced_and_started_again(start_serve: Start) -> None:
+    port = free_port()
+    process = start_serve(f"rollout.server.port={port}", "rollout.server.count=1")
+    address = f"http://127.0.0.1:{port}"
+    assert first_lines(process, 1) == [f"'rollout.servers=[{address}]'"]
+    (server,) = descendants(process.pid)
+    server.kill()
+    server.wait(timeout=60)
+    deadline_s = time.monotonic() + 60
+    while not _answers(address):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    _, errors = end(process, signal.SIGTERM)
+    assert f"the SGLang server at {address} died (SIGKILL); it is started again (" in errors
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.sglang
+def test_a_server_that_never_starts_ends_the_command_with_the_end_of_its_log(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(make_config().model_dump(mode="json")))
+    result = run(["serve", str(config), "rollout.server.extra_args=[--no-such-argument]"])
+    assert (result.returncode, result.stdout) == (1, "")
+    lines = result.stderr.splitlines()
+    (first,) = (line for line in lines if line.startswith("bapo-megatron: the SGLang server at "))
+    assert "died (exit status 2); the last lines of " in first
+    assert str(tmp_path / "run" / "logs" / "sglang.log") in first
+    assert "unrecognized arguments: --no-such-argument" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"server": {"host": "0.0.0.0"}}, r"rollout.server.host: must be one address, .* '0.0.0"),
+        ({"server": {"tensor": 3}}, r"rollout.server.tensor: must divide the model's"),
+        ({"colocated": True}, r"rollout.colocated: must be false for serve"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    make_config: MakeConfig, rollout: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_serve_config(make_config(**rollout))

@@ -1,0 +1,421 @@
+"""Which servers take part in a weight sync, what they are told, and what becomes of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.rollout.weight_service import WeightService
+from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
+from tests.rollout.weight_ranks import StubGeneration, StubPool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+BUCKET: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
+PROBE = ((3, 1, 4), (1, 5))
+EXPECTED = [[LOGPROB, LOGPROB], [LOGPROB]]
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeWeightServer]]:
+    """Two servers."""
+    with FakeWeightServer() as first, FakeWeightServer() as second:
+        yield [first, second]
+
+
+class Setting:
+    """A service with what it uses."""
+
+    def __init__(self, pool: StubPool, generation: StubGeneration, service: WeightService) -> None:
+        self.pool = pool
+        self.generation = generation
+        self.service = service
+
+    async def receive_all(self, version: int, *, join: bool = True) -> dict[str, Any]:
+        """A whole sync of two buckets; returns what ``begin`` said."""
+        opened = await self.service.begin(version)
+        if join:
+            assert await self.join() == {"failed": None}
+        for is_last in (False, True):
+            assert await self.service.receive(**BUCKET, is_last=is_last) == {"failed": None}
+        assert await self.service.finish() == {"failed": None}
+        await self.service.resume()
+        return opened
+
+    async def join(self) -> dict[str, Any]:
+        return await self.service.join("group", "127.0.0.1", 1234, "gloo")
+
+    def states(self) -> list[str]:
+        return [engine.state.value for engine in self.pool.engines]
+
+
+@contextlib.asynccontextmanager
+async def _setting(
+    servers: list[FakeWeightServer], rollout: dict[str, Any], keys: ApiKeys
+) -> AsyncIterator[Setting]:
+    config = RolloutConfig.model_validate({"health": {"timeout_s": 5, "patience_s": 20}, **rollout})
+    clients = [
+        SglangClient(server.address, keys, request_timeout_s=60, max_connections=4)
+        for server in servers
+    ]
+    pool, generation = StubPool(clients), StubGeneration()
+    service = WeightService(pool, config, generation, PROBE)
+    try:
+        yield Setting(pool, generation, service)
+    finally:
+        await service.close()
+        for client in clients:
+            await client.close()
+
+
+def _run(
+    servers: list[FakeWeightServer],
+    use: Callable[[Setting], Awaitable[None]],
+    keys: ApiKeys | None = None,
+    **rollout: Any,
+) -> None:
+    async def run() -> None:
+        async with _setting(servers, rollout, keys or ApiKeys()) as setting:
+            await use(setting)
+
+    asyncio.run(run())
+
+
+def test_a_sync_pauses_generation_and_labels_only_the_last_part(
+    servers: list[FakeWeightServer],
+) -> None:
+    async def use(setting: Setting) -> None:
+        opened = await setting.receive_all(7)
+        assert opened == {
+            "addresses": [server.address for server in servers],
+            "num_ranks": [1, 1],
+            "share_group": False,
+        }
+        assert setting.states() == ["usable", "usable"]
+        assert setting.pool.version == 7
+        assert setting.generation.calls == ["pause", "resume"]
+
+    _run(servers, use)
+    for number, server in enumerate(servers):
+        assert server.paths == [
+            "/begin_weight_update",
+            "/init_weights_update_group",
+            "/update_weights_from_distributed",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/destroy_weights_update_group",
+        ]
+        _, (_, join), (_, first), (_, last), *_ = server.calls
+        assert join == {
+            "master_address": "127.0.0.1",
+            "master_port": 1234,
+            "rank_offset": 1 + number,
+            "world_size": 3,
+            "group_name": "group",
+            "backend": "gloo",
+        }
+        assert first == {
+            **BUCKET,
+            "group_name": "group",
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        assert last == {**first, "flush_cache": True, "weight_version": "7"}
+        assert server.version == "7"
+
+
+def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
+    async def use(setting: Setting) -> None:
+        assert (await setting.receive_all(1))["num_ranks"] == [2, 4]
+
+    with FakeWeightServer(tensor_ranks=2) as first, FakeWeightServer(tensor_ranks=4) as second:
+        _run([first, second], use)
+        joins = [server.calls[1][1] for server in (first, second)]
+    assert [join["rank_offset"] for join in joins] == [1, 3]
+    assert [join["world_size"] for join in joins] == [7, 7]
+
+
+def test_older_servers_know_no_session() -> None:
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+
+    with FakeWeightServer(sglang_version="0.5.20") as server:
+        _run([server], use)
+        assert server.version == "7"
+        assert not any("weight_update" in path for path in server.paths if "group" not in path)
+
+
+def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+
+    with FakeWeightServer(in_session=True) as server:
+        _run([server], use)
+        assert server.version == "7"
+        assert not server.in_session
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        assert setting.states() == ["usable"]
+
+    with FakeWeightServer(is_busy=is_busy) as server:
+        _run([server], use, weight_sync={"in_flight": "in_place"})
+        # The server itself decides whether requests are running.
+        assert server.paths.count("/flush_cache") == 1
+
+
+def test_the_group_is_shared_until_a_member_is_lost(servers: list[FakeWeightServer]) -> None:
+    async def use(setting: Setting) -> None:
+        assert not (await setting.receive_all(1))["share_group"]
+        assert (await setting.receive_all(2, join=False))["share_group"]
+        setting.pool.mark_lost(setting.pool.engines[1], "test")
+        opened = await setting.receive_all(3)
+        assert opened["addresses"] == [servers[0].address]
+        assert not opened["share_group"]
+
+    _run(servers, use)
+    assert servers[0].version == "3"
+    assert servers[1].version == "2"
+
+
+def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[1].refusals["/update_weights_from_distributed"] = "wrong shape"
+
+    async def use(setting: Setting) -> None:
+        await setting.service.begin(7)
+        assert await setting.join() == {"failed": None}
+        failed = (await setting.service.receive(**BUCKET, is_last=False))["failed"]
+        assert "wrong shape" in failed
+        opened = await setting.receive_all(7)
+        assert opened["addresses"] == [servers[0].address]
+        assert not opened["share_group"]
+        assert setting.states() == ["usable", "lost"]
+        assert "wrong shape" in setting.pool.reasons[servers[1].address]
+        assert setting.generation.calls == ["pause", "resume"]
+
+    _run(servers, use)
+    assert (servers[0].version, servers[1].version) == ("7", "0")
+
+
+def test_servers_that_all_refuse_end_the_run_with_their_words(
+    servers: list[FakeWeightServer],
+) -> None:
+    for server in servers:
+        server.refusals["/update_weights_from_disk"] = "no such directory"
+
+    async def use(setting: Setting) -> None:
+        with pytest.raises(RolloutError, match=r"update_weights_from_disk.*no such directory"):
+            await setting.service.load("/nowhere", 7)
+
+    _run(servers, use)
+
+
+def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
+    servers: list[FakeWeightServer],
+) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(1)
+        servers[1].refusals["/update_weights_from_distributed"] = "unknown group"  # it restarted
+        assert (await setting.service.begin(2))["share_group"]
+        failed = (await setting.service.receive(**BUCKET, is_last=False))["failed"]
+        assert "unknown group" in failed
+        servers[1].refusals.clear()
+        assert not (await setting.receive_all(2))["share_group"]
+        assert setting.states() == ["usable", "usable"]
+
+    _run(servers, use)
+    assert [server.version for server in servers] == ["2", "2"]
+
+
+def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].hanging.add("/update_weights_from_distributed")
+
+    async def use(setting: Setting) -> None:
+        await setting.service.begin(7)
+        assert await setting.join() == {"failed": None}
+        failed = (await setting.service.receive(**BUCKET, is_last=False))["failed"]
+        assert "no answer within" in failed
+        assert (await setting.receive_all(7))["addresses"] == [servers[1].address]
+        assert setting.states() == ["lost", "usable"]
+
+    _run(servers, use, weight_sync={"timeout_s": 6})
+
+
+def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].hanging.add("/update_weights_from_distributed")
+
+    async def use(setting: Setting) -> None:
+        await setting.service.begin(7)
+        assert await setting.join() == {"failed": None}
+        receiving = asyncio.create_task(setting.service.receive(**BUCKET, is_last=False))
+        await asyncio.sleep(0.2)
+        setting.pool.mark_lost(setting.pool.engines[0], "silent")
+        assert "lost meanwhile" in (await receiving)["failed"]
+        assert (await setting.receive_all(7))["addresses"] == [servers[1].address]
+
+    _run(servers, use, health={"timeout_s": 5, "patience_s": 60})
+
+
+def test_a_server_that_reports_another_version_is_taken_out(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].ignores_labels = True
+
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        assert setting.states() == ["lost", "usable"]
+        assert "reports '0'" in setting.pool.reasons[servers[0].address]
+
+    _run(servers, use)
+
+
+def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        assert setting.states() == ["usable", "usable"]
+
+    _run(servers, use)
+    assert servers[0].calls == [
+        (
+            "/update_weights_from_disk",
+            {
+                "model_path": "/weights",
+                "flush_cache": True,
+                "abort_all_requests": False,
+                "weight_version": "7",
+            },
+        )
+    ]
+
+
+def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.service.begin(7)
+        assert await setting.service.take([["YQ=="], ["Yg=="]], is_last=True) == {"failed": None}
+        assert await setting.service.finish() == {"failed": None}
+
+    _run(servers, use)
+    payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
+    assert [p["serialized_named_tensors"] for p in payloads] == [["YQ=="], ["Yg=="]]
+
+
+def test_pipeline_parallel_servers_are_refused_with_the_remedy() -> None:
+    async def use(setting: Setting) -> None:
+        with pytest.raises(RolloutError, match=r"2 pipeline-parallel ranks.*method: disk"):
+            await setting.service.begin(7)
+
+    with FakeWeightServer(pipeline_ranks=2) as server:
+        _run([server], use)
+
+
+def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -> None:
+    async def use(setting: Setting) -> None:
+        for engine in setting.pool.engines:
+            setting.pool.mark_lost(engine, "test")
+        with pytest.raises(RolloutError, match="no server took weights version 7 within"):
+            await setting.service.begin(7)
+
+    _run(servers, use, health={"patience_s": 0.5})
+
+
+def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
+    keys = ApiKeys(api_key="user", admin_api_key="admin")
+
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        await setting.service.verify(EXPECTED)
+        assert setting.states() == ["usable"]
+
+    with FakeWeightServer(keys=keys) as server:
+        _run([server], use, keys)
+        assert server.paths.count("/generate") == 2
+
+
+def test_servers_that_compute_as_the_trainer_does_are_kept(
+    servers: list[FakeWeightServer],
+) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        assert await setting.service.probe() == [[3, 1, 4], [1, 5]]
+        found = await setting.service.verify([[LOGPROB + 0.03, LOGPROB], [LOGPROB - 0.03]])
+        assert found == {"difference": pytest.approx(0.02)}
+        assert setting.states() == ["usable", "usable"]
+
+    _run(servers, use)
+
+
+@pytest.mark.parametrize("wrong", [LOGPROB + 0.2, float("nan"), None])
+def test_a_server_that_computes_otherwise_serves_nobody(
+    servers: list[FakeWeightServer], wrong: float | None
+) -> None:
+    servers[1].logprob = wrong
+
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        assert await setting.service.verify(EXPECTED) == {"difference": 0.0}
+        assert setting.states() == ["usable", "lost"]
+        assert "log-probs differ" in setting.pool.reasons[servers[1].address]
+
+    _run(servers, use)
+
+
+def test_if_every_server_computes_otherwise_the_run_ends(
+    servers: list[FakeWeightServer],
+) -> None:
+    for server in servers:
+        server.logprob = LOGPROB + 0.2
+
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        with pytest.raises(RolloutError, match=r"no server computes as the trainer does.*0\.2"):
+            await setting.service.verify(EXPECTED)
+
+    _run(servers, use)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "calls"),
+    [("abort", ["pause"]), ("retract", ["pause", "resume"])],
+)
+def test_paused_requests_go_on_before_the_probe(
+    servers: list[FakeWeightServer], in_flight: str, calls: list[str]
+) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        await setting.service.verify(EXPECTED)
+        assert setting.generation.calls == calls
+        await setting.service.resume()
+        assert setting.generation.calls == ["pause", "resume"]
+
+    _run(servers, use, weight_sync={"in_flight": in_flight})
+
+
+def test_a_slow_server_loads_on_while_another_one_refuses(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].refusals["/update_weights_from_disk"] = "no such directory"
+    servers[1].delay_s = 5.0  # longer than a server may be silent
+
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        assert setting.states() == ["lost", "usable"]
+
+    _run(servers, use, health={"timeout_s": 3, "patience_s": 60})
+    assert servers[1].version == "7"

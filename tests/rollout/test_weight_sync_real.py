@@ -1,0 +1,147 @@
+"""Trainer ranks push changed weights to real servers, which then compute as transformers does."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.rollout.completion import SamplingSettings
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.sglang_server import SglangServer
+from tests.distributed_launch import run_ranks
+from tests.rollout.conftest import SERVER
+from tests.rollout.helpers import descendants, reference_logprobs, wait_until_ready, with_client
+from tests.rollout.weight_ranks import Fault, Pushed, Servers, push_changed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.rollout.sglang_client import SglangClient
+
+pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
+
+PROMPT = [3, 20, 77, 4]
+KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
+MODEL_BYTES = 130944
+VERIFIED = {"verify": "logprobs", "verify_tolerance": 1e-4, "timeout_s": 60}
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SglangServer]]:
+    """Two real servers with the same keys; tests may end them."""
+    servers = [
+        SglangServer(
+            ModelConfig(path=model_dir, dtype="float32"),
+            ServerConfig.model_validate(SERVER),
+            run_dir=tmp_path_factory.mktemp(f"server_{number}"),
+            seed=0,
+            device="cpu",
+            keys=KEYS,
+        )
+        for number in range(2)
+    ]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            wait_until_ready(server)
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def _assert_computes(address: str, keys: ApiKeys, version: int, exported: Path) -> None:
+    """The server samples with ``version``, by the log-probs of transformers with these weights."""
+
+    async def generate(client: SglangClient) -> Completion:
+        return await client.generate(PROMPT, SamplingSettings(1.0, max_new_tokens=32), label="")
+
+    completion = with_client(address, generate, keys)
+    assert set(completion.versions) == {version}
+    expected = reference_logprobs(exported, PROMPT, completion.token_ids, 1.0)
+    np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("broadcast", {"tensor": 2}),
+        ("broadcast", {"pipeline": 2}),
+        ("tensor", {"tensor": 2}),
+        ("disk", {"tensor": 2}),
+    ],
+)
+def test_servers_compute_with_pushed_weights_as_transformers_does(
+    server: SglangServer, model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
+) -> None:
+    push = functools.partial(push_changed, factors=(1.5, 0.7), layout=layout)
+    rollout = {"weight_sync": {**VERIFIED, "method": method, "bucket_mb": 2}}
+    servers = Servers((server.address,), server.keys)
+    first, second = run_ranks(push, 2, model_dir, servers, rollout, tmp_path)[0]
+    for pushed in (first, second):
+        assert pushed.error == ""
+        assert pushed.report is not None
+        assert pushed.report.difference < 1e-4
+        assert pushed.lost == {}
+        assert pushed.report.num_bytes >= MODEL_BYTES
+    assert second.generation == ("pause", "resume", "pause", "resume")
+    # The same prompt each time: keys and values of older weights must not survive in the cache.
+    _assert_computes(server.address, server.keys, 101, tmp_path / "1")
+    exported = [reference_logprobs(tmp_path / n, PROMPT, [5, 6, 7], 1.0) for n in ("0", "1")]
+    assert np.abs(exported[0] - exported[1]).max() > 0.01
+    if method != "disk":
+        assert not (tmp_path / "run" / "weights").exists()
+        assert second.calls.count("receive") + second.calls.count("take") > 4  # several buckets
+        assert second.calls.count("join") == (1 if method == "broadcast" else 0)
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_broadcast_is_left_out(
+    pair: list[SglangServer], model_dir: Path, tmp_path: Path
+) -> None:
+    stopped = _push_with_fault(pair, model_dir, tmp_path / "stop", signal.SIGSTOP, timeout_s=15)
+    assert "no answer within" in stopped.lost[pair[0].address]
+    _assert_computes(pair[1].address, KEYS, 100, tmp_path / "stop" / "0")
+    # It goes on in a broadcast that everybody has left, and takes part in the next sync.
+    os.killpg(_process_group(pair[0]), signal.SIGCONT)
+    killed = _push_with_fault(pair, model_dir, tmp_path / "kill", signal.SIGKILL, timeout_s=60)
+    assert killed.calls.count("begin") == 2
+    assert killed.calls.count("join") == 2
+    assert set(killed.lost) == {pair[0].address}
+    _assert_computes(pair[1].address, KEYS, 100, tmp_path / "kill" / "0")
+
+
+def _process_group(server: SglangServer) -> int:
+    (group,) = {
+        os.getpgid(process.pid) for process in descendants(mentioning=f"--port={server.port}")
+    }
+    return group
+
+
+def _push_with_fault(
+    pair: list[SglangServer],
+    model_dir: Path,
+    directory: Path,
+    number: signal.Signals,
+    timeout_s: float,
+) -> Pushed:
+    """Signal the first server after the third bucket was started; returns what rank 0 saw."""
+    fault = Fault("receive", 2, _process_group(pair[0]), number)
+    rollout = {
+        "weight_sync": {**VERIFIED, "method": "broadcast", "bucket_mb": 2, "timeout_s": timeout_s},
+        "health": {"timeout_s": 20},
+    }
+    push = functools.partial(push_changed, layout={"tensor": 2}, fault=fault)
+    servers = Servers(tuple(server.address for server in pair), KEYS)
+    rank_zero, rank_one = run_ranks(push, 2, model_dir, servers, rollout, directory)
+    assert rank_zero[0].error == rank_one[0].error == ""
+    return rank_zero[0]

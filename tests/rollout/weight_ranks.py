@@ -1,0 +1,255 @@
+"""Trainer ranks that push weights to servers, with the collector's part in a thread of rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.weight_export import local_weights
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.engine import EngineState
+from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.rollout.weight_service import WeightService
+from bapo_megatron.trainer import weight_sync
+from bapo_megatron.trainer.layout import make_layout
+from bapo_megatron.trainer.weight_probe import WeightProbe
+from bapo_megatron.trainer.weight_sync import SyncReport, WeightSync
+from tests.distributed_launch import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bapo_megatron.distributed import ProcessGroups
+
+PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
+
+
+@dataclass(eq=False)
+class StubEngine:
+    """What ``WeightService`` needs of an engine."""
+
+    client: SglangClient
+    state: EngineState = EngineState.STALE
+
+    @property
+    def address(self) -> str:
+        return self.client.address
+
+
+class StubPool:
+    """What ``WeightService`` needs of ``EnginePool``; states change by its calls alone."""
+
+    def __init__(self, clients: list[SglangClient]) -> None:
+        self.engines = [StubEngine(client) for client in clients]
+        self.version: int | None = None
+        self.reasons: dict[str, str] = {}
+
+    def mark_lost(self, engine: StubEngine, reason: str) -> None:
+        engine.state = EngineState.LOST
+        self.reasons[engine.address] = reason
+
+    def mark_updated(self, engine: StubEngine, version: int) -> None:
+        assert version == self.version
+        engine.state = EngineState.USABLE
+
+
+class StubGeneration:
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where the servers of a test are."""
+
+    addresses: tuple[str, ...]
+    keys: ApiKeys = field(default_factory=ApiKeys)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a process group right after a call was started."""
+
+    call: str
+    number: int
+    """Which of these calls, counted from 0."""
+    pid: int
+    signal: int
+
+
+class ThreadSource:
+    """A ``RolloutSource`` as far as weights are concerned; use it as a context manager."""
+
+    def __init__(self, servers: Servers, config: RolloutConfig, fault: Fault | None = None) -> None:
+        self._servers = servers
+        self._config = config
+        self._fault = fault
+        self.calls: list[str] = []
+        self.generation = StubGeneration()
+
+    def __enter__(self) -> ThreadSource:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._run(self._open())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+        future = asyncio.run_coroutine_threadsafe(
+            getattr(self.service, name)(**arguments), self._loop
+        )
+        fault = self._fault
+        if fault is not None and (name, self.calls.count(name)) == (fault.call, fault.number):
+            os.killpg(fault.pid, fault.signal)
+        self.calls.append(name)
+        return future.result
+
+    async def _open(self) -> None:
+        rollout = self._config
+        self._clients = [
+            SglangClient(
+                address,
+                self._servers.keys,
+                request_timeout_s=rollout.request_timeout_s,
+                max_connections=4,
+            )
+            for address in self._servers.addresses
+        ]
+        self.pool = StubPool(self._clients)
+        self.service = WeightService(self.pool, rollout, self.generation, PROBE)
+
+    async def _close(self) -> None:
+        await self.service.close()
+        for client in self._clients:
+            await client.close()
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What became of one push on rank 0."""
+
+    report: SyncReport | None
+    error: str
+    calls: tuple[str, ...]
+    lost: dict[str, str]
+    """Why servers were taken out, by address."""
+    generation: tuple[str, ...]
+
+
+def push_changed(
+    model_dir: Path,
+    servers: Servers,
+    rollout: dict[str, Any],
+    directory: Path,
+    *,
+    factors: tuple[float, ...] = (1.5,),
+    layout: dict[str, int] | None = None,
+    fault: Fault | None = None,
+    bytes_per_mb: int = 20_000,
+) -> list[Pushed]:
+    """Push the model's weights once for each factor, by which some of them are multiplied before.
+
+    The weights of push n are exported to ``<directory>/<n>``; versions are 100 + n. The model has
+    131 kB, hence "megabytes" of another size.
+    """
+    weight_sync._BYTES_PER_MB = bytes_per_mb
+    config = RolloutConfig.model_validate(rollout)
+    outcomes = []
+    with joined(**(layout or {})) as groups:
+        policy = build_policy(model_dir, groups)
+        probe = WeightProbe(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
+        sync = WeightSync(config.weight_sync, directory / "run", probe, policy.device)
+        source = ThreadSource(servers, config, fault) if groups.rank == 0 else None
+        if source is not None:
+            source.__enter__()
+        try:
+            for number, factor in enumerate(factors):
+                _multiply(policy, factor)
+                policy.num_updates = 100 + number
+                outcomes.append(_push(sync, policy, source))
+                policy.export_hf(directory / str(number))
+        finally:
+            if source is not None:
+                sync.close(source)
+                source.__exit__()
+    return outcomes
+
+
+def _push(sync: WeightSync, policy: MegatronPolicy, source: ThreadSource | None) -> Pushed:
+    report, error = None, ""
+    try:
+        report = sync.push(policy, source)
+    except RolloutError as caught:
+        error = str(caught)
+    if source is None:
+        return Pushed(report, error, (), {}, ())
+    return Pushed(
+        report,
+        error,
+        tuple(source.calls),
+        dict(source.pool.reasons),
+        tuple(source.generation.calls),
+    )
+
+
+def _multiply(policy: MegatronPolicy, factor: float) -> None:
+    with torch.no_grad():
+        for weight, parameter in local_weights(policy.chunks, policy.hf):
+            if weight.megatron.endswith("linear_fc2.weight"):
+                parameter.mul_(factor)
+
+
+def build_policy(model_dir: Path, groups: ProcessGroups) -> MegatronPolicy:
+    return MegatronPolicy.build(
+        ModelConfig(path=model_dir, dtype="float32"),
+        _parallel(groups),
+        OptimizerConfig(lr=1e-3),
+        megatron=MegatronConfig(),
+        total_updates=10,
+        seed=0,
+        groups=groups,
+    )
+
+
+def _parallel(groups: ProcessGroups) -> ParallelConfig:
+    return ParallelConfig(
+        tensor=groups.tensor_size,
+        pipeline=groups.pipeline_size,
+        virtual_pipeline=groups.virtual_size,
+        context=groups.context_size,
+    )
+
+
+def layout_of(policy: MegatronPolicy, groups: ProcessGroups) -> Any:
+    return make_layout(
+        policy,
+        _parallel(groups),
+        MegatronConfig(),
+        TrainConfig(steps=1, max_tokens_per_micro_batch=64),
+    )

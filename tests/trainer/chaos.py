@@ -1,0 +1,121 @@
+"""Kills what a training run started, and checks afterwards that no sample was lost or doubled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import yaml
+
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.policy.checkpoint_files import find_latest, read_state
+from bapo_megatron.telemetry.sinks import read_metrics
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import Any
+
+GROUPS_PER_STEP = 4
+
+
+def write_config(directory: Path, model: Path, **changes: Any) -> Path:
+    """A run whose steps take a second or two, on two servers of its own, one step ahead."""
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    train = directory / "train.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "name": "chaos",
+        "run_dir": str(directory / "run"),
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": {"path": str(train)}, "max_prompt_tokens": 32},
+        "rollout": {
+            "groups_per_step": GROUPS_PER_STEP,
+            "samples_per_group": 4,
+            "max_response_tokens": 160,
+            "oversample_groups": 2,
+            "async_steps": 1,
+            "stream_tokens": 8,
+            "server": {"count": 2, "max_total_tokens": 8192, "mem_fraction": 0.2},
+            "health": {"interval_s": 0.5, "timeout_s": 10, "patience_s": 240},
+        },
+        "algorithm": {"entropy_coefficient": 0.01, "updates_per_batch": 2},
+        "optimizer": {"lr": 1e-4},
+        "train": {"steps": 8, "max_tokens_per_micro_batch": 512},
+        "checkpoint": {"every_steps": 1},
+        "log": {"tensorboard": False},
+    }
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(settings | changes))
+    return path
+
+
+def steps(run_dir: Path) -> list[dict[str, float]]:
+    """Rows of the steps that were made."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return [row for row in rows if row["step"] >= 0]
+
+
+def wait_for(
+    process: subprocess.Popen[str], condition: Callable[[], bool], what: str, timeout_s: float = 300
+) -> None:
+    """Wait for something to happen in a run that goes on."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.1)
+
+
+def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The leaders of the servers' process groups."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "rollout.sglang_launcher" in " ".join(child.cmdline()):
+                found.append(child)
+    return [child for child in found if os.getpgid(child.pid) == child.pid]
+
+
+def signal_server(server: psutil.Process, number: signal.Signals) -> None:
+    """Send a signal to every process of a server at once."""
+    os.killpg(server.pid, number)
+
+
+def assert_balanced(run_dir: Path) -> dict[str, int]:
+    """Every prompt drawn was trained once, dropped, or waits in the newest checkpoint.
+
+    Returns:
+        How many groups were drawn, trained, dropped and wait.
+    """
+    trained: list[int] = []
+    for path in sorted((run_dir / "rollouts").glob("step_*.parquet")):
+        batch = read_batch(path)
+        trained += [group.group_id for group in batch.groups]
+        for sample in batch.samples:
+            assert (np.diff(sample.versions) >= 0).all()
+            assert sample.versions.max(initial=0) <= batch.version
+            assert np.isfinite(sample.behaviour_logprobs).all()
+    assert len(trained) == len(set(trained))
+    newest = find_latest(run_dir / "checkpoints")
+    assert newest is not None
+    buffer = read_state(newest).extra["rollout"]["buffer"]
+    waiting = [group["group_id"] for group in buffer["groups"]]
+    assert not set(trained) & set(waiting)
+    assert buffer["num_trained"] == len(trained)
+    num_dropped = sum(buffer["dropped"].values())
+    assert buffer["next_group_id"] == len(trained) + num_dropped + len(waiting)
+    return {
+        "drawn": buffer["next_group_id"],
+        "trained": len(trained),
+        "dropped": num_dropped,
+        "waiting": len(waiting),
+    }

@@ -1,0 +1,282 @@
+"""Corrections and the staleness mask in a whole update: against transformers, and over layouts.
+
+Shape legend: R = response tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.data.dump import read_batch, write_batch
+from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.types import RolloutBatch
+from tests.distributed_launch import run_ranks
+from tests.launch import run
+from tests.policy.tiny_models import load_reference
+from tests.trainer.aggregation_ranks import gradients_of_each_setting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+TEMPERATURE = 0.7
+RECOMPUTED = {"behaviour": "recomputed"}
+LIMITS = {"cap": 1.05, "low": 0.93, "high": 1.1}
+MASKED_TOKENS = {"measure": "token", "max_age": 3, "action": "mask"}
+MASKED_RESPONSES = {"measure": "mean", "max_age": 1, "action": "mask"}
+
+
+def _correction(kind: str, **further: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {**RECOMPUTED, "correction": {"kind": kind, **LIMITS}, **further}, {}
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": (RECOMPUTED, {}),
+    "token": _correction("token"),
+    "sequence": _correction("sequence"),
+    "icepop": _correction("icepop"),
+    "masked tokens": ({}, MASKED_TOKENS),
+    "masked responses": ({"loss_aggregation": "sequence_mean"}, MASKED_RESPONSES),
+    "sequence, masked tokens": (_correction("sequence")[0], MASKED_TOKENS),
+}
+"""Sections algorithm and rollout.staleness by name."""
+
+
+@pytest.fixture(scope="module")
+def stale_dump(
+    tmp_path_factory: pytest.TempPathFactory, mixed_dumps: Path, random_model: Path
+) -> Path:
+    """A batch of version 9 that the weights of three versions sampled, with noisy log-probs."""
+    batch = read_batch(mixed_dumps / "step_000000.parquet")
+    rng = np.random.default_rng(3)
+    exact = _exact_logprobs(random_model, batch)
+    for number, (sample, exact_R) in enumerate(zip(batch.samples, exact, strict=True)):
+        length = len(exact_R)
+        sample.behaviour_logprobs[:] = exact_R + rng.normal(0, 0.1, length)
+        sample.versions[:] = 9
+        if number % 3:  # two of three responses began with older weights
+            sample.versions[: length * (number % 5) // 4] = 7
+            sample.versions[: length // 3] = 4
+    path = tmp_path_factory.mktemp("stale") / "step_000000.parquet"
+    write_batch(path, RolloutBatch(step=0, version=9, groups=batch.groups))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_rank(random_model: Path, stale_dump: Path) -> dict[str, dict[str, Any]]:
+    return run_ranks(gradients_of_each_setting, 1, random_model, stale_dump, {}, SETTINGS)[0]
+
+
+@pytest.fixture(scope="module")
+def exact(random_model: Path, stale_dump: Path) -> dict[str, Any]:
+    """The batch and its exact log-probs."""
+    batch = read_batch(stale_dump)
+    return {"batch": batch, "logprobs": _exact_logprobs(random_model, batch)}
+
+
+def _exact_logprobs(model_dir: Path, batch: RolloutBatch) -> list[np.ndarray]:
+    """Log-probs of each response [R] by transformers, in float64."""
+    model = load_reference("qwen2", model_dir).eval().double()
+    logprobs = []
+    for sample in batch.samples:
+        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_token_ids.tolist()]])
+        with torch.no_grad():
+            rows = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
+        start = len(sample.prompt.token_ids)
+        logprobs.append(rows[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy())
+    return logprobs
+
+
+def _advantages(batch: RolloutBatch) -> list[float]:
+    found: list[float] = []
+    for group in batch.groups:
+        rewards = np.array([sample.reward for sample in group.samples])
+        found += ((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)).tolist()
+    return found
+
+
+def _assert_same_update(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["bounds"] == expected["bounds"]
+    for name in ("tokens", "corrected_tokens", "correction_capped", "correction_masked"):
+        assert actual["sums"][name] == expected["sums"][name], name
+    for name in ("policy_loss", "entropy", "correction_weight", "max:correction_weight"):
+        assert actual["sums"][name] == pytest.approx(expected["sums"][name], rel=2e-5), name
+    for name, gradient in expected["gradients"].items():
+        scale = max(1.0, float(gradient.abs().max()))
+        difference = float((actual["gradients"][name] - gradient).abs().max())
+        assert difference <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "icepop"])
+def test_the_loss_is_weighed_as_defined(
+    one_rank: dict[str, dict[str, Any]], exact: dict[str, Any], kind: str
+) -> None:
+    # The first update has ratio 1, so its loss is minus the mean of w · A.
+    loss, weights, raw = 0.0, [], []
+    samples = exact["batch"].samples
+    for sample, exact_R, advantage in zip(
+        samples, exact["logprobs"], _advantages(exact["batch"]), strict=True
+    ):
+        log_R = exact_R - sample.behaviour_logprobs.astype(np.float64)
+        raw_R = np.exp(np.full_like(log_R, log_R.sum()) if kind == "sequence" else log_R)
+        weight_R = np.minimum(raw_R, LIMITS["cap"])
+        if kind == "icepop":
+            weight_R = np.where((raw_R < LIMITS["low"]) | (raw_R > LIMITS["high"]), 0, raw_R)
+        loss -= advantage * weight_R.sum()
+        weights.append(weight_R)
+        raw.append(raw_R)
+    weight_T, raw_T = np.concatenate(weights), np.concatenate(raw)
+    sums = one_rank[kind]["sums"]
+    assert sums["policy_loss"] == pytest.approx(loss / len(weight_T), abs=1e-5)
+    assert sums["corrected_tokens"] == sums["tokens"] == len(weight_T)
+    assert sums["correction_weight"] == pytest.approx(weight_T.sum(), rel=1e-4)
+    assert sums["max:correction_weight"] == pytest.approx(raw_T.max(), rel=1e-4)
+    limited = "correction_masked" if kind == "icepop" else "correction_capped"
+    assert sums[limited] == np.count_nonzero(weight_T != raw_T)
+    assert 0 < sums[limited] < len(weight_T)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "icepop"])
+def test_a_correction_changes_neither_bounds_nor_entropy(
+    one_rank: dict[str, dict[str, Any]], kind: str
+) -> None:
+    plain, corrected = one_rank["none"], one_rank[kind]
+    assert corrected["bounds"] == plain["bounds"]
+    for name in ("entropy", "weighted_entropy", "kl_behaviour", "tokens"):
+        assert corrected["sums"][name] == plain["sums"][name], name
+    assert plain["sums"]["corrected_tokens"] == 0
+    name = "lm_head.weight"
+    assert not torch.allclose(corrected["gradients"][name], plain["gradients"][name], rtol=1e-3)
+
+
+def test_tokens_that_icepop_leaves_out_keep_their_entropy_bonus(
+    random_model: Path, stale_dump: Path
+) -> None:
+    # A range that nothing is in leaves the bonus alone.
+    outside = {"kind": "icepop", "low": 1.0, "high": 1.0}
+    settings = {
+        "bonus": ({**RECOMPUTED, "correction": outside}, {}),
+        "nothing": ({**RECOMPUTED, "correction": outside, "entropy_coefficient": 1e-9}, {}),
+    }
+    results = run_ranks(gradients_of_each_setting, 1, random_model, stale_dump, {}, settings)[0]
+    name = "lm_head.weight"
+    assert results["bonus"]["sums"]["policy_loss"] == 0.0
+    bonus, nothing = (float(results[n]["gradients"][name].abs().max()) for n in settings)
+    assert bonus > 1e4 * nothing > 0
+
+
+@pytest.mark.parametrize("name", ["masked tokens", "masked responses"])
+def test_masked_tokens_are_in_no_sum(
+    one_rank: dict[str, dict[str, Any]], exact: dict[str, Any], name: str
+) -> None:
+    low, high = one_rank[name]["bounds"]
+    kept, losses, staleness = 0, [], 0.0
+    for sample, exact_R, advantage in zip(
+        exact["batch"].samples, exact["logprobs"], _advantages(exact["batch"]), strict=True
+    ):
+        age_R = 9 - sample.versions
+        trains_R = age_R <= 3 if name == "masked tokens" else np.full(len(age_R), age_R.mean() <= 1)
+        ratio_R = np.exp(exact_R - sample.behaviour_logprobs)[trains_R]
+        clipped_R = np.minimum(ratio_R, high) if advantage > 0 else np.maximum(ratio_R, low)
+        staleness += age_R[trains_R].sum()
+        kept += len(ratio_R)
+        if len(ratio_R):
+            losses.append((-advantage * clipped_R.sum(), len(ratio_R)))
+    if name == "masked tokens":
+        expected = sum(loss for loss, _ in losses) / kept
+    else:
+        expected = sum(loss / length for loss, length in losses) / len(losses)
+        assert len(losses) < len(exact["batch"].samples)
+    sums = one_rank[name]["sums"]
+    total = sum(len(logprob_R) for logprob_R in exact["logprobs"])
+    assert 0 < kept < total
+    assert sums["tokens"] == kept
+    assert (sums["response_tokens"], sums["masked_tokens"]) == (total, total - kept)
+    assert sums["staleness"] == staleness
+    assert sums["policy_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"context": 2}, id="CP 2"),
+        pytest.param({"tensor": 2}, id="TP 2"),
+        pytest.param({"pipeline": 2}, id="PP 2"),
+        pytest.param({}, id="DP 2"),
+    ],
+)
+def test_layouts_weigh_and_mask_alike(
+    one_rank: dict[str, dict[str, Any]],
+    random_model: Path,
+    stale_dump: Path,
+    sizes: dict[str, int],
+) -> None:
+    ranks = run_ranks(gradients_of_each_setting, 2, random_model, stale_dump, sizes, SETTINGS)
+    for results in ranks[:1] if "pipeline" in sizes else ranks:
+        for name, expected in one_rank.items():
+            _assert_same_update(results[name], expected)
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.01])
+def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(
+    replay_config: Path, random_model: Path, stale_dump: Path, tmp_path: Path, bonus: float
+) -> None:
+    batch = read_batch(stale_dump)
+    for sample in batch.samples:
+        sample.versions[0] = 4
+    write_batch(tmp_path / "dumps" / "step_000000.parquet", batch)
+    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
+    arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
+    arguments += ["rollout.staleness={max_age: 4, measure: oldest, action: mask}"]
+    result = run([*arguments, f"algorithm.entropy_coefficient={bonus}"], ranks=2)
+    assert result.returncode == 0, result.stderr
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["rollout/masked_token_share"] == 1.0
+    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 2.0)
+    before = load_file(random_model / "model.safetensors")
+    after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_ages_grow_with_every_update_that_a_batch_serves(
+    replay_config: Path, stale_dump: Path, tmp_path: Path
+) -> None:
+    arguments = ["train", str(replay_config), f"run_dir={tmp_path}", f"replay={stale_dump.parent}"]
+    arguments += ["train.steps=1", "algorithm.updates_per_batch=2", "algorithm.epochs=2"]
+    result = run(arguments)
+    assert result.returncode == 0, result.stderr
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    halves = [
+        np.concatenate([9 - sample.versions for group in groups for sample in group.samples])
+        for batch in [read_batch(stale_dump)]
+        for groups in (batch.groups[:2], batch.groups[2:])
+    ]
+    ages = np.concatenate(halves)
+    trained = np.concatenate([halves[made % 2] + made for made in range(4)])
+    assert row["rollout/staleness_max"] == trained.max() == 8
+    assert row["rollout/staleness_mean"] == pytest.approx(trained.mean())
+    assert row["rollout/age_max"] == 5.0
+    assert row["rollout/age_mean"] == pytest.approx(ages.mean())
+    assert row["rollout/stale_token_share"] == pytest.approx(np.mean(ages > 0))
+    assert row["rollout/masked_token_share"] == 0.0
+
+
+def test_an_engine_log_prob_that_is_not_finite_is_named(
+    replay_config: Path, stale_dump: Path, tmp_path: Path
+) -> None:
+    batch = read_batch(stale_dump)
+    batch.groups[2].samples[1].behaviour_logprobs[3] = -np.inf
+    write_batch(tmp_path / "dumps" / "step_000000.parquet", batch)
+    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
+    arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
+    result = run([*arguments, "algorithm.correction.kind=sequence"])
+    assert result.returncode != 0
+    (line,) = [row for row in result.stderr.splitlines() if row.startswith("bapo-megatron:")]
+    assert "sample 1 of group 2" in line
+    assert "response token 3: behaviour log-prob is -inf" in line

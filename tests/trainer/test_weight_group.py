@@ -1,0 +1,145 @@
+"""The group through which servers get weights, and what travels without it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, rendezvous
+
+from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank_zero_address
+from bapo_megatron.trainer.weight_memory import shared_memory_payload
+from tests.distributed_launch import run_ranks
+
+LOCAL = ("http://127.0.0.1:30000", "http://localhost:30001", "http://[::1]:30002")
+
+
+def test_servers_on_the_loopback_meet_rank_zero_there() -> None:
+    assert rank_zero_address(LOCAL, "") == "127.0.0.1"
+
+
+def test_servers_elsewhere_meet_rank_zero_at_its_host_name() -> None:
+    assert rank_zero_address((*LOCAL, "http://node7:30000"), "") == socket.gethostname()
+
+
+def test_a_configured_address_of_rank_zero_is_used() -> None:
+    assert rank_zero_address(LOCAL, "10.0.0.5") == "10.0.0.5"
+
+
+@pytest.mark.parametrize(
+    ("configured", "device", "backend"),
+    [
+        ("auto", "cpu", "gloo"),
+        ("auto", "cuda", "nccl"),
+        ("gloo", "cuda", "gloo"),
+        ("nccl", "cpu", "nccl"),
+    ],
+)
+def test_the_backend_follows_the_device(configured: str, device: str, backend: str) -> None:
+    assert choose_backend(configured, torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(("address", "hosts"), [("127.0.0.1", {"127.0.0.1"}), ("node7", {"::"})])
+def test_the_store_listens_on_the_loopback_alone_if_all_servers_are_there(
+    address: str, hosts: set[str]
+) -> None:
+    group = WeightGroup(address, "gloo", timeout_s=10)
+    try:
+        listening = {
+            connection.laddr.ip
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == group.port
+        }
+    finally:
+        group.close()
+    if not socket.has_dualstack_ipv6():
+        hosts = {"0.0.0.0" if host == "::" else host for host in hosts}
+    assert listening == hosts
+
+
+def _member(port: int, name: str, num_tensors: int) -> list[float]:
+    """What an SGLang rank does in ``init_custom_process_group`` and with broadcasts."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    limit = timedelta(seconds=60)
+    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=limit))
+    group, _ = _new_process_group_helper(
+        size,
+        rank,
+        [],
+        Backend("gloo"),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=limit,
+    )
+    sums = []
+    for _ in range(num_tensors):
+        tensor = torch.empty(10, dtype=torch.uint8)
+        group.broadcast(tensor, 0).wait()
+        sums.append(float(tensor.sum()))
+    return sums
+
+
+@pytest.mark.distributed
+def test_rank_zero_broadcasts_to_a_member_without_groups_of_its_own() -> None:
+    group = WeightGroup("127.0.0.1", "gloo", timeout_s=120)
+    results: list[list[float]] = []
+    member = threading.Thread(
+        target=lambda: results.extend(run_ranks(_member, 1, group.port, group.name, 2))
+    )
+    member.start()
+    group.form(2).result(120)
+    for value in (1, 2):
+        group.broadcast(torch.full((10,), value, dtype=torch.uint8)).result(120)
+    member.join(120)
+    assert results == [[10.0, 20.0]]
+    assert not dist.is_initialized()
+    assert group.close() is None
+
+
+def test_a_group_that_does_not_form_ends_when_it_is_closed() -> None:
+    group = WeightGroup("127.0.0.1", "gloo", timeout_s=120)
+    forming = group.form(2)
+    time.sleep(0.5)
+    assert not forming.done()
+    assert group.close() is forming
+    with pytest.raises(RuntimeError):
+        forming.result(60)
+
+
+def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
+    tensors = {"a": torch.arange(5000.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    pickled = base64.b64decode(shared_memory_payload(tensors.items()))
+    assert len(pickled) < 2000
+    found: set[tuple[str, str]] = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    opened = dict(Recorder(io.BytesIO(pickled)).load())
+    assert opened.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert opened[name].equal(tensor)
+        assert opened[name].data_ptr() == tensor.data_ptr()  # the same memory, in this process
+    # All of them are in ALLOWED_GLOBALS of sglang.srt.utils.common.SafeUnpickler of 0.5.21.
+    assert found == {
+        ("torch", "Tensor"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch", "bfloat16"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch.multiprocessing.reductions", "rebuild_tensor"),
+        ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+        ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+    }

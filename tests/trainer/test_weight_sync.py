@@ -1,0 +1,68 @@
+"""What the ranks of the trainer do in a weight sync, and when there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.distributed_launch import run_ranks
+from tests.trainer.weight_sync_ranks import push_by_script
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    random_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each of two tensor-parallel ranks found."""
+    first, second = run_ranks(push_by_script, 2, random_model, tmp_path_factory.mktemp("run"))
+    return first, second
+
+
+def test_weights_are_handed_over_bucket_by_bucket(ranks: tuple[dict[str, Any], ...]) -> None:
+    report, error, calls = ranks[0]["first"]
+    assert error == ""
+    assert report.version == 0
+    assert calls["take"] > 2
+    assert calls == {"begin": 1, "take": calls["take"], "finish": 1, "resume": 1}
+    assert report.metrics().keys() == {"weight_sync/bytes", "weight_sync/pause_s"}
+    assert report.metrics()["weight_sync/bytes"] > 100_000
+
+
+def test_a_version_that_the_servers_have_is_pushed_only_if_asked(
+    ranks: tuple[dict[str, Any], ...],
+) -> None:
+    report, error, calls = ranks[0]["same version"]
+    assert (report, error, calls) == (None, "", {})
+    report, _, calls = ranks[0]["same version again"]
+    assert report.version == 0
+    assert calls["begin"] == 1
+
+
+def test_after_a_failure_all_buckets_are_sent_again(ranks: tuple[dict[str, Any], ...]) -> None:
+    _, _, complete = ranks[0]["first"]
+    report, error, calls = ranks[0]["one fails"]
+    assert error == ""
+    assert report.version == 1
+    assert calls == {"begin": 2, "take": complete["take"] + 3, "finish": 1, "resume": 1}
+
+
+def test_if_no_server_is_left_all_ranks_raise_and_stay_in_step(
+    ranks: tuple[dict[str, Any], ...],
+) -> None:
+    assert ranks[0]["none left"][1] == "no server left"
+    assert ranks[1]["none left"][1] == "rank 0: no server left"
+    # The version was not pushed, so the next sync does it.
+    report, error, _ = ranks[0]["after it"]
+    assert error == ranks[1]["after it"][1] == ""
+    assert report.version == 2
+    assert ranks[0]["versions"] == [0, 0, 1, 1, 2, 2]
+
+
+def test_other_ranks_report_nothing(ranks: tuple[dict[str, Any], ...]) -> None:
+    assert ranks[1]["first"] == (None, "", {})

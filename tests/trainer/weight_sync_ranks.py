@@ -1,0 +1,89 @@
+"""What the ranks of test_weight_sync.py do, with a collector that answers by a script."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.config.rollout import WeightSyncConfig
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.distributed import barrier
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.trainer import weight_sync
+from bapo_megatron.trainer.weight_probe import WeightProbe
+from bapo_megatron.trainer.weight_sync import WeightSync
+from tests.distributed_launch import joined
+from tests.rollout.weight_ranks import build_policy, layout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MEGABYTE = 60_000
+"""The model has 340 kB: several buckets."""
+
+
+class ScriptedSource:
+    """A ``RolloutSource`` without servers as far as weights are concerned."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.versions: list[int] = []
+        self.failing_take = -1
+        """Which ``take``, counted from 0, fails."""
+        self.begin_error = ""
+
+    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+        number = self.calls.count(name)
+        self.calls.append(name)
+        if name == "begin":
+            self.versions.append(arguments["version"])
+            return self._begin
+        fails = name == "take" and number == self.failing_take
+        return lambda: {"failed": "server 1 is gone" if fails else None}
+
+    def _begin(self) -> dict[str, Any]:
+        if self.begin_error:
+            raise RolloutError(self.begin_error)
+        return {"addresses": [], "num_ranks": [], "share_group": False}
+
+
+def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
+    """Several pushes; returns what each left behind, by name."""
+    weight_sync._BYTES_PER_MB = MEGABYTE
+    config = WeightSyncConfig(method="tensor", bucket_mb=1)
+    found: dict[str, Any] = {}
+    with joined(tensor=2) as groups:
+        policy = build_policy(model_dir, groups)
+        probe = WeightProbe(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
+        sync = WeightSync(config, directory, probe, policy.device)
+        source = ScriptedSource() if groups.rank == 0 else None
+
+        def push(name: str, *, again: bool = False) -> None:
+            report, error = None, ""
+            try:
+                report = sync.push(policy, source, again=again)
+            except RolloutError as caught:
+                error = str(caught)
+            calls = Counter(source.calls) if source is not None else Counter()
+            found[name] = (report, error, calls)
+            if source is not None:
+                source.calls.clear()
+
+        push("first")
+        push("same version")
+        push("same version again", again=True)
+        policy.num_updates += 1
+        if source is not None:
+            source.failing_take = 2
+        push("one fails")
+        policy.num_updates += 1
+        if source is not None:
+            source.failing_take, source.begin_error = -1, "no server left"
+        push("none left")
+        if source is not None:
+            source.begin_error = ""
+            found["versions"] = source.versions
+        push("after it")
+        barrier(groups)
+    return found
