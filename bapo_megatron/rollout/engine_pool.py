@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.sglang_client import ApiKeys
     from bapo_megatron.rollout.timeline import Timeline
 
-_FIRST_ABORT_INTERVAL_S = 0.05
-_LONGEST_ABORT_INTERVAL_S = 1.0
+_ABORT_INTERVAL_S = 0.1
 _RETRY_WAIT_S = 0.25
 _MOST_UNUSABLE_ANSWERS = 3
 """In a row, without a usable token from any server: weights or settings are broken, not servers."""
@@ -278,7 +277,6 @@ class EnginePool(EngineStates):
 
     async def _abort_until_quiet(self, engine: Engine) -> None:
         """Abort a server's requests until no call of ``generate`` is left."""
-        interval_s = _FIRST_ABORT_INTERVAL_S
         # Repeated, because a server forgets the abort of a request that is still on its way.
         while self._balancer.num_calls:
             if engine.client.num_in_flight and engine.state is not EngineState.LOST:
@@ -287,8 +285,7 @@ class EnginePool(EngineStates):
                 with contextlib.suppress(TimeoutError, httpx.TransportError, ServerError):
                     async with asyncio.timeout(self._config.health.timeout_s):
                         await abort
-            await asyncio.sleep(interval_s)
-            interval_s = min(2 * interval_s, _LONGEST_ABORT_INTERVAL_S)
+            await asyncio.sleep(_ABORT_INTERVAL_S)
 
     async def _control(self, engine: Engine, call: Awaitable[None]) -> None:
         """Await a control call; a server that fails it is lost."""

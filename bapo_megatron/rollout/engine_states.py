@@ -152,6 +152,7 @@ class EngineStates:
                 "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
             )
         engine.num_ranks = info.num_ranks
+        await engine.client.resume()  # a trainer that was killed during a pause left it so
         await check_temperature_convention(engine.client, self._temperature, self._probe_prompts)
 
     def on_answer(self, engine: Engine, reported: str) -> None:

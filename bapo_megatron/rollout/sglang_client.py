@@ -210,23 +210,22 @@ class SglangClient(SglangHttp):
             return {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
 
     async def abort(self, timeout_s: float) -> None:
-        """Ask the server to end every request in flight; their streams then end with what there is.
+        """Have the server end every request; their streams then end with what there is.
 
-        The server forgets an abort of a request that it has not seen yet, so repeat the call until
-        ``num_in_flight`` is 0. Requests of other clients are left alone.
+        One call for all, also those of other clients: a server belongs to one run, whose weights
+        it gets. Hundreds of calls, one for each request, keep it busy for seconds, and one that
+        comes before its request reaches the scheduler is swallowed together with its repetitions.
+        The server forgets requests that it has not seen yet: repeat until ``num_in_flight`` is 0.
 
         Args:
             timeout_s: Requests that have not ended by then count as lost.
         """
-        flights = dict(self._in_flight)
-        for flight in flights.values():
+        for flight in self._in_flight.values():
             if not flight.is_aborted:
                 flight.is_aborted = True
                 flight.reason = f"not aborted within {timeout_s:g} s"
                 flight.expire_in(timeout_s)
-        await asyncio.gather(
-            *(self.call_once("POST", "/abort_request", {"rid": r}, admin=True) for r in flights)
-        )
+        await self.call_once("POST", "/abort_request", {"abort_all": True}, admin=True)
 
     async def pause(self, mode: str) -> None:
         """Have the server sample nothing until ``resume``; requests may be silent meanwhile.

@@ -115,6 +115,7 @@ class FakeSglang:
         self.pause_mode = None
         self._is_down = False
         self._aborted: set[str] = set()
+        self._running: set[str] = set()
         self._connections: set[socket.socket] = set()
         self._http = ThreadingHTTPServer(
             ("127.0.0.1", self._port), type("Handler", (_Handler,), {"fake": self})
@@ -154,7 +155,9 @@ class FakeSglang:
                 "incremental_streaming_output": self.is_incremental,
             }
         if path == "/abort_request":
-            self._aborted.add(body["rid"])
+            assert body == {"abort_all": True}
+            with self._lock:
+                self._aborted |= self._running
             return {}
         if path == "/pause_generation":
             self.pause_mode = body["mode"]
@@ -173,12 +176,14 @@ class FakeSglang:
             if self.connections_to_drop > 0:
                 self.connections_to_drop -= 1
                 raise _BrokenError
+            self._running.add(body.get("rid", ""))
             self._concurrent += 1
             self.most_concurrent = max(self.most_concurrent, self._concurrent)
         try:
             yield from self._generate(body)
         finally:
             with self._lock:
+                self._running.discard(body.get("rid", ""))
                 self._concurrent -= 1
 
     def _generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -190,7 +195,7 @@ class FakeSglang:
             self.wait_while_hanging()
             if self._is_down:
                 raise _BrokenError
-            if body.get("rid") in self._aborted and not self.ignores_aborts:
+            if body.get("rid", "") in self._aborted and not self.ignores_aborts:
                 finish = "abort"
                 break
             if len(ids) == self.stalls.get(start) or self.pause_mode is not None:

@@ -464,6 +464,20 @@ def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to
     asyncio.run(run())
 
 
+def test_a_large_group_is_spread_once_its_server_has_much_more_to_do() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
+            async with _pool(one, two) as pool:
+                await pool.wait_for_servers()
+                responses = [Response(pool, affinity=1) for _ in range(16)]
+                await _until(lambda: all(r.token_ids for r in responses))
+                # 0 to 4 others are no reason to move; then the other one takes up to 1.25 × 5 + 4.
+                assert sorted((len(one.requests), len(two.requests))) == [5, 11]
+                await pool.drain()
+
+    asyncio.run(run())
+
+
 def test_a_server_of_more_ranks_gets_more_requests() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as small, FakeSglang(stalls={3: 5}, num_ranks=3) as large:

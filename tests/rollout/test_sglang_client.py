@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,16 +96,6 @@ def test_a_connection_that_breaks_is_named() -> None:
         error = _error(fake)
     assert error.startswith(f"{fake.address}: the connection broke (")
     assert "request: sample 1 of group 5" in error
-
-
-def test_no_request_id_is_the_beginning_of_another() -> None:
-    # The server aborts every request whose id begins with the given one.
-    async def many(client: SglangClient) -> None:
-        await asyncio.gather(*(_generate(client) for _ in range(20)))
-
-    with FakeSglang() as fake:
-        with_client(fake.address, many)
-        assert {len(request["rid"]) for request in fake.requests} == {32}
 
 
 def test_a_server_that_is_not_there_is_named_after_a_few_attempts() -> None:
