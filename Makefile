@@ -3,8 +3,8 @@ SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
 SEED ?= 0
-# Tests start up to four processes of their own; more workers than cores take turns.
-TEST_WORKERS ?= 2
+# Workers often wait for servers and ranks that they started: more of them than cores.
+TEST_WORKERS ?= 3
 PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
@@ -29,7 +29,7 @@ demo: setup
 	@examples/demo.sh $(PY) $(SEED)
 
 test: setup
-	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff format --check .

@@ -13,6 +13,19 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that start servers or several processes come first.
+
+    Workers take whole modules (``--dist loadscope``); a long one at the end would run alone.
+    """
+    long = {
+        item.path
+        for item in items
+        if item.get_closest_marker("sglang") or item.get_closest_marker("distributed")
+    }
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with GSM8K and AIME, beside the checkout; skips where it is not there."""

@@ -21,7 +21,6 @@ from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
 
     from bapo_megatron.config.rollout import RolloutConfig
     from bapo_megatron.rollout.completion import Completion
@@ -146,24 +145,6 @@ class EnginePool(EngineStates):
             engine.is_paused = False
         await asyncio.gather(*(self._control(e, e.client.resume()) for e in paused))
         self._is_paused = False
-
-    async def sync_weights(self, model_dir: Path, version: int) -> None:
-        """Load ``model_dir`` into every server that answers; none may have work in progress.
-
-        Raises:
-            RolloutError: A server could not load it, or reports another version.
-        """
-        await self.wait_for_servers()
-        self.version = None
-        engines = [engine for engine in self.engines if engine.state is EngineState.STALE]
-        if not engines:
-            raise RolloutError(f"no server takes weights version {version}: {self.describe()}")
-        async with asyncio.TaskGroup() as tasks:
-            for engine in engines:
-                tasks.create_task(engine.client.update_weights(model_dir, version))
-        self.version = version
-        for engine in engines:
-            self.mark_updated(engine, version)
 
     async def _try(self, job: Job, engine: Engine, label: str, return_logprobs: bool) -> bool:
         """Let one server go on with a job; returns whether the job has ended."""

@@ -27,7 +27,6 @@ from bapo_megatron.rollout.sglang_stream import EventReader, RefusedError, Strea
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from bapo_megatron.rollout.completion import Completion
 
@@ -256,30 +255,6 @@ class SglangClient(SglangHttp):
         for flight in self._in_flight.values():
             flight.reason = reason
             flight.expire_in(0.0)
-
-    async def update_weights(self, model_dir: Path, version: int) -> None:
-        """Load the weights in ``model_dir`` as ``version`` and check that the server says so.
-
-        Raises:
-            RolloutError: It could not load them, or reports another version.
-        """
-        await self._send(
-            "POST",
-            "/update_weights_from_disk",
-            {
-                "model_path": str(model_dir.absolute()),
-                "weight_version": str(version),
-                "flush_cache": True,
-                "abort_all_requests": False,
-            },
-            admin=True,
-        )
-        reported = await self.version()
-        if reported != str(version):
-            raise RolloutError(
-                f"{self.address}: loaded weights version {version} but reports '{reported}'; "
-                "let no one else update this server"
-            )
 
     async def version(self) -> str:
         """The weights version that the server reports; free text until a trainer set it."""

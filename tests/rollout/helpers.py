@@ -13,6 +13,7 @@ import torch
 
 from bapo_megatron.rollout.processes import tail
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.rollout.sglang_control import WeightControl, read_facts
 from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ def wait_until_ready(server: SglangServer) -> None:
             if httpx.get(f"{server.address}/ready", trust_env=False).status_code == 200:
                 return
         time.sleep(0.2)
+
+
+async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
+    """Have one server load a Hugging Face directory."""
+    control = WeightControl(client, await read_facts(client, 60))
+    await control.load(model_dir, version=version, flush_cache=True, timeout_s=60)
 
 
 def reference_logprobs(

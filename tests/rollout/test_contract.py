@@ -33,7 +33,7 @@ from bapo_megatron.rollout.sglang_dialect import flushes_retracted, has_update_s
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.types import FinishReason
 from tests.rollout.conftest import SERVER
-from tests.rollout.helpers import reference_logprobs, wait_until_ready, with_client
+from tests.rollout.helpers import load_weights, reference_logprobs, wait_until_ready, with_client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -264,7 +264,7 @@ def _sample_over_an_update(
         await load(client, changed_dir, 7)
         await client.resume()
         await task
-        await client.update_weights(model_dir, 0)
+        await load_weights(client, model_dir, 0)
         return sink
 
     while True:

@@ -15,6 +15,7 @@ from bapo_megatron.data.prompts import PromptStream
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import Prompt
 from tests.rollout.helpers import reference_logprobs
 
@@ -62,12 +63,13 @@ async def _collect(
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     batches = BatchCollector(NoRewards(), stream, config, ReplayConfig(), plan, lambda line: None)
     batches.attach(pool)
+    weights = WeightService(pool, config, batches)
     made = []
     try:
+        await pool.wait_for_servers()
         for step, model in enumerate(models):
-            await batches.pause()
-            await pool.sync_weights(model, step)
-            await batches.resume()
+            await weights.load(str(model), step)
+            await weights.resume()
             batch = await asyncio.wait_for(batches.collect(step), 120)
             assert batch is not None
             made.append(batch)
@@ -75,7 +77,7 @@ async def _collect(
         await pool.drain()
         await batches.close()
         pool.reopen()
-        await pool.sync_weights(models[0], 0)
+        await weights.load(str(models[0]), 0)
         await pool.close()
     return made
 
@@ -91,26 +93,28 @@ def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
     return expected
 
 
-@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize(("async_steps", "in_flight"), [(0, "abort"), (1, "abort"), (1, "retract")])
 def test_logprobs_are_those_of_each_tokens_own_version(
-    server: SglangServer, model_dir: Path, tmp_path: Path, async_steps: int
+    server: SglangServer, model_dir: Path, tmp_path: Path, async_steps: int, in_flight: str
 ) -> None:
     models = _versions(model_dir, tmp_path)
     config = RolloutConfig.model_validate(
         {
             "groups_per_step": 3,
-            "samples_per_group": 2,
+            "samples_per_group": 4,
             "max_response_tokens": 240,
             "temperature": TEMPERATURE,
-            "oversample_groups": 3,
+            "oversample_groups": 9,
             "tokens_per_step": 500,
             "async_steps": async_steps,
+            "weight_sync": {"in_flight": in_flight},
             "stream_tokens": 8,
         }
     )
     batches = asyncio.run(_collect(server, models, config))
     samples = [sample for batch in batches for sample in batch.samples]
-    assert sum(batch.stats.resumed_samples for batch in batches) > 0
+    if in_flight == "abort":
+        assert sum(batch.stats.resumed_samples for batch in batches) > 0
     assert any(len(np.unique(sample.versions)) > 1 for sample in samples)
     for sample in samples:
         assert (np.diff(sample.versions) >= 0).all()

@@ -16,7 +16,7 @@ from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.completion import SamplingSettings
 from bapo_megatron.rollout.sglang_server import START_VERSION
 from bapo_megatron.types import FinishReason
-from tests.rollout.helpers import reference_logprobs, with_client
+from tests.rollout.helpers import load_weights, reference_logprobs, with_client
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.completion import Completion
@@ -63,11 +63,11 @@ def test_after_a_weight_update_the_server_runs_the_new_weights(
         # Fills the prefix cache with the old weights' keys and values, which must not survive.
         settings = SamplingSettings(1.0, max_new_tokens=32)
         await client.generate(PROMPT, settings, label="")
-        await client.update_weights(changed_dir, 7)
+        await load_weights(client, changed_dir, 7)
         try:
             return await client.generate(PROMPT, settings, label="")
         finally:
-            await client.update_weights(model_dir, START_VERSION)
+            await load_weights(client, model_dir, START_VERSION)
 
     completion = with_client(server.address, update_and_generate, server.keys)
     assert set(completion.versions) == {7}
@@ -108,7 +108,7 @@ def test_an_update_from_a_missing_directory_is_an_error_and_the_server_lives(
 ) -> None:
     async def update(client: SglangClient) -> str:
         with pytest.raises(RolloutError, match="update_weights_from_disk: HTTP 400"):
-            await client.update_weights(tmp_path / "nothing", 3)
+            await load_weights(client, tmp_path / "nothing", 3)
         return await client.version()
 
     assert with_client(server.address, update, server.keys) == str(START_VERSION)

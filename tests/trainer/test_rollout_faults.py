@@ -47,7 +47,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def test_a_run_outlives_a_server_that_hangs_for_a_while_and_one_that_is_killed(
     config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    run_dir, num_steps = tmp_path / "run", 30
+    run_dir, num_steps = tmp_path / "run", 20
     process = start(["train", str(config), f"train.steps={num_steps}"])
     started.append(process)
     wait_for(process, lambda: len(steps(run_dir)) >= 2, "the first steps")
@@ -81,7 +81,9 @@ def test_a_run_without_servers_saves_and_ends_and_one_that_is_killed_resumes(
         signal_server(server, signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
-    assert "no usable server for 3 s (rollout.health.patience_s)" in err
+    # For 3 s, while samples or new weights waited for a server.
+    assert "rollout.health.patience_s" in err, err
+    assert "continue with resume=true" in err
     made = len(steps(run_dir))
     assert made >= 2
     assert assert_balanced(run_dir)["trained"] == made * GROUPS_PER_STEP
