@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks in fresh processes, and brings back what they return."""
+"""Runs a function on several gloo ranks, each a new process, and brings back what they return."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from bapo_megatron.distributed import ProcessGroups, init_distributed, shutdown_
 
 MAX_LAYOUTS = 16
 """Process groups that one set of ranks can join, one after the other."""
+
+# Ranks are forks of a process that has imported Megatron and has done nothing else.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["bapo_megatron.trainer.run"])
 
 
 def run_ranks(
@@ -57,12 +61,11 @@ def run_to_exit(
         for _ in range(MAX_LAYOUTS)
     ]
     ports = [store.port for store in stores]
-    context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=_rank_main, args=(function, rank, num_ranks, ports, scratch, args))
+        _CONTEXT.Process(target=_rank_main, args=(function, rank, num_ranks, ports, scratch, args))
         for rank in range(num_ranks)
     ]
-    # Read when the child imports torch, before its main function could set them.
+    # Read when the server of forks imports torch, before a main function could set them.
     with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
         for process in ranks:
             process.start()

@@ -3,8 +3,7 @@
 The arguments are those of ``sglang.launch_server``. This is the only file that imports sglang. What
 it adds:
 
-* Without CUDA it makes sglang importable. Spawned children import this module again (as
-  ``__mp_main__``), therefore that happens at the top level.
+* Without CUDA it makes sglang importable, and its processes are forks of this one.
 * The API keys are no arguments, so that no process listing shows them, and are kept out of the log.
   They are in the variables that the trainer reads too (``sglang_client.ApiKeys``).
 * Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
@@ -17,6 +16,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -72,6 +72,16 @@ def _install_cpu_shims() -> torch.library.Library | None:
     return library
 
 
+def _fork_children() -> None:
+    """Have sglang fork its processes, which it would spawn.
+
+    A fork cannot use a CUDA context of its parent; where there is no CUDA, it saves each process
+    from importing everything again, which is most of the time in which a server starts.
+    """
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *method, force=False: None
+
+
 def _unavailable(name: str) -> Any:
     def call(*arguments: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(
@@ -96,6 +106,9 @@ def main(arguments: list[str]) -> None:
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
     _keep_out_of_log(list(keys.values()))
     arguments = arguments + [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
+    if not torch.cuda.is_available():
+        _torchvision_operators = _install_cpu_shims()
+        _fork_children()
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -146,9 +159,6 @@ def _end_with_owner(owner_pid: int) -> None:
     unlink_shared_files(os.getpgrp())
     os.killpg(0, signal.SIGKILL)
 
-
-if not torch.cuda.is_available():
-    _torchvision_operators = _install_cpu_shims()
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -56,12 +56,15 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def contract(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    server: SglangServer,
+    model_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[SglangServer, str, bool]]:
     """A server, its version, and whether its events hold new tokens only."""
     version, is_incremental = request.param
     if version == "installed" and is_incremental:  # the server that other tests have started
-        yield request.getfixturevalue("server"), version, is_incremental
+        yield server, version, is_incremental
         return
 
     class CumulativeServer(SglangServer):
@@ -82,9 +85,9 @@ def contract(
             run_dir=tmp_path_factory.mktemp("server"),
             seed=0,
             device="cpu",
-        ) as server:
-            wait_until_ready(server)
-            yield server, version, is_incremental
+        ) as other:
+            wait_until_ready(other)
+            yield other, version, is_incremental
 
 
 def _run(

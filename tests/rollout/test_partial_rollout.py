@@ -16,8 +16,8 @@ from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.weight_service import WeightService
-from bapo_megatron.types import Prompt
-from tests.rollout.helpers import reference_logprobs
+from bapo_megatron.types import FinishReason, Prompt
+from tests.rollout.helpers import load_weights, reference_logprobs, with_client
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,8 @@ async def _collect(
     try:
         await pool.wait_for_servers()
         for step, model in enumerate(models):
+            if config.async_steps > 0 and step > 0:
+                await asyncio.wait_for(_wait_for_a_part(batches), 120)
             await weights.load(str(model), step)
             await weights.resume()
             batch = await asyncio.wait_for(batches.collect(step), 120)
@@ -76,10 +78,18 @@ async def _collect(
     finally:
         await pool.drain()
         await batches.close()
-        pool.reopen()
-        await weights.load(str(models[0]), 0)
         await pool.close()
     return made
+
+
+async def _wait_for_a_part(batches: BatchCollector) -> None:
+    """Until a response has begun and not ended: the next weights find it on its way."""
+    while True:
+        for group in batches.state()["buffer"]["groups"]:
+            for sample in group["samples"]:
+                if sample["versions"] and sample["finish_reason"] == FinishReason.ABORT:
+                    return
+        await asyncio.sleep(0.01)
 
 
 def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
@@ -111,7 +121,10 @@ def test_logprobs_are_those_of_each_tokens_own_version(
             "stream_tokens": 8,
         }
     )
-    batches = asyncio.run(_collect(server, models, config))
+    try:
+        batches = asyncio.run(_collect(server, models, config))
+    finally:  # other tests expect its first weights
+        with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
     samples = [sample for batch in batches for sample in batch.samples]
     if in_flight == "abort":
         assert sum(batch.stats.resumed_samples for batch in batches) > 0

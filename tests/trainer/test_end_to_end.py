@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import yaml
 
-from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import free_port, run, start
 from tests.policy.tiny_models import load_reference
+from tests.trainer.chaos import servers, steps, wait_for
 
 if TYPE_CHECKING:
-    import subprocess
     from pathlib import Path
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
@@ -76,7 +74,7 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trainer_and_engine_agree_on_every_token_of_every_step(finished: Path) -> None:
-    rows = _steps(finished)
+    rows = steps(finished)
     assert len(rows) == 3
     for row in rows:
         # Fresh tokens of every step, so also of weights that were synchronised in between.
@@ -114,7 +112,7 @@ def test_the_dumps_of_a_run_replay_to_the_same_losses(
     run_dir = tmp_path / "run"
     result = run(["train", str(config), f"run_dir={run_dir}", f"replay={finished / 'rollouts'}"])
     assert result.returncode == 0, result.stderr
-    for row, reference in zip(_steps(run_dir), _steps(finished), strict=True):
+    for row, reference in zip(steps(run_dir), steps(finished), strict=True):
         for name in ("loss/policy", "policy/grad_norm", "mismatch/logprob_abs_max"):
             assert row[name] == pytest.approx(reference[name], rel=1e-4, abs=2e-5), name
 
@@ -142,10 +140,14 @@ def test_a_resumed_run_pushes_its_weights_and_continues_the_versions(
     assert row["mismatch/logprob_abs_max"] <= 1e-4
 
 
-def test_gsm8k_trains_and_updates_without_signal_are_skipped(
+def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
     config: Path, shared_data: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
+    sets = ", ".join(
+        f"{{path: {shared_data / f'aime{year}.parquet'}, answer_column: reward_model.ground_truth}}"
+        for year in (24, 25)
+    )
     result = run(
         [
             "train",
@@ -153,108 +155,29 @@ def test_gsm8k_trains_and_updates_without_signal_are_skipped(
             f"run_dir={run_dir}",
             f"data.train.path={shared_data / 'gsm8k_train.jsonl'}",
             "data.train.prompt_column=question",
-            "data.max_prompt_tokens=400",
+            "data.max_prompt_tokens=2000",
             "algorithm.entropy_coefficient=0",
             "train.steps=5",
-            "eval.sets=[]",
+            "train.max_tokens_per_micro_batch=4096",
+            f"eval.sets=[{sets}]",
             "model.dtype=bfloat16",
         ],
         timeout_s=400,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    rows = _steps(run_dir)
+    rows = steps(run_dir)
     assert len(rows) == 5
     for row in rows:
         # A random model is never right: no group is mixed, so nothing may be updated.
         assert row["train/skipped_updates"] == (0.0 if row["reward/mixed_groups"] else 1.0)
         assert row["train/updates"] + row["train/skipped_updates"] == 1.0
         assert 0 <= row["reward/solved_groups"] <= 1
-
-
-def test_aime_is_evaluated_and_the_tiny_model_scores_nothing(
-    config: Path, shared_data: Path, tmp_path: Path
-) -> None:
-    sets = ", ".join(
-        f"{{path: {shared_data / f'aime{year}.parquet'}, answer_column: reward_model.ground_truth}}"
-        for year in (24, 25)
-    )
-    result = run(
-        [
-            "eval",
-            str(config),
-            f"run_dir={tmp_path / 'run'}",
-            f"eval.sets=[{sets}]",
-            "data.max_prompt_tokens=2000",
-            "train.max_tokens_per_micro_batch=4096",
-        ],
-        timeout_s=400,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    first, second = json.loads((tmp_path / "run" / "eval.json").read_text())
-    assert (first["name"], second["name"]) == ("aime24", "aime25")
-    assert (first["num_prompts"], second["num_prompts"]) == (30, 30)
-    assert first["samples_per_prompt"] == 2
-    assert (first["avg_at_k"], second["avg_at_k"]) == (0.0, 0.0)
-    assert (first["pass_at_k"], second["pass_at_k"]) == (0.0, 0.0)
-
-
-def _steps(run_dir: Path) -> list[dict[str, float]]:
-    """Rows of the steps that were made, without the evaluation before the first."""
-    path = run_dir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
-    return [row for row in rows if row["step"] >= 0]
-
-
-def _start_and_wait_for_training(
-    config: Path, run_dir: Path, *overrides: str, ranks: int = 1
-) -> subprocess.Popen[str]:
-    process = start(
-        [
-            "train",
-            str(config),
-            f"run_dir={run_dir}",
-            "train.steps=1000",
-            f"parallel.tensor={ranks}",
-            *overrides,
-        ],
-        ranks=ranks,
-    )
-    deadline = time.monotonic() + 240
-    while not _steps(run_dir):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.2)
-    return process
-
-
-def _descendants(process: subprocess.Popen[str], mentioning: str = "") -> list[psutil.Process]:
-    """Every process that this one started, directly or not."""
-    found = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in found if mentioning in " ".join(child.cmdline())]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_a_trainer_that_is_stopped(
-    config: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    run_dir = tmp_path / "run"
-    process = _start_and_wait_for_training(config, run_dir)
-    assert _descendants(process, "sglang_launcher")
-    assert _descendants(process, "rollout.collector")
-    started = _descendants(process)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert not psutil.wait_procs(started, timeout=30)[1]
-    # Whatever has its final name is whole; kill -9 may leave a file under its temporary name.
-    dumps = list((run_dir / "rollouts").glob("step_*.parquet"))
-    assert dumps
-    for dump in dumps:
-        assert len(read_batch(dump).groups) == 4
-    if number == signal.SIGINT:
-        assert not list(run_dir.rglob("*.tmp"))
-        assert "bapo-megatron: interrupted" in err
-        assert "Traceback" not in err
+    last = read_metrics(run_dir / "metrics.jsonl")[-1]
+    for year in (24, 25):
+        assert last[f"eval/aime{year}/avg_at_k"] == 0.0
+        assert last[f"eval/aime{year}/pass_at_k"] == 0.0
+        samples = run_dir / "eval" / f"step_000004_aime{year}.jsonl"
+        assert len(samples.read_text().splitlines()) == 30 * 2
 
 
 def test_a_server_that_dies_in_the_middle_is_started_again_and_the_run_goes_on(
@@ -262,24 +185,24 @@ def test_a_server_that_dies_in_the_middle_is_started_again_and_the_run_goes_on(
 ) -> None:
     run_dir = tmp_path / "run"
     fresh_only = "rollout.oversample_groups=0"  # no token of an earlier version in any batch
-    process = _start_and_wait_for_training(config, run_dir, fresh_only, ranks=2)
-    (server,) = _descendants(process, "sglang_launcher")
+    arguments = ["train", str(config), f"run_dir={run_dir}", "train.steps=1000", fresh_only]
+    process = start([*arguments, "parallel.tensor=2"], ranks=2)
+    wait_for(process, lambda: bool(steps(run_dir)), "the first step")
+    (server,) = servers(process)
     server.kill()
-    num_before = len(_steps(run_dir))
-    deadline = time.monotonic() + 240
-    while len(_steps(run_dir)) < num_before + 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was made with the new server"
-        time.sleep(0.2)
+    num_before = len(steps(run_dir))
+    wait_for(process, lambda: len(steps(run_dir)) >= num_before + 3, "steps with the new server")
     # It has the trainer's weights, not those it started with, and every step was made once.
-    rows = _steps(run_dir)
+    rows = steps(run_dir)
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert max(row["mismatch/logprob_abs_max"] for row in rows) < 1e-4
-    started = _descendants(process)
+    started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
     assert "died (SIGKILL); it is started again (" in err
     assert not psutil.wait_procs(started, timeout=30)[1]
+    assert not list(run_dir.rglob("*.tmp"))
 
 
 def test_a_server_that_never_starts_ends_the_run_with_its_last_lines(

@@ -49,6 +49,14 @@ def _weights(run_dir: Path) -> dict[str, object]:
     return load_file(run_dir / "hf" / "model.safetensors")
 
 
+def _assert_equal_metrics(
+    rows: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float
+) -> None:
+    for row, reference in zip(rows, expected, strict=True):
+        for name in COMPARED:
+            assert row[name] == pytest.approx(reference[name], rel=tolerance, abs=tolerance), name
+
+
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by", "tolerance"),
     [
@@ -71,9 +79,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     (run_dir / "checkpoints" / "latest").write_text("step_1\n")
     rows = _train(replay_config, run_dir, *EVERY_STEP, *resumed_by, "resume=true", ranks=2)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    for row, reference in zip(rows, expected, strict=True):
-        for name in COMPARED:
-            assert row[name] == pytest.approx(reference[name], rel=tolerance, abs=tolerance), name
+    _assert_equal_metrics(rows, expected, tolerance)
     resumed_weights = _weights(run_dir)
     assert resumed_weights.keys() == expected_weights.keys()
     for name, tensor in expected_weights.items():
@@ -128,6 +134,7 @@ def saves_often(replay_config: Path, many_dumps: Path, tmp_path: Path) -> Callab
             f"replay={many_dumps}",
             f"train.steps={MANY_STEPS}",
             "checkpoint.every_steps=1",
+            "optimizer.schedule=constant",  # the same, however many steps there are
             *ASYNCHRONOUS,
             *overrides,
         ]
@@ -145,6 +152,7 @@ def test_a_run_that_ends_while_it_saves_in_the_background_goes_on_from_its_last_
     stderr = _end_in_the_middle(saves_often(), run_dir, ranks, number)
     done = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
     if number == signal.SIGINT:
+        assert "Traceback" not in stderr
         assert stderr.strip().splitlines()[-1] == (
             "bapo-megatron: interrupted; the same command with --resume continues from "
             f"{run_dir / 'checkpoints' / f'step_{done}'}"
@@ -153,7 +161,14 @@ def test_a_run_that_ends_while_it_saves_in_the_background_goes_on_from_its_last_
     result = run([*saves_often("resume=true"), steps], ranks=ranks)
     assert result.returncode == 0, result.stderr
     assert f"step_{done}: {done} steps done\n" in result.stderr
-    assert len(read_metrics(run_dir / "metrics.jsonl")) == done + 2
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert len(rows) == done + 2
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == done + 2
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"latest", f"step_{done + 1}", f"step_{done + 2}"}
+    if number == signal.SIGKILL:
+        never = "checkpoint.every_steps=0"
+        whole = [*saves_often(steps, never), f"run_dir={tmp_path / 'whole'}"]
+        assert run(whole, ranks=ranks).returncode == 0
+        expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+        _assert_equal_metrics(rows, expected, 1e-6)

@@ -8,8 +8,10 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
+from bapo_megatron.data.dump import read_batch
 from tests.launch import run, start
 from tests.trainer.chaos import (
     GROUPS_PER_STEP,
@@ -88,13 +90,19 @@ def test_a_run_without_servers_saves_and_ends_and_one_that_is_killed_resumes(
     assert made >= 2
     assert assert_balanced(run_dir)["trained"] == made * GROUPS_PER_STEP
 
-    process = start(["train", str(config), "--resume", "train.steps=100"])
+    resumed = ["train", str(config), "--resume", "rollout.server.count=1"]
+    process = start([*resumed, "train.steps=100"])
     started.append(process)
     wait_for(process, lambda: len(steps(run_dir)) >= made + 2, "steps after the resumption")
-    os.killpg(process.pid, signal.SIGKILL)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()  # the trainer alone: what it started ends by itself
     process.communicate()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    # Whatever has its final name is whole.
+    for dump in (run_dir / "rollouts").glob("step_*.parquet"):
+        assert len(read_batch(dump).groups) == GROUPS_PER_STEP
 
-    result = run(["train", str(config), "--resume", f"train.steps={made + 6}"], timeout_s=400)
+    result = run([*resumed, f"train.steps={made + 6}"], timeout_s=400)
     assert result.returncode == 0, result.stderr
     rows = steps(run_dir)
     assert [row["step"] for row in rows] == list(range(made + 6))
