@@ -37,7 +37,7 @@ demo: setup
 	@examples/demo.sh $(PY) $(SEED)
 
 test: setup $(OLDER_SGLANG_DIR)/.complete
-	@BAPO_TEST_SGLANG_0_5_20=$(OLDER_SGLANG_DIR) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@BAPO_TEST_SGLANG_0_5_20=$(OLDER_SGLANG_DIR) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff format --check .

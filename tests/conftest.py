@@ -13,23 +13,17 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each worker (``--dist loadgroup``) whole modules, and one all that share a server.
+    """Modules that start servers or several processes come first.
 
-    Modules that start servers or several processes come first: a long one at the end would run
-    alone.
+    Workers take whole modules (``--dist loadscope``); a long one at the end would run alone.
     """
-    sharing = {item.path for item in items if "server" in getattr(item, "fixturenames", ())}
     long = {
         item.path
         for item in items
         if item.get_closest_marker("sglang") or item.get_closest_marker("distributed")
     }
-    for item in items:
-        group = "server" if item.path in sharing else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (item.path not in sharing, item.path not in long))
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")
