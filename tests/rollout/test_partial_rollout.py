@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from base64 import b64decode
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,16 +31,29 @@ pytestmark = pytest.mark.sglang
 
 TEMPERATURE = 0.8
 STEPS = 5
+LONGEST = 240
 PROMPTS = [Prompt(f"p:{number}", (3, 20 + number, 77, 4), "", "") for number in range(16)]
 
 
-class NoRewards:
-    """Every response is worth the same."""
+class PatientGrader:
+    """Lets a batch be complete only while another response is in the middle."""
 
     num_timeouts = 0
+    batches: BatchCollector
+    num_groups = 0
+    """Groups of all batches so far; those after them wait for their scores."""
 
     async def score(self, pending: PendingSample) -> None:
+        while pending.sample.group_id >= self.num_groups or not self._is_one_in_the_middle():
+            await asyncio.sleep(0.01)
         pending.is_scored = True
+
+    def _is_one_in_the_middle(self) -> bool:
+        saved = self.batches.state()["buffer"]["groups"]
+        ended = [
+            s["finish_reason"] != FinishReason.ABORT for group in saved for s in group["samples"]
+        ]
+        return all(ended) or _is_one_begun(self.batches)
 
 
 def _versions(model_dir: Path, directory: Path) -> list[Path]:
@@ -61,15 +75,18 @@ async def _collect(
     pool = EnginePool([server.address], server.keys, config, version=None)
     plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
-    batches = BatchCollector(NoRewards(), stream, config, ReplayConfig(), plan, lambda line: None)
+    grader = PatientGrader()
+    batches = BatchCollector(grader, stream, config, ReplayConfig(), plan, lambda line: None)
+    grader.batches = batches
     batches.attach(pool)
     weights = WeightService(pool, config, batches)
     made = []
     try:
         await pool.wait_for_servers()
         for step, model in enumerate(models):
-            if config.async_steps > 0 and step > 0:
-                await asyncio.wait_for(_wait_for_a_part(batches), 120)
+            while config.async_steps > 0 and step > 0 and not _is_one_begun(batches):
+                await asyncio.sleep(0.01)
+            grader.num_groups += config.groups_per_step
             await weights.load(str(model), step)
             await weights.resume()
             batch = await asyncio.wait_for(batches.collect(step), 120)
@@ -82,14 +99,14 @@ async def _collect(
     return made
 
 
-async def _wait_for_a_part(batches: BatchCollector) -> None:
-    """Until a response has begun and not ended: the next weights find it on its way."""
-    while True:
-        for group in batches.state()["buffer"]["groups"]:
-            for sample in group["samples"]:
-                if sample["versions"] and sample["finish_reason"] == FinishReason.ABORT:
-                    return
-        await asyncio.sleep(0.01)
+def _is_one_begun(batches: BatchCollector) -> bool:
+    """Whether a response has tokens, and many are missing."""
+    for group in batches.state()["buffer"]["groups"]:
+        for sample in group["samples"]:
+            is_open = sample["finish_reason"] == FinishReason.ABORT
+            if is_open and 0 < len(b64decode(sample["versions"])) / 8 < 0.8 * LONGEST:
+                return True
+    return False
 
 
 def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
@@ -112,13 +129,14 @@ def test_logprobs_are_those_of_each_tokens_own_version(
         {
             "groups_per_step": 3,
             "samples_per_group": 4,
-            "max_response_tokens": 240,
+            "max_response_tokens": LONGEST,
             "temperature": TEMPERATURE,
             "oversample_groups": 9,
             "tokens_per_step": 500,
             "async_steps": async_steps,
             "weight_sync": {"in_flight": in_flight},
             "stream_tokens": 8,
+            "staleness": {"max_age": STEPS},  # batches wait for their scores
         }
     )
     try:
