@@ -53,7 +53,7 @@ class SyncReport:
     pause_s: float
     """Time in it for which generation stood still."""
     difference: float | None = None
-    """Largest mean difference of a server's log-probs to the trainer's; None: not compared."""
+    """Largest mean difference of a server's log-probs to the trainer's; None: none was compared."""
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
@@ -185,7 +185,7 @@ class WeightSync:
         expected = self._probe.logprobs(json.loads(broadcast_bytes(known, policy.groups)))
         if source is None:
             return None
-        found: dict[str, float] = source.call_weights("verify", expected=expected)()
+        found: dict[str, float | None] = source.call_weights("verify", expected=expected)()
         return found["difference"]
 
 
