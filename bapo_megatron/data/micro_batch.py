@@ -78,9 +78,6 @@ def build_micro_batch(
         ValueError: A prompt is empty, or the arrays of a sample differ in length.
     """
     chosen = [samples[i] for i in sample_indices]
-    for sample in chosen:
-        _check_sample(sample)
-
     packed = _pack(chosen, rules)
     index_S = np.asarray(sample_indices, dtype=np.int64)
     rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
@@ -102,7 +99,7 @@ def build_micro_batch(
         rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
         advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
         mask_T=mask_T,
-        importance_T=torch.ones(len(packed.position_T), dtype=torch.float32),
+        importance_T=torch.ones_like(mask_T),
         loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
         sample_T=per_token(index_S, np.int64),
         position_T=torch.from_numpy(packed.position_T),
@@ -124,6 +121,8 @@ class _Packed(NamedTuple):
 
 
 def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
+    for sample in chosen:
+        _check_sample(sample)
     prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
     response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
     slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
