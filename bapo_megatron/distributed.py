@@ -6,7 +6,8 @@ Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank h
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from bapo_megatron.config.megatron import ParallelConfig
 
@@ -217,6 +218,50 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
     return data if data is not None else payload.numpy().tobytes()
 
 
+def broadcast_answer(
+    answer: Callable[[], bytes] | None, groups: ProcessGroups, interval_s: float
+) -> bytes:
+    """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
+
+    While rank 0 waits for it, a thread tells the other ranks to wait on, so that none of them runs
+    into a time-out. ``answer`` must use no collective.
+
+    Args:
+        answer: Makes the payload, at least one byte, on rank 0; None elsewhere.
+        groups: This rank's groups.
+        interval_s: Time between two words of the thread; below ``parallel.timeout_s``.
+
+    Returns:
+        The payload, on every rank.
+    """
+    if answer is None:
+        while not (payload := broadcast_bytes(None, groups)):
+            pass
+        return payload
+    with _waited_on(groups, interval_s):
+        payload = answer()
+    assert payload, "an empty payload means to wait on"
+    return broadcast_bytes(payload, groups)
+
+
+@contextmanager
+def _waited_on(groups: ProcessGroups, interval_s: float) -> Iterator[None]:
+    ended = threading.Event()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the next collective of this rank fails as well, and says it
+            while not ended.wait(interval_s):
+                broadcast_bytes(b"", groups)
+
+    thread = threading.Thread(target=tell, name="wait-on", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Return whether ``flag`` holds on any rank of the group, on all of them alike."""
     value = torch.tensor([int(flag)], dtype=torch.int32, device=_device_of(group))
@@ -271,25 +316,29 @@ def is_peer_loss(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def fail_together(groups: ProcessGroups) -> Iterator[None]:
-    """Run a block on all ranks; an operating-system error on one of them is raised on all.
+def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Run a block on all ranks; an error of one kind on one of them is raised on all.
 
     Also a barrier: when it is left, every rank has finished the block. A rank that failed raises
     its own error, the others one with the message of the first that did.
 
+    Args:
+        groups: This rank's groups.
+        kind: What is caught; made from a message alone. Other errors must come on all ranks alike.
+
     Raises:
-        OSError: The block failed on this rank or on another one.
+        kind: The block failed on this rank or on another one.
     """
-    error: OSError | None = None
+    error: Exception | None = None
     try:
         yield
-    except OSError as caught:
+    except kind as caught:
         error = caught
     message = first_message(None if error is None else str(error), groups)
     if error is not None:
         raise error
     if message is not None:
-        raise OSError(f"another rank: {message}")
+        raise kind(f"another rank: {message}")
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a directory that appears under ``path`` only when the block ends without an error.
 
     The block writes into the directory it is given. An existing ``path`` is replaced: for an
-    instant there is none, but never a mixture. What an earlier, killed writer left is removed.
+    instant there is none (see ``replaced_directory``), but never a mixture. What an earlier, killed
+    writer left is removed.
 
     Args:
         path: Destination; missing parent directories are created.
@@ -81,19 +82,25 @@ def publish_directory(temporary: Path, path: Path) -> None:
 
     Args:
         temporary: A complete directory in the same parent directory as ``path``.
-        path: Destination; an existing directory there is replaced.
+        path: Destination; an existing directory there is replaced. In between it is whole under
+            ``replaced_directory(path)``.
     """
     for folder, _, names in os.walk(temporary):
         for name in names:
             _fsync(Path(folder) / name)
         _fsync(Path(folder))
-    replaced = path.with_name(f".{path.name}.replaced.tmp")
+    replaced = replaced_directory(path)
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
         path.rename(replaced)
     temporary.rename(path)
     _fsync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def replaced_directory(path: Path) -> Path:
+    """Where ``path`` is while ``publish_directory`` replaces it; after a kill it may still be."""
+    return path.with_name(f".{path.name}.replaced.tmp")
 
 
 def _fsync(path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.distributed import init_distributed, shutdown_distributed
-from tests.distributed_launch import run_ranks
+from bapo_megatron.distributed import broadcast_answer, init_distributed, shutdown_distributed
+from tests.distributed_launch import joined, run_ranks
 
 
 def alone() -> tuple[int, ...]:
@@ -29,6 +31,22 @@ def alone() -> tuple[int, ...]:
 @pytest.mark.distributed
 def test_a_process_without_torchrun_is_the_only_rank() -> None:
     assert run_ranks(alone, 1) == [(0, 1, 1, 1)]
+
+
+def answered_late() -> bytes:
+    """Rank 0 answers after more than the time-out of all ranks."""
+
+    def answer() -> bytes:
+        time.sleep(5)
+        return b"late"
+
+    with joined(timeout_s=2.0) as groups:
+        return broadcast_answer(answer if groups.rank == 0 else None, groups, interval_s=0.5)
+
+
+@pytest.mark.distributed
+def test_ranks_wait_longer_than_their_time_out_while_rank_zero_says_so() -> None:
+    assert run_ranks(answered_late, 2) == [b"late", b"late"]
 
 
 def test_a_world_that_tensor_parallel_does_not_divide_is_refused(

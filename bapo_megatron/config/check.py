@@ -7,22 +7,30 @@ was there from the beginning.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.config.check_model import (
+    check_heads,
+    check_layers,
+    check_model,
+    check_positions,
+)
+from bapo_megatron.config.check_rollout import (
+    check_own_servers,
+    check_servers,
+    check_weight_sync,
+    refuse_twice,
+)
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.multiples import packing_multiples
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-    from bapo_megatron.config.rollout import RolloutConfig
+    from bapo_megatron.config.megatron import ParallelConfig
     from bapo_megatron.config.schema import DataConfig, DatasetConfig, LogConfig, RunConfig
 
-_LAST_PORT = 65535
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """File formats of prompts."""
 
@@ -41,9 +49,9 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     """
     _check_apex()
     _check_parallel(config.parallel, world_size)
-    hf_config = _check_model(config.model)
-    _check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
-    _check_layers(hf_config, config.parallel, config.megatron)
+    hf_config = check_model(config.model)
+    check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
+    check_layers(hf_config, config.parallel, config.megatron)
     _check_optimizer(config)
     if not owns_files:
         return
@@ -54,8 +62,9 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         _check_batch(config)
         _check_train_data(config.data)
         _check_budget(config)
-        _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-        _check_servers(hf_config, config.rollout)
+        check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
+        check_servers(hf_config, config.rollout)
+        check_weight_sync(config.rollout, config.parallel)
     if config.eval.every_steps and not config.eval.sets:
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
@@ -74,8 +83,8 @@ def check_eval_config(config: RunConfig) -> None:
     Raises:
         ConfigError: As by ``check_config``.
     """
-    hf_config = _check_model(config.model)
-    _check_servers(hf_config, config.rollout)
+    hf_config = check_model(config.model)
+    check_servers(hf_config, config.rollout)
     if not config.eval.sets:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
@@ -99,10 +108,10 @@ def check_generate_config(config: RunConfig) -> None:
         )
     if config.data.train is None:
         raise ConfigError("data.train: needed to generate, got null; set data.train.path=FILE")
-    hf_config = _check_model(config.model)
+    hf_config = check_model(config.model)
     _check_dataset(config.data.train, "data.train")
-    _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-    _check_servers(hf_config, config.rollout)
+    check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
+    check_servers(hf_config, config.rollout)
 
 
 def check_serve_config(config: RunConfig) -> None:
@@ -114,7 +123,7 @@ def check_serve_config(config: RunConfig) -> None:
     Raises:
         ConfigError: As by ``check_config``.
     """
-    hf_config = _check_model(config.model)
+    hf_config = check_model(config.model)
     if config.rollout.colocated:
         raise ConfigError(
             "rollout.colocated: must be false for serve, got true: only the trainer's own servers "
@@ -125,7 +134,7 @@ def check_serve_config(config: RunConfig) -> None:
             "rollout.server.host: must be one address, which the trainer can use, got "
             f"'{config.rollout.server.host}'; give this node's"
         )
-    _check_own_servers(hf_config, config.rollout)
+    check_own_servers(hf_config, config.rollout)
 
 
 def _check_apex() -> None:
@@ -157,76 +166,6 @@ def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:
             "parallel.sequence: needs parallel.tensor > 1, got 1; "
             "set parallel.sequence=false, or raise parallel.tensor"
         )
-
-
-def _check_layers(
-    hf_config: dict[str, Any], parallel: ParallelConfig, megatron: MegatronConfig
-) -> None:
-    layers = hf_config.get("num_hidden_layers")
-    parts = parallel.pipeline * parallel.virtual_pipeline
-    if isinstance(layers, int) and layers % parts:
-        raise ConfigError(
-            f"parallel.pipeline: pipeline × virtual_pipeline = {parts} must divide the model's "
-            f"{layers} layers; choose other sizes"
-        )
-    offloaded = megatron.activation_offload_layers
-    if offloaded and parallel.pipeline > 1:
-        raise ConfigError(
-            "megatron.activation_offload_layers: needs parallel.pipeline = 1, got "
-            f"{parallel.pipeline}; set one of them to its default"
-        )
-    if isinstance(layers, int) and offloaded >= layers:
-        raise ConfigError(
-            f"megatron.activation_offload_layers: must be below the model's {layers} layers, got "
-            f"{offloaded}; lower it"
-        )
-
-
-def _check_model(model: ModelConfig) -> dict[str, Any]:
-    """The model directory is complete; returns its config.json."""
-    if not model.path.is_dir():
-        raise ConfigError(
-            f"model.path: no such directory '{model.path}'; download a Hugging Face model to it, "
-            "or run make-tiny"
-        )
-    config_file = model.path / "config.json"
-    if not config_file.is_file():
-        raise ConfigError(
-            f"model.path: '{model.path}' has no config.json; give a Hugging Face model directory"
-        )
-    if not any(model.path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path: '{model.path}' has no *.safetensors; save the model with "
-            "save_pretrained(safe_serialization=True)"
-        )
-    if not (model.path / "tokenizer_config.json").is_file():
-        raise ConfigError(
-            f"model.path: '{model.path}' has no tokenizer_config.json; save the tokenizer there"
-        )
-    try:
-        hf_config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path: '{config_file}' is not valid JSON ({error}); download the model again"
-        ) from error
-    if not isinstance(hf_config, dict):
-        raise ConfigError(
-            f"model.path: '{config_file}' must hold a JSON object; download the model again"
-        )
-    return hf_config
-
-
-def _check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
-    for name, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key/value heads"),
-    ):
-        heads = hf_config.get(name) or 0
-        if heads % tensor_size:
-            raise ConfigError(
-                f"{key}: must divide the model's {heads} {what}, got {tensor_size}; "
-                "choose a divisor"
-            )
 
 
 def _check_log(log: LogConfig) -> None:
@@ -274,50 +213,6 @@ def _check_train_data(data: DataConfig) -> None:
     _check_dataset(data.train, "data.train")
 
 
-def _check_servers(hf_config: dict[str, Any], rollout: RolloutConfig) -> None:
-    if not rollout.servers:
-        _check_own_servers(hf_config, rollout)
-    for server in rollout.servers:
-        if not server.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"rollout.servers: must be addresses like http://host:port, got '{server}'; "
-                f"did you mean 'http://{server}'?"
-            )
-    _refuse_twice("rollout.servers", rollout.servers)
-
-
-def _check_own_servers(hf_config: dict[str, Any], rollout: RolloutConfig) -> None:
-    import torch  # takes seconds, and most commands do not need it
-
-    server = rollout.server
-    _check_heads(hf_config, "rollout.server.tensor", server.tensor)
-    if server.port and server.port + server.count - 1 > _LAST_PORT:
-        raise ConfigError(
-            f"rollout.server.port: the last of rollout.server.count = {server.count} servers must "
-            f"have at most {_LAST_PORT}, got {server.port} for the first; lower it"
-        )
-    num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
-    if num_gpus and wanted > num_gpus:
-        raise ConfigError(
-            "rollout.server.count: count × tensor must be at most this machine's "
-            f"{num_gpus} visible GPUs, got {server.count} × {server.tensor}; lower one of them"
-        )
-    if not rollout.colocated:
-        return
-    if not num_gpus:
-        raise ConfigError(
-            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
-            "rollout.colocated=false"
-        )
-    sync = rollout.weight_sync
-    if sync.method == "broadcast" and sync.backend != "gloo":
-        raise ConfigError(
-            "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
-            f"broadcast by {sync.backend}: NCCL has no groups with two processes on one GPU; set "
-            "rollout.weight_sync.method=tensor"
-        )
-
-
 def _check_dataset(dataset: DatasetConfig, key: str) -> None:
     if not dataset.path.is_file():
         raise ConfigError(
@@ -348,31 +243,17 @@ def _check_budget(config: RunConfig) -> None:
         )
 
 
-def _check_positions(
-    hf_config: dict[str, Any], config: RunConfig, section: str, max_response_tokens: int
-) -> None:
-    """Every sequence that generation may produce fits the model's positions."""
-    limit = hf_config.get("max_position_embeddings")
-    prompt = config.data.max_prompt_tokens
-    if limit is not None and prompt + max_response_tokens > limit:
-        raise ConfigError(
-            f"{section}.max_response_tokens: must leave room for data.max_prompt_tokens = "
-            f"{prompt} in the model's {limit} positions, got {max_response_tokens}; "
-            "lower one of them"
-        )
-
-
 def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
     evaluation = config.eval
     for number, dataset in enumerate(evaluation.sets):
         _check_dataset(dataset, f"eval.sets[{number}]")
-    _refuse_twice("eval.sets", [s.name or s.path.stem for s in evaluation.sets])
+    refuse_twice("eval.sets", [s.name or s.path.stem for s in evaluation.sets])
     if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
         raise ConfigError(
             "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "
             f"are equal, got {evaluation.samples_per_prompt}; set 1, or raise the temperature"
         )
-    _check_positions(hf_config, config, "eval", evaluation.max_response_tokens)
+    check_positions(hf_config, config, "eval", evaluation.max_response_tokens)
 
 
 def _check_optimizer(config: RunConfig) -> None:
@@ -388,9 +269,3 @@ def _check_optimizer(config: RunConfig) -> None:
             f"optimizer.warmup_updates: must be at most the run's {updates} updates "
             f"(steps × updates per batch × epochs), got {optimizer.warmup_updates}; lower it"
         )
-
-
-def _refuse_twice(key: str, names: tuple[str, ...] | list[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ConfigError(f"{key}: must differ, got '{name}' {count} times; keep or rename one")

@@ -38,7 +38,7 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     """Context-parallel size: ranks that divide every sequence."""
     timeout_s: float = Field(7200.0, gt=0)
-    """How long ranks wait for a batch or for each other."""
+    """How long ranks wait for each other; for a batch or an evaluation as long as rank 0 does."""
 
 
 class MegatronConfig(Section):

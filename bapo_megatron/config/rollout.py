@@ -89,7 +89,9 @@ class WeightSyncConfig(Section):
     """Address of rank 0 as the servers see it; empty: the loopback for servers on it, else this
     host's name."""
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time of one sync; a server that takes longer is taken out."""
+    """Longest time of one attempt, once there are servers, and again of ``verify``; servers that
+    take longer are taken out, and the others get the weights in another attempt. How long a server
+    is waited for is ``health.patience_s``."""
     verify: Literal["none", "logprobs"] = "none"
     """``logprobs``: after each sync every server's log-probs of a probe batch are compared with the
     trainer's; a server that differs serves nobody."""

@@ -6,7 +6,7 @@ padding), T = response tokens of a micro-batch, S = sequences of a micro-batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -78,47 +78,54 @@ def build_micro_batch(
         ValueError: A prompt is empty, or the arrays of a sample differ in length.
     """
     chosen = [samples[i] for i in sample_indices]
-    for sample in chosen:
-        _check_sample(sample)
-
+    packed = _pack(chosen, rules)
     index_S = np.asarray(sample_indices, dtype=np.int64)
-    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
-    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
-    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
-    token_ids_N, slots_S = _pack_tokens(chosen, slots_S, rules)
     rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
-    position_T = _ranges(response_S)
-    first_row_S = (np.cumsum(slots_S) - slots_S)[: len(chosen)] + prompt_S - 1
 
-    mask_T = torch.ones(len(position_T), dtype=torch.float32)
+    mask_T = torch.ones(len(packed.position_T), dtype=torch.float32)
     if masks_B is not None:
         mask_T = torch.from_numpy(_concatenate([masks_B[i] for i in sample_indices], np.float32))
 
     def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), response_S))
+        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), packed.response_S))
 
     return MicroBatch(
-        token_ids_N=torch.from_numpy(token_ids_N),
-        position_ids_N=torch.from_numpy(_ranges(slots_S)),
-        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(slots_S)).astype(np.int32)),
-        rows_T=torch.from_numpy(np.repeat(first_row_S, response_S) + position_T),
+        token_ids_N=torch.from_numpy(packed.token_ids_N),
+        position_ids_N=torch.from_numpy(_ranges(packed.slots_S)),
+        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(packed.slots_S)).astype(np.int32)),
+        rows_T=torch.from_numpy(packed.rows_T),
         target_T=torch.from_numpy(_concatenate([s.response_token_ids for s in chosen], np.int64)),
         behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
         rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
         advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
         mask_T=mask_T,
-        importance_T=torch.ones(len(position_T), dtype=torch.float32),
+        importance_T=torch.ones_like(mask_T),
         loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
         sample_T=per_token(index_S, np.int64),
-        position_T=torch.from_numpy(position_T),
+        position_T=torch.from_numpy(packed.position_T),
         version_T=torch.from_numpy(_concatenate([s.versions for s in chosen], np.int64)),
     )
 
 
-def _pack_tokens(
-    chosen: Sequence[Sample], slots_S: np.ndarray, rules: PackingRules
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids [N] and the positions of every sequence, padding sequence included."""
+class _Packed(NamedTuple):
+    """Where the tokens of a micro-batch lie; the padding sequence at its end is one of S."""
+
+    token_ids_N: np.ndarray
+    slots_S: np.ndarray
+    response_S: np.ndarray
+    """Response tokens, without the padding sequence."""
+    position_T: np.ndarray
+    """In its response."""
+    rows_T: np.ndarray
+    """That predict each response token."""
+
+
+def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
+    for sample in chosen:
+        _check_sample(sample)
+    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
+    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
+    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
     used = int(slots_S.sum())
     total = rules.padded_total(used)
     token_ids_N = np.zeros(total, dtype=np.int64)
@@ -126,7 +133,14 @@ def _pack_tokens(
     for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
         ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
         token_ids_N[offset : offset + len(ids)] = ids
-    return token_ids_N, np.append(slots_S, total - used) if total > used else slots_S
+    position_T = _ranges(response_S)
+    return _Packed(
+        token_ids_N=token_ids_N,
+        slots_S=np.append(slots_S, total - used) if total > used else slots_S,
+        response_S=response_S,
+        position_T=position_T,
+        rows_T=np.repeat(offset_S + prompt_S - 1, response_S) + position_T,
+    )
 
 
 def _check_sample(sample: Sample) -> None:

@@ -183,7 +183,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
             training.forward,
             training.forward_backward,
             training.optimizer,
-            weight_sync_time(config, hf, assumptions),
+            weight_sync_time(config, hf, layout.gpus, assumptions),
         ],
         bubble_share=training.bubble_share,
         layouts=_rank_layouts(config, hf, layout, assumptions),

@@ -124,13 +124,22 @@ def rollout_time(
     return PhaseTime("rollout", seconds, seconds, 0.0, 0.0), rate
 
 
-def weight_sync_time(config: RunConfig, hf: HfConfig, assumptions: Assumptions) -> PhaseTime:
-    """Estimate the sync: rank 0 writes all weights to a file system, the servers read them.
+def weight_sync_time(
+    config: RunConfig, hf: HfConfig, gpus: int, assumptions: Assumptions
+) -> PhaseTime:
+    """Estimate a push of all weights.
 
-    Gathering the shards on the way is faster than the disk and goes on beside it.
+    With ``disk`` rank 0 writes them to the shared file system and the servers read them. Else they
+    pass once through rank 0's link to the servers, which pass them on to each other meanwhile: the
+    network, or NVLink where all ``gpus`` of the trainer and those of the rollout are one node.
+    Gathering the shards goes on beside it.
     """
     size = ELEMENT_BYTES[config.model.dtype] * model_parameters(hf)
-    seconds = 2 * size / assumptions.disk_bytes_per_s
+    if config.rollout.weight_sync.method == "disk":
+        seconds = 2 * size / assumptions.disk_bytes_per_s
+    else:
+        is_one_node = gpus + assumptions.rollout_gpus <= assumptions.node_gpus
+        seconds = size / assumptions.link_bytes_per_s(within_node=is_one_node)
     return PhaseTime("weight sync", seconds, 0.0, seconds, 0.0)
 
 

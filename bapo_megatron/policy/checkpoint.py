@@ -26,7 +26,6 @@ from bapo_megatron.distributed import (
     any_rank,
     barrier,
     fail_together,
-    first_message,
     gather_objects,
     is_peer_loss,
 )
@@ -172,7 +171,7 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             rank.
     """
     groups = policy.groups
-    with _refused_together(groups):
+    with fail_together(groups, CheckpointError):
         state = read_state(directory)
         if groups.rank == 0:
             check_files(directory, state)
@@ -290,19 +289,6 @@ def _check_optimizer(directory: Path, policy: MegatronPolicy, *, saved_distribut
 
 def _is_distributed(policy: MegatronPolicy) -> bool:
     return bool(policy.wrapped[0].ddp_config.use_distributed_optimizer)
-
-
-@contextmanager
-def _refused_together(groups: ProcessGroups) -> Iterator[None]:
-    """A checkpoint that one rank refuses is refused by all of them, with its message."""
-    error: CheckpointError | None = None
-    try:
-        yield
-    except CheckpointError as caught:
-        error = caught
-    message = first_message(None if error is None else str(error), groups)
-    if message is not None:
-        raise CheckpointError(message) from error
 
 
 def _rng_name(groups: ProcessGroups) -> str:

@@ -4,7 +4,8 @@
     <root>/latest       name of the newest complete checkpoint
 
 A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves. A
-kill at any moment leaves the previous checkpoint in place.
+kill at any moment leaves the previous checkpoint in place; where one of the same number was being
+replaced, under the name of ``files.replaced_directory``, until the next save puts it back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.files import atomic_write_text, publish_directory
+from bapo_megatron.files import atomic_write_text, publish_directory, replaced_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -89,6 +90,8 @@ def find_latest(root: Path) -> Path | None:
         return None
     name = pointer.read_text(encoding="utf-8").strip()
     directory = root / name
+    if not directory.is_dir():  # a kill while it was replaced
+        directory = replaced_directory(directory)
     if not STEP_PATTERN.fullmatch(name) or not directory.is_dir():
         raise CheckpointError(
             f"{pointer}: names {name!r}, which is not a checkpoint beside it; write the name of "
@@ -139,9 +142,13 @@ def check_files(directory: Path, state: CheckpointState) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what killed saves and removals left."""
+    """Remove what killed saves and removals left; put back what was about to be replaced."""
     for path in root.glob(".step_*.tmp"):
-        shutil.rmtree(path)
+        step = root / path.name.removeprefix(".").partition(".")[0]
+        if path == replaced_directory(step) and not step.exists():
+            path.rename(step)
+        else:
+            shutil.rmtree(path)
 
 
 def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[str]) -> None:

@@ -190,7 +190,7 @@ def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     signed = sums.get("signed_tokens", 0.0)
     if signed > 0:
         values["tokens/positive_share"] = sums["positive_tokens"] / signed
-    compared = sums.get("mismatch_tokens", 0.0)
+    compared = values["mismatch/tokens"] = sums.get("mismatch_tokens", 0.0)
     if compared > 0:
         values["mismatch/logprob_abs_mean"] = sums["mismatch_abs"] / compared
         values["mismatch/logprob_abs_max"] = sums[f"{MAX_PREFIX}mismatch_abs"]

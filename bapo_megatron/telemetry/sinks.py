@@ -56,7 +56,10 @@ class MetricsSinks:
     def __init__(
         self, run_dir: Path, run_name: str, config: LogConfig, *, first_step: int, total_steps: int
     ) -> None:
-        """Open the sinks; rows of steps from ``first_step`` on (an earlier try) are dropped."""
+        """Open the sinks; what an earlier try wrote from ``first_step`` on is dropped.
+
+        With ``first_step`` 0 that is everything, the row before training too.
+        """
         self._total_steps = total_steps
         self._console = Console() if config.console else None
         self._lines = 0
@@ -65,7 +68,9 @@ class MetricsSinks:
             # A kill may have torn the last line; its step is made again.
             atomic_write_text(path, "".join(path.read_text().rpartition("\n")[:2]))
         earlier = read_metrics(path) if path.exists() else []
-        kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
+        kept = [
+            json.dumps(row) + "\n" for row in earlier if first_step > 0 and row["step"] < first_step
+        ]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
         self._tensorboard: Any = None
@@ -73,7 +78,7 @@ class MetricsSinks:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else None
+                str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else 0
             )
         self._wandb: Any = None
         if config.wandb_project:

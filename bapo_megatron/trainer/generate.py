@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from rich.table import Table
 
 from bapo_megatron.config.check import check_generate_config
+from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_server import START_VERSION
@@ -141,10 +142,13 @@ def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
     """
     check_generate_config(config)
     _claim_run_dir(config)
-    # Nothing is generated for later steps, and nobody else needs the servers' memory.
+    # Nothing is generated for later steps, nobody else needs the servers' memory, and every group
+    # is dumped once.
     train = config.train.model_copy(update={"steps": steps})
     rollout = config.rollout.model_copy(update={"colocated": False})
-    config = config.model_copy(update={"train": train, "rollout": rollout})
+    config = config.model_copy(
+        update={"train": train, "rollout": rollout, "replay": ReplayConfig()}
+    )
     totals: list[BatchTotals] = []
     stats = []
     with ProgressLine() as progress:

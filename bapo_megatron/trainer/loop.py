@@ -26,11 +26,11 @@ def train(config: RunConfig) -> None:
             with run.timer.phase("training"):
                 results = run.trainer.train(batch)
             with run.timer.phase("weight_sync"):
-                synced = run.sync_after_step()
+                run.push_weights()
             with run.timer.phase("evaluation"):
                 evaluated = run.evaluate_if_due(step)
             metrics = step_metrics(batch, results, lr, run.timer.end_step())
-            run.report(metrics, eval_metrics(evaluated) | synced, results)
+            run.report(metrics, eval_metrics(evaluated), results)
             with run.timer.phase("checkpoint"):  # its time is part of the next row
                 run.save_if_due(step)
         run.finish()

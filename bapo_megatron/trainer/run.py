@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from rich.console import Console
@@ -18,7 +18,7 @@ from bapo_megatron.config.load import save_resolved
 from bapo_megatron.data.dump import dump_bytes, read_batch
 from bapo_megatron.distributed import (
     barrier,
-    broadcast_bytes,
+    broadcast_answer,
     init_distributed,
     shutdown_distributed,
 )
@@ -38,11 +38,11 @@ from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.weight_probe import WeightProbe
-from bapo_megatron.trainer.weight_sync import WeightSync
+from bapo_megatron.trainer.weight_sync import SyncReport, WeightSync, sync_metrics
 from bapo_megatron.types import StepMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 
 
 # What rank 0 has all ranks do next; the first byte of what it broadcasts.
-_BATCH, _DONE, _PUSH_WEIGHTS, _SAVE = b"B", b"D", b"W", b"S"
+_BATCH, _DONE, _PUSH_WEIGHTS, _FAILED = b"B", b"D", b"W", b"F"
+
+_LONGEST_SILENCE_S = 60.0
+"""Rank 0 tells the others at least as often that it still waits for its source."""
 
 
 class Run:
@@ -85,10 +88,11 @@ class Run:
         self._source = source
         self._stack = stack
         self._sinks: MetricsSinks | None = None
-        self._saved_steps = 0
-        self._is_failing = False
-        """Generation failed for good: the run ends as soon as what it made is saved."""
-        self._failure: RolloutError | None = None
+        self._wait_on_s = min(_LONGEST_SILENCE_S, config.parallel.timeout_s / 4)
+        self._pushes: list[SyncReport] = []
+        """Since the last report; on rank 0."""
+        self._failure: RolloutError | OSError | None = None
+        """Why the run ends as soon as everything is saved; known to all ranks."""
         self._sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
@@ -131,8 +135,7 @@ class Run:
             )
             run = cls(config, groups, policy, source, stack)
             stack.callback(run.saver.close)
-            if source is not None:
-                stack.callback(run.end_sync)
+            stack.callback(run.close)
             yield run
             # Only after success: where this rank fails, the others learn it when the process has
             # cleaned up and said why, not while it does.
@@ -147,7 +150,6 @@ class Run:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
             self.progress = load_run(_checkpoint_root(self.config), self.policy, self._source)
-            self._saved_steps = self.progress.next_step
         with self.timer.phase("server_start"):
             if isinstance(self._source, CollectorClient):
                 self._source.wait_ready()
@@ -165,100 +167,100 @@ class Run:
             if self.config.log.console:
                 Console().print(f"loss stage: {self.trainer.kernels_name} kernels", highlight=False)
         with self.timer.phase("weight_sync"):
-            self.sync_weights()
+            self.push_weights()
+            self._pushes.clear()  # no part of a step
         if self.config.eval.at_start and self.first_step == 0:
             with self.timer.phase("evaluation"):
                 before = self._evaluate(step=BEFORE_TRAINING)
             if self._sinks is not None and before:
                 self._sinks.write(StepMetrics(BEFORE_TRAINING, eval_metrics(before)))
-        if self._is_failing:
-            self._save_before_failing()
+        if self._failure is not None:  # nothing was made that could be saved
+            raise self._failure
         self.timer.end_step()
 
     def next_batch(self, step: int) -> RolloutBatch:
         """Collect the batch of ``step`` on rank 0 and give it to every rank.
 
         Where no server holds the newest weights any more, all ranks push them again. Where
-        generation fails for good, the steps that were made are saved before rank 0 raises.
+        generation fails for good, everything is saved before all ranks raise.
         """
+
+        def collect(source: RolloutSource) -> bytes:
+            batch = source.collect(step)
+            return _PUSH_WEIGHTS if batch is None else _BATCH + dump_bytes(batch)
+
         while True:
-            kind, content = self._broadcast_batch(step)
+            kind, content = self._ask(collect)
             if kind == _BATCH:
                 return read_batch(content)
             if kind == _PUSH_WEIGHTS:
-                self.sync_after_step(again=True)
-            self._is_failing |= kind == _SAVE
-            if self._is_failing:
-                self._save_before_failing()
+                self.push_weights(again=True)
+            if self._failure is not None:
+                self._save_and_fail(self._failure)
 
-    def _broadcast_batch(self, step: int) -> tuple[bytes, bytes]:
-        """What all ranks do next, and the batch if there is one; rank 0 decides."""
-        if self._source is None:
-            message = broadcast_bytes(None, self._groups)
-            return message[:1], message[1:]
-        kind, content = _BATCH, b""
-        try:
-            batch = self._source.collect(step)
-        except RolloutError as error:
-            try:
-                self._source.state()
-            except RolloutError:  # the collector is gone, and the buffer with it
-                raise error from None
-            kind, self._failure = _SAVE, error
-        else:
-            kind, content = (_PUSH_WEIGHTS, b"") if batch is None else (_BATCH, dump_bytes(batch))
-        broadcast_bytes(kind + content, self._groups)
+    def _ask(self, ask: Callable[[RolloutSource], bytes]) -> tuple[bytes, bytes]:
+        """What all ranks do next: the kind, and what belongs to it. Rank 0 asks its source."""
+        source, answer = self._source, None
+        if source is not None:
+
+            def answer() -> bytes:
+                try:
+                    return ask(source)
+                except RolloutError as error:
+                    self._failure = error
+                    return _FAILED + str(error).encode()
+
+        message = broadcast_answer(answer, self._groups, self._wait_on_s)
+        kind, content = message[:1], message[1:]
+        if kind == _FAILED and self._failure is None:
+            self._failure = RolloutError(f"rank 0: {content.decode()}")
         return kind, content
 
-    def _save_before_failing(self) -> None:
-        """Save the steps since the newest checkpoint, if this run saves any, and fail.
+    def _save_and_fail(self, failure: RolloutError | OSError) -> NoReturn:
+        """Save everything, if this run saves anything, and raise ``failure``.
+
+        Also where the newest checkpoint has the same steps: samples have come since.
 
         Raises:
-            RolloutError: What made it fail; on rank 0, and where every rank knows it.
+            RolloutError: ``failure``, or the collector is gone, and the samples with it.
+            OSError: ``failure``, or the checkpoint cannot be written.
         """
-        config, progress = self.config.checkpoint, self.progress
-        if (config.every_steps or config.at_end) and progress.next_step > self._saved_steps:
+        if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
             self._save()
             self.saver.wait()
-        if self._failure is not None:
-            raise self._failure
+        raise failure
 
     def _save(self) -> None:
         save_run(self.saver, self.policy, self._source, self.progress)
-        self._saved_steps = self.progress.next_step
 
-    def sync_weights(self, *, again: bool = False) -> dict[str, float]:
+    def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.
+
+        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first.
 
         Args:
             again: Also where they got these before.
-
-        Returns:
-            Metrics of the sync, on rank 0.
         """
         if self.config.replay.dumps is not None:
-            return {}
+            return
         if self.config.rollout.colocated:
             # What the allocator of any rank keeps is missing where servers take their memory again.
             torch.cuda.empty_cache()
             barrier(self._groups)
             again = True  # released weights are lost, whether or not there are newer ones
-        report = self._sync.push(self.policy, self._source, again=again)
-        return report.metrics() if report is not None else {}
-
-    def sync_after_step(self, *, again: bool = False) -> dict[str, float]:
-        """As ``sync_weights``; a failure is raised once the step is reported and saved."""
         try:
-            return self.sync_weights(again=again)
-        except RolloutError as error:
-            self._is_failing, self._failure = True, error
-            return {}
+            report = self._sync.push(self.policy, self._source, again=again)
+        except (RolloutError, OSError) as error:
+            self._failure = error
+        else:
+            if report is not None:
+                self._pushes.append(report)
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
         """Evaluate after every ``eval.every_steps`` steps and after the last one (rank 0 only)."""
         every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
         due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
-        return self._evaluate(step) if due and not self._is_failing else []
+        return self._evaluate(step) if due else []
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
@@ -268,8 +270,8 @@ class Run:
         self.saver.poll()
         every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
         self.progress.next_step = step + 1
-        if self._is_failing:
-            self._save_before_failing()
+        if self._failure is not None:
+            self._save_and_fail(self._failure)
         if (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end):
             self._save()
 
@@ -279,12 +281,18 @@ class Run:
         """Write the step's metrics (rank 0) and count what the summary reports."""
         self.progress.count(metrics, results)
         if self._sinks is not None:
-            self._sinks.write(StepMetrics(metrics.step, metrics.values | evaluated))
+            synced = sync_metrics(self._pushes)
+            self._sinks.write(StepMetrics(metrics.step, metrics.values | evaluated | synced))
+            self._pushes.clear()
 
-    def end_sync(self) -> None:
-        """Leave the group for weights and remove those on the disk; rank 0 only."""
+    def close(self) -> None:
+        """End what generates, leave the group for weights, remove those on the disk.
+
+        In this order: servers that are gone take part in nothing that rank 0 may be stuck in.
+        """
         if self._source is not None:
-            self._sync.close(self._source)
+            self._source.close()
+            self._sync.close()
 
     def finish(self) -> None:
         """Complete the last checkpoint, export the trained model and print the summary."""
@@ -304,22 +312,20 @@ class Run:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
         if not self.config.eval.sets or self.config.replay.dumps is not None:
             return []
-        while True:
-            results, kind = None, _DONE
-            if self._source is None:
-                kind = broadcast_bytes(None, self._groups)
-            else:
-                try:
-                    results = self._source.evaluate(step)
-                    kind = _DONE if results is not None else _PUSH_WEIGHTS
-                except RolloutError as error:
-                    kind, self._failure = _SAVE, error
-                broadcast_bytes(kind, self._groups)
-            self._is_failing |= kind == _SAVE
-            if kind == _PUSH_WEIGHTS:
-                self.sync_after_step(again=True)
-            if kind == _DONE or self._is_failing:
+        results: list[EvalResult] | None = None
+
+        def evaluate(source: RolloutSource) -> bytes:
+            nonlocal results
+            results = source.evaluate(step)
+            return _PUSH_WEIGHTS if results is None else _DONE
+
+        while self._failure is None:
+            kind, _ = self._ask(evaluate)
+            if kind == _DONE:
                 return results or []
+            if kind == _PUSH_WEIGHTS:
+                self.push_weights(again=True)
+        return []
 
     def _evaluate(self, step: int) -> list[EvalResult]:
         results = self._results_of(step)

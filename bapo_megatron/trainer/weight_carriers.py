@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 from concurrent.futures import wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bapo_megatron.rollout.base import RolloutError
@@ -12,7 +12,7 @@ from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank
 from bapo_megatron.trainer.weight_memory import shared_memory_payload, start_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.base import RolloutSource
     from bapo_megatron.trainer.weight_buckets import Bucket
 
-_LOG = logging.getLogger(__name__)
 _LAST_WAIT_S = 180.0
 """More than any operation of a group that was given up may take until its time limit."""
 
@@ -45,8 +44,8 @@ class Carrier(Protocol):
         """Leave what a failed attempt holds open."""
         ...
 
-    def close(self, source: RolloutSource) -> None:
-        """End it, on the servers too."""
+    def close(self) -> None:
+        """End it on this side; the collector ends it on the servers'."""
         ...
 
 
@@ -58,6 +57,25 @@ def check(answer: dict[str, Any]) -> None:
     """
     if answer["failed"] is not None:
         raise AttemptFailedError(answer["failed"])
+
+
+@contextmanager
+def handed_over() -> Iterator[None]:
+    """Tell what fails on rank 0's own side from defects: all ranks must hear of it.
+
+    Raises:
+        RolloutError: A port, shared memory, a file or the group cannot be used.
+    """
+    try:
+        yield
+    except RolloutError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise RolloutError(
+            f"rank 0 cannot hand over the weights ({error}); free shared memory (/dev/shm), ports "
+            "or disk, lower rollout.weight_sync.bucket_mb, or change rollout.weight_sync.method; "
+            "then continue with resume=true"
+        ) from error
 
 
 class BroadcastCarrier:
@@ -90,8 +108,7 @@ class BroadcastCarrier:
             backend=self._backend,
         )
         formed = group.form(1 + sum(opened["num_ranks"]))
-        check(joined())
-        _result(formed, self._config.timeout_s)
+        _await_both(joined, formed, "form a group", self._config.timeout_s)
 
     def send(self, bucket: Bucket, source: RolloutSource) -> Callable[[], None]:
         """Have the servers receive what the group broadcasts."""
@@ -104,12 +121,9 @@ class BroadcastCarrier:
             is_last=bucket.is_last,
         )
         sent = self._group.broadcast(bucket.flat)
-
-        def await_loaded() -> None:
-            check(received())
-            _result(sent, self._config.timeout_s)
-
-        return await_loaded
+        return functools.partial(
+            _await_both, received, sent, "send the weights", self._config.timeout_s
+        )
 
     def give_up(self) -> None:
         """Close the group; an operation that is stuck in it ends later."""
@@ -117,13 +131,8 @@ class BroadcastCarrier:
         if group is not None and (stuck := group.close()) is not None:
             self._stuck.append(stuck)
 
-    def close(self, source: RolloutSource) -> None:
-        """End the group on both sides."""
-        if self._group is not None:
-            try:
-                source.call_weights("leave")()
-            except RolloutError as error:
-                _LOG.info("the servers keep the group for weights: %s", error)
+    def close(self) -> None:
+        """Close the group, and wait for operations that are stuck."""
         self.give_up()
         # A thread inside a collective at the end of the interpreter would abort the process.
         wait(self._stuck, _LAST_WAIT_S)
@@ -154,7 +163,7 @@ class MemoryCarrier:
     def give_up(self) -> None:
         """Nothing is open."""
 
-    def close(self, source: RolloutSource) -> None:
+    def close(self) -> None:
         """Nothing is open."""
 
 
@@ -164,16 +173,25 @@ def _await_taken(taken: Callable[[], Any], bucket: Bucket) -> None:
     del bucket
 
 
-def _result(operation: Future[None], limit_s: float) -> None:
-    """Wait for an operation whose other side has succeeded.
+def _await_both(servers: Callable[[], Any], own: Future[None], what: str, limit_s: float) -> None:
+    """Wait for an operation of servers and of rank 0.
 
     Raises:
-        RolloutError: It failed here all the same.
+        AttemptFailedError: A server failed; if rank 0 did too, the message has its reason: who was
+            first is not known.
+        RolloutError: Rank 0 alone failed.
     """
     try:
-        operation.result(limit_s)
+        check(servers())
+    except AttemptFailedError as failure:
+        error = own.exception() if own.done() else None
+        if error is None:
+            raise
+        raise AttemptFailedError(f"{failure} (rank 0 could not {what}: {error})") from error
+    try:
+        own.result(limit_s)
     except (RuntimeError, TimeoutError) as error:
         raise RolloutError(
-            f"the servers have the weights but rank 0 could not send them ({error}); check "
+            f"the servers did their part but rank 0 could not {what} ({error}); check "
             "rollout.weight_sync.backend, or set rollout.weight_sync.method: disk"
         ) from error

@@ -161,8 +161,10 @@ class WeightGroup:
             try:
                 operation()
             except Exception as error:  # noqa: BLE001 — whatever it is, who waits gets it
-                self._group = None  # closes its connections, which wakes the other ranks
+                # Before the other ranks fail for it, so that whoever hears of them finds the cause.
                 future.set_exception(RuntimeError(str(error)))
+                # Closes its connections and the store, which wakes the other ranks.
+                self._group = self._store = None
             else:
                 future.set_result(None)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bapo_megatron.distributed import broadcast_bytes, first_message
+from bapo_megatron.distributed import broadcast_bytes, fail_together
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.trainer.weight_buckets import WeightBuckets
 from bapo_megatron.trainer.weight_carriers import (
@@ -22,16 +22,16 @@ from bapo_megatron.trainer.weight_carriers import (
     BroadcastCarrier,
     MemoryCarrier,
     check,
+    handed_over,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
 
     from bapo_megatron.config.rollout import WeightSyncConfig
-    from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.rollout.base import RolloutSource
     from bapo_megatron.trainer.weight_carriers import Carrier
@@ -48,17 +48,28 @@ class SyncReport:
     version: int
     num_bytes: int
     """Of the weights that each server got, once."""
+    push_s: float
+    """Time from the first call to the last."""
     pause_s: float
-    """Time for which generation stood still."""
+    """Time in it for which generation stood still."""
     difference: float | None = None
-    """Largest mean difference of a server's log-probs to the trainer's; None: not compared."""
+    """Largest mean difference of a server's log-probs to the trainer's; None: none was compared."""
 
-    def metrics(self) -> dict[str, float]:
-        """By the names of docs/rollout.md."""
-        values = {"weight_sync/bytes": float(self.num_bytes), "weight_sync/pause_s": self.pause_s}
-        if self.difference is not None:
-            values["weight_sync/logprob_difference"] = self.difference
-        return values
+
+def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
+    """The ``weight_sync/…`` of one step, by the names of docs/algorithm.md; none without a push."""
+    if not reports:
+        return {}
+    values = {
+        "weight_sync/pushes": float(len(reports)),
+        "weight_sync/bytes": float(sum(report.num_bytes for report in reports)),
+        "weight_sync/push_s": math.fsum(report.push_s for report in reports),
+        "weight_sync/pause_s": math.fsum(report.pause_s for report in reports),
+    }
+    differences = [report.difference for report in reports if report.difference is not None]
+    if differences:
+        values["weight_sync/logprob_difference"] = max(differences)
+    return values
 
 
 class WeightSync:
@@ -101,32 +112,36 @@ class WeightSync:
             What it cost; None where there was nothing to do, and on all ranks but the first.
 
         Raises:
-            RolloutError: No server took the weights; on all ranks.
+            RolloutError: No server took the weights, or rank 0 could not hand them over; on all
+                ranks.
             OSError: ``method: disk`` cannot write; on all ranks.
         """
         version = policy.num_updates
         if version == self._version and not again:
             return None
         started_s = time.monotonic()
-        num_bytes, difference = 0, None
+        num_bytes, difference, pause_s = 0, None, 0.0
         sequences: list[list[int]] | None = None
-        with _fail_together(policy.groups):
+        with fail_together(policy.groups, RolloutError):
             num_bytes = self._hand_over(policy, source, version)
             if source is not None and self._config.verify == "logprobs":
                 sequences = source.call_weights("probe")()
         if self._config.verify == "logprobs":
-            with _fail_together(policy.groups):
+            with fail_together(policy.groups, RolloutError):
                 difference = self._verify(policy, source, sequences)
+        with fail_together(policy.groups, RolloutError):
+            if source is not None:
+                pause_s = source.call_weights("resume")()["pause_s"]
         self._version = version
         if source is None:
             return None
-        source.call_weights("resume")()
-        return SyncReport(version, num_bytes, time.monotonic() - started_s, difference)
+        push_s = time.monotonic() - started_s
+        return SyncReport(version, num_bytes, push_s, pause_s, difference)
 
-    def close(self, source: RolloutSource) -> None:
-        """Have the servers forget the group, and remove what is left on disk; rank 0 only."""
+    def close(self) -> None:
+        """Leave the group, and remove what is left on disk; rank 0 only."""
         if self._carrier is not None:
-            self._carrier.close(source)
+            self._carrier.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _hand_over(self, policy: MegatronPolicy, source: RolloutSource | None, version: int) -> int:
@@ -152,11 +167,12 @@ class WeightSync:
             policy.export_hf(target)
         if source is None:
             return 0
-        source.call_weights("load", model_dir=str(target.absolute()), version=version)()
-        for earlier in self._root.iterdir():
-            if earlier != target:
-                shutil.rmtree(earlier)
-        return sum(file.stat().st_size for file in target.glob("*.safetensors"))
+        with handed_over():
+            source.call_weights("load", model_dir=str(target.absolute()), version=version)()
+            for earlier in self._root.iterdir():
+                if earlier != target:
+                    shutil.rmtree(earlier)
+            return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _verify(
         self,
@@ -169,7 +185,7 @@ class WeightSync:
         expected = self._probe.logprobs(json.loads(broadcast_bytes(known, policy.groups)))
         if source is None:
             return None
-        found: dict[str, float] = source.call_weights("verify", expected=expected)()
+        found: dict[str, float | None] = source.call_weights("verify", expected=expected)()
         return found["difference"]
 
 
@@ -188,31 +204,19 @@ def _push_buckets(
 
 def _attempt(buckets: WeightBuckets, source: RolloutSource, version: int, carrier: Carrier) -> int:
     """Send all buckets; the next one is gathered while the servers load the last. Returns bytes."""
-    carrier.prepare(source.call_weights("begin", version=version)(), source)
+    opened = source.call_weights("begin", version=version)()
+    with handed_over():
+        carrier.prepare(opened, source)
     num_bytes = 0
     await_loaded: Callable[[], None] | None = None
     for number in range(len(buckets)):
         bucket = buckets.gather(number)
         if await_loaded is not None:
             await_loaded()
-        await_loaded = carrier.send(bucket, source)
+        with handed_over():
+            await_loaded = carrier.send(bucket, source)
         num_bytes += bucket.flat.numel()
     assert await_loaded is not None, "a model has parameters"
     await_loaded()
     check(source.call_weights("finish")())
     return num_bytes
-
-
-@contextmanager
-def _fail_together(groups: ProcessGroups) -> Iterator[None]:
-    """Have a ``RolloutError`` of rank 0 raised on all ranks, so that they can save together."""
-    error: RolloutError | None = None
-    try:
-        yield
-    except RolloutError as caught:
-        error = caught
-    message = first_message(None if error is None else str(error), groups)
-    if error is not None:
-        raise error
-    if message is not None:
-        raise RolloutError(f"rank 0: {message}")

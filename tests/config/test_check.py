@@ -253,6 +253,38 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "rollout.servers: must differ, got 'http://a:1' 2 times; keep or rename one",
         ),
         (
+            ["rollout.servers=[http://user:password@a:1]"],
+            1,
+            "rollout.servers: must hold no user or password, got an address with '@': it would be "
+            "in config.yaml and in logs; set BAPO_MEGATRON_API_KEY instead (docs/launch.md)",
+        ),
+        *(
+            (
+                [f"rollout.server.extra_args=[{given}]"],
+                1,
+                f"rollout.server.extra_args: must hold no secret, got {name}: it would be in "
+                "config.yaml and in logs; leave it out: the trainer's own servers have one, and "
+                f"serve takes {variable} (docs/launch.md)",
+            )
+            for given, name, variable in (
+                ("--api-key, s3cret", "--api-key", "BAPO_MEGATRON_API_KEY"),
+                ("--admin-api-key=s3cret", "--admin-api-key", "BAPO_MEGATRON_ADMIN_API_KEY"),
+            )
+        ),
+        (
+            ["rollout.weight_sync.backend=nccl", "rollout.servers=[http://a:1]"],
+            1,
+            "rollout.weight_sync.backend: must be auto or gloo where rank 0 has no GPU, got nccl; "
+            "set rollout.weight_sync.backend=auto",
+        ),
+        (
+            ["parallel.timeout_s=600", "rollout.health.patience_s=900"],
+            1,
+            "rollout.health.patience_s: must be below parallel.timeout_s = 600, got 900: the other "
+            "ranks wait no longer while rank 0 looks for a server that takes weights; lower it, or "
+            "raise parallel.timeout_s",
+        ),
+        (
             ["model.path=missing"],
             1,
             "model.path: no such directory 'missing'; download a Hugging Face model to it, or run "

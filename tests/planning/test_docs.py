@@ -11,6 +11,7 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from tests.launch import REPOSITORY
 from tests.planning.cases import MODELS
 
+DISK = "rollout.weight_sync.method=disk"
 TEXT = " ".join((REPOSITORY / "docs" / "scaling.md").read_text().split())
 
 MODEL_OF = {
@@ -73,6 +74,8 @@ def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
         f"the total is {gb(plan_7b(8))} GB. Without Transformer Engine: {gb(plan_7b(local=True))}"
         f" GB. With `recompute=full`: {gb(plan_7b(4, 'megatron.recompute=full'))} GB.",
         f"{plan_7b().step_s:.0f} s per step",
+        f"reads the weights at 2 GB/s, {plan_7b(4, DISK).phases[-1].seconds:.0f} s",
+        f"by disk {plan_32b(None, DISK).phases[-1].seconds:.0f} s",
         f"{plan_32b().stages[1].logits_bytes / 1e9:.1f} GB of chunked logits: "
         f"{plan_32b().stages[1].total_bytes / 1e9:.1f} GB.",
         f"{gb(plan_32b(PlanOptions(gpus=128), 'parallel.pipeline=1'))} GB in all",

@@ -191,6 +191,24 @@ def test_a_rollout_ends_with_its_longest_response_unless_it_is_resumed() -> None
     assert resumed == pytest.approx(4096 * read / (0.7 * 3.35e12))
 
 
+@pytest.mark.parametrize(
+    ("method", "node_gpus", "bytes_per_s"),
+    [
+        ("broadcast", 8, 0.7 * 450e9),  # trainer and servers are 8 GPUs
+        ("broadcast", 4, 0.7 * 50e9),
+        ("tensor", 8, 0.7 * 450e9),
+        ("disk", 8, 2e9 / 2),  # written, then read
+    ],
+)
+def test_new_weights_take_the_way_that_is_configured(
+    method: str, node_gpus: int, bytes_per_s: float
+) -> None:
+    rollout = {**RUN_7B["rollout"], "weight_sync": {"method": method}}
+    plan = plan_7b(PlanOptions(gpus=4, node_gpus=node_gpus), rollout=rollout)
+    assert plan.phases[-1].name == "weight sync"
+    assert plan.phases[-1].seconds == pytest.approx(2 * 7_615_616_512 / bytes_per_s)
+
+
 def test_tensor_parallel_beyond_the_node_is_remarked_upon() -> None:
     notes = {nodes: plan_7b(PlanOptions(node_gpus=nodes)).notes for nodes in (2, 4)}
     assert notes[4] == []

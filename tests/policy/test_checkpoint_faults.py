@@ -133,7 +133,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line_by_every_rank(
     if "damaged" in first["error"]:
         assert "write its name (step_<n>) into checkpoints/latest" in first["error"]
     assert "\n" not in first["error"]
-    assert second["error"] == first["error"]
+    if name == "missing rank file":  # rank 0 misses it, rank 1 cannot read it
+        assert "rng_1.pt: damaged (No such file" in second["error"].replace("[Errno 2] ", "")
+    else:
+        errors = {rank["error"].removeprefix("another rank: ") for rank in (first, second)}
+        assert len(errors) == 1
     assert first["previous"] == second["previous"] == {"saved": 1}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bapo_megatron.policy.checkpoint_files import (
     publish,
     read_state,
     remove_others,
+    remove_unfinished,
     unfinished_directory,
 )
 
@@ -74,6 +76,44 @@ def test_checkpoints_of_an_abandoned_try_make_room_for_the_one_just_saved(tmp_pa
     _save(tmp_path, 3, keep_last=9, keep_every=5)
     assert find_latest(tmp_path) == tmp_path / "step_3"
     assert _left(tmp_path) == ["latest", "step_2", "step_3"]
+
+
+@pytest.mark.parametrize(
+    ("kill", "bytes_left"),
+    [("rename to .step_3.replaced.tmp", 5), ("rename to step_3", 5), ("remove", 7)],
+)
+def test_a_kill_while_a_checkpoint_of_the_same_number_is_replaced_leaves_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: str, bytes_left: int
+) -> None:
+    _save(tmp_path, 3)
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def rename_or_die(self: Path, target: Path) -> Path:
+        if kill == f"rename to {target.name}":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    def remove_or_die(path: Path, **options: Any) -> None:
+        if kill == "remove" and path.exists():
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    unfinished = unfinished_directory(tmp_path, 3)
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").write_bytes(b"1234567")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename_or_die)
+        patched.setattr(shutil, "rmtree", remove_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            publish(tmp_path, 3, FIELDS, ["__0_0.distcp"])
+
+    for _ in range(2):  # also after the next save has begun
+        directory = find_latest(tmp_path)
+        assert directory is not None
+        check_files(directory, state := read_state(directory))
+        assert state.file_bytes == {"__0_0.distcp": bytes_left}
+        remove_unfinished(tmp_path)
+    assert _left(tmp_path) == ["latest", "step_3"]
 
 
 def test_a_file_that_another_rank_wrote_and_nobody_sees_is_named(tmp_path: Path) -> None:

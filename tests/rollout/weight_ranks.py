@@ -196,7 +196,7 @@ def push_changed(
                 policy.export_hf(directory / str(number))
         finally:
             if source is not None:
-                sync.close(source)
+                sync.close()
                 source.__exit__()
     return outcomes
 

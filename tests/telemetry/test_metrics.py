@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.telemetry.figures import PANELS, draw_dynamics
-from bapo_megatron.telemetry.metrics import merge_sums, step_metrics
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, merge_sums, step_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks, read_metrics
 from bapo_megatron.types import (
     ClipBounds,
@@ -103,6 +103,7 @@ def test_token_metrics_are_quotients_of_sums_over_all_updates() -> None:
     assert values["tokens/positive_share"] == 0.5
     assert values["train/packing_share"] == 0.75
     assert values["train/imbalance_ratio"] == 1.25
+    assert values["mismatch/tokens"] == 0.0
     assert "mismatch/logprob_abs_mean" not in values
     assert values["throughput/tokens_per_s"] == 5.0
     assert values["throughput/generated_tokens_per_s"] == 10.0
@@ -244,6 +245,16 @@ def test_sinks_drop_rows_that_a_resumed_run_makes_again(tmp_path) -> None:
         (3, 0.9),
     ]
     assert "x" not in rows[0]
+
+
+def test_a_run_that_begins_anew_drops_the_row_before_training_too(tmp_path) -> None:
+    config = LogConfig(console=False, tensorboard=False)
+    for reward in (0.1, 0.9):
+        sinks = MetricsSinks(tmp_path, "run", config, first_step=0, total_steps=4)
+        sinks.write(StepMetrics(BEFORE_TRAINING, {"reward/mean": reward}))
+        sinks.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows == [{"step": BEFORE_TRAINING, "reward/mean": 0.9}]
 
 
 def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path) -> None:

@@ -185,6 +185,7 @@ class FailingSource:
 
     def __init__(self, config: RunConfig) -> None:
         self.steps = config.train.steps
+        self.replayed_batches = config.replay.batches
         self.calls: list[str] = []
 
     def start(self) -> None:
@@ -218,7 +219,7 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
         return sources[-1]
 
     monkeypatch.setattr("bapo_megatron.trainer.generate.CollectorClient", open_source)
-    run_config = load_config(config, [f"run_dir={tmp_path / 'run'}"])
+    run_config = load_config(config, [f"run_dir={tmp_path / 'run'}", "replay.batches=4"])
     with pytest.raises(RolloutError, match="no server is left"):
         generate_batches(run_config, steps=3)
     (source,) = sources
@@ -232,4 +233,5 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
         "close",
     ]
     assert source.steps == 3  # and not those of a training: nothing is generated beyond them
+    assert source.replayed_batches == 0  # a group would be in several dumps
     assert not (tmp_path / "run" / "generate.json").exists()

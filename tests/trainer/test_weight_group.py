@@ -17,10 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, rendezvous
 
+from bapo_megatron.config.rollout import WeightSyncConfig
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.trainer.weight_carriers import AttemptFailedError, BroadcastCarrier
 from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank_zero_address
 from bapo_megatron.trainer.weight_memory import shared_memory_payload
 from tests.distributed_launch import run_ranks
 
+LIMIT = timedelta(seconds=60)
 LOCAL = ("http://127.0.0.1:30000", "http://localhost:30001", "http://[::1]:30002")
 
 
@@ -114,6 +118,56 @@ def test_a_group_that_does_not_form_ends_when_it_is_closed() -> None:
     assert group.close() is forming
     with pytest.raises(RuntimeError):
         forming.result(60)
+
+
+def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their wait for rank 0 in the store ends, and the message has its reason."""
+    monkeypatch.setattr(WeightGroup, "_connect", lambda *_: _raise("no GPUs found"))
+    closed = threading.Event()
+    carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
+
+    class Source:
+        def call_weights(self, name: str, **arguments: Any) -> Any:
+            store = dist.TCPStore("127.0.0.1", arguments["master_port"], timeout=LIMIT)
+
+            def wait_for_rank_zero() -> dict[str, Any]:
+                with pytest.raises(dist.DistNetworkError):
+                    store.get("never set")
+                closed.set()
+                return {"failed": "http://a:1: connection closed"}
+
+            return wait_for_rank_zero
+
+    opened = {"addresses": [], "num_ranks": [1], "share_group": False}
+    with pytest.raises(
+        AttemptFailedError,
+        match=r"connection closed \(rank 0 could not form a group: no GPUs found\)",
+    ):
+        carrier.prepare(opened, Source())  # type: ignore[arg-type]
+    assert closed.is_set()
+    carrier.close()
+
+
+def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WeightGroup, "_connect", lambda *_: _raise("no GPUs found"))
+    carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
+
+    class Source:
+        def call_weights(self, name: str, **arguments: Any) -> Any:
+            return lambda: {"failed": None}
+
+    opened = {"addresses": [], "num_ranks": [], "share_group": False}
+    with pytest.raises(RolloutError, match="rank 0 could not form a group"):
+        carrier.prepare(opened, Source())  # type: ignore[arg-type]
+    carrier.close()
+
+
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
 
 
 def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:

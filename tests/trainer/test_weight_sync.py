@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bapo_megatron.trainer.weight_sync import SyncReport, sync_metrics
 from tests.distributed_launch import run_ranks
-from tests.trainer.weight_sync_ranks import push_by_script
+from tests.trainer.weight_sync_ranks import PAUSE_S, push_by_script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,8 +31,24 @@ def test_weights_are_handed_over_bucket_by_bucket(ranks: tuple[dict[str, Any], .
     assert report.version == 0
     assert calls["take"] > 2
     assert calls == {"begin": 1, "take": calls["take"], "finish": 1, "resume": 1}
-    assert report.metrics().keys() == {"weight_sync/bytes", "weight_sync/pause_s"}
-    assert report.metrics()["weight_sync/bytes"] > 100_000
+    assert report.num_bytes > 100_000
+    assert report.pause_s == PAUSE_S
+    assert report.push_s > 0
+
+
+def test_the_pushes_of_a_step_are_added_up() -> None:
+    reports = [
+        SyncReport(3, num_bytes=100, push_s=2.0, pause_s=0.5, difference=0.01),
+        SyncReport(3, num_bytes=100, push_s=1.0, pause_s=0.25, difference=0.03),
+    ]
+    assert sync_metrics(reports) == {
+        "weight_sync/pushes": 2.0,
+        "weight_sync/bytes": 200.0,
+        "weight_sync/push_s": 3.0,
+        "weight_sync/pause_s": 0.75,
+        "weight_sync/logprob_difference": 0.03,
+    }
+    assert sync_metrics([]) == {}
 
 
 def test_a_version_that_the_servers_have_is_pushed_only_if_asked(
@@ -56,12 +73,32 @@ def test_if_no_server_is_left_all_ranks_raise_and_stay_in_step(
     ranks: tuple[dict[str, Any], ...],
 ) -> None:
     assert ranks[0]["none left"][1] == "no server left"
-    assert ranks[1]["none left"][1] == "rank 0: no server left"
+    assert ranks[1]["none left"][1] == "another rank: no server left"
     # The version was not pushed, so the next sync does it.
     report, error, _ = ranks[0]["after it"]
     assert error == ranks[1]["after it"][1] == ""
     assert report.version == 2
-    assert ranks[0]["versions"] == [0, 0, 1, 1, 2, 2]
+    assert ranks[0]["versions"][:6] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cannot go on", "it cannot go on"),
+        (
+            "no shared memory",
+            "rank 0 cannot hand over the weights (unable to write to file </torch_1>: No space "
+            "left on device (28)); free shared memory (/dev/shm), ports or disk, lower "
+            "rollout.weight_sync.bucket_mb, or change rollout.weight_sync.method; then continue "
+            "with resume=true",
+        ),
+    ],
+)
+def test_what_fails_on_rank_zero_alone_is_raised_on_all_ranks(
+    ranks: tuple[dict[str, Any], ...], name: str, message: str
+) -> None:
+    assert ranks[0][name][:2] == (None, message)
+    assert ranks[1][name][:2] == (None, f"another rank: {message}")
 
 
 def test_other_ranks_report_nothing(ranks: tuple[dict[str, Any], ...]) -> None:

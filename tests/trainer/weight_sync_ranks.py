@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import barrier
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.trainer import weight_sync
+from bapo_megatron.trainer import weight_carriers, weight_sync
 from bapo_megatron.trainer.weight_probe import WeightProbe
 from bapo_megatron.trainer.weight_sync import WeightSync
 from tests.distributed_launch import joined
@@ -23,6 +24,10 @@ MEGABYTE = 60_000
 """The model has 340 kB: several buckets."""
 
 
+PAUSE_S = 0.25
+"""What the stub reports for every push."""
+
+
 class ScriptedSource:
     """A ``RolloutSource`` without servers as far as weights are concerned."""
 
@@ -31,7 +36,8 @@ class ScriptedSource:
         self.versions: list[int] = []
         self.failing_take = -1
         """Which ``take``, counted from 0, fails."""
-        self.begin_error = ""
+        self.begin_error = self.resume_error = ""
+        self.num_ranks: list[int] = []
 
     def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
         number = self.calls.count(name)
@@ -39,13 +45,20 @@ class ScriptedSource:
         if name == "begin":
             self.versions.append(arguments["version"])
             return self._begin
+        if name == "resume":
+            return self._resume
         fails = name == "take" and number == self.failing_take
         return lambda: {"failed": "server 1 is gone" if fails else None}
 
     def _begin(self) -> dict[str, Any]:
         if self.begin_error:
             raise RolloutError(self.begin_error)
-        return {"addresses": [], "num_ranks": [], "share_group": False}
+        return {"addresses": [], "num_ranks": self.num_ranks, "share_group": False}
+
+    def _resume(self) -> dict[str, Any]:
+        if self.resume_error:
+            raise RolloutError(self.resume_error)
+        return {"pause_s": PAUSE_S}
 
 
 def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
@@ -85,5 +98,14 @@ def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
             source.begin_error = ""
             found["versions"] = source.versions
         push("after it")
+        policy.num_updates += 1
+        if source is not None:
+            source.resume_error = "it cannot go on"
+        push("cannot go on")
+        if source is not None:
+            source.resume_error, source.num_ranks = "", [1]
+        full = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+        with mock.patch.object(weight_carriers, "shared_memory_payload", side_effect=full):
+            push("no shared memory")
         barrier(groups)
     return found

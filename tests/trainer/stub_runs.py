@@ -1,0 +1,171 @@
+"""Runs whose batches come from a stub: dumps, interrupts and failures by a script."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.distributed import shutdown_distributed
+from bapo_megatron.policy.checkpoint_files import find_latest, read_state
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.trainer import run as run_module
+from bapo_megatron.trainer.loop import train
+from tests.distributed_launch import take_port
+from tests.trainer.dumps import replay_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bapo_megatron.types import EvalResult, RolloutBatch
+
+PAUSE_S = 0.25
+"""What the stub reports for every push."""
+
+
+@dataclass
+class StubSource:
+    """A ``RolloutSource`` without servers."""
+
+    dumps: Path
+    on_collect: dict[int, Callable[[StubSource], bool]] = field(default_factory=dict)
+    """By step: called before its batch is given; True if it lacks weights this time."""
+    calls: list[str] = field(default_factory=list)
+    num_samples: int = 0
+    """Part of the state; grows with every collection, also with one that fails."""
+
+    def collect(self, step: int) -> RolloutBatch | None:
+        self.calls.append("collect")
+        self.num_samples += 100
+        if step in self.on_collect and self.on_collect[step](self):
+            return None
+        return read_batch(self.dumps / f"step_{step:06d}.parquet")
+
+    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+        self.calls.append(name)
+        answers: dict[str, Any] = {
+            "begin": {"addresses": [], "num_ranks": [], "share_group": False},
+            "resume": {"pause_s": PAUSE_S},
+        }
+        return lambda: answers.get(name, {"failed": None})
+
+    def sync_weights(self, model_dir: Path, version: int) -> None: ...
+
+    def evaluate(self, step: int) -> list[EvalResult]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.num_samples = state["num_samples"]
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run on one rank."""
+
+    error: str
+    calls: list[str]
+    rows: list[dict[str, float]]
+    checkpoint: str
+    saved_state: dict[str, Any]
+    """Of the source, in the newest checkpoint."""
+
+
+def _outcome(
+    model: Path,
+    dumps: Path,
+    run_dir: Path,
+    on_collect: dict[int, Callable[[StubSource], bool]],
+    weight_sync: dict[str, Any] | None = None,
+) -> Outcome:
+    run_dir.mkdir(exist_ok=True, parents=True)
+    data = run_dir.parent / "train.jsonl"
+    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    settings = replay_settings(model, dumps, run_dir) | {
+        "replay": None,
+        "data": {"train": {"path": str(data)}, "max_prompt_tokens": 32},
+        "rollout": {
+            "servers": ["http://127.0.0.1:1"],
+            "groups_per_step": 4,
+            "max_response_tokens": 64,
+            "weight_sync": weight_sync or {},
+        },
+        "checkpoint": {"every_steps": 1},
+        "train": {"steps": 3, "max_tokens_per_micro_batch": 128},
+        "log": {"tensorboard": False, "console": False},
+    }
+    source = StubSource(dumps, on_collect)
+    run_module._open_source = lambda *_: source
+    take_port()
+    error = ""
+    try:
+        train(RunConfig.model_validate(settings))
+    except (RolloutError, OSError, KeyboardInterrupt) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    finally:
+        shutdown_distributed()
+    latest = find_latest(run_dir / "checkpoints")
+    metrics = run_dir / "metrics.jsonl"
+    return Outcome(
+        error,
+        source.calls,
+        read_metrics(metrics) if metrics.exists() else [],
+        latest.name if latest else "",
+        read_state(latest).extra.get("rollout", {}) if latest else {},
+    )
+
+
+def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
+    """An interrupt while a batch is collected, and servers that lack weights."""
+    return {
+        "interrupted": _outcome(model, dumps, root / "interrupted", {1: _interrupt}),
+        "weights lost": _outcome(model, dumps, root / "weights", {1: _lacks_weights_once()}),
+    }
+
+
+def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
+    """Generation and pushes that fail for good."""
+    return {
+        "at the start": _outcome(model, dumps, root / "start", {0: _fail}),
+        "after a save": _outcome(model, dumps, root / "later", {2: _fail}),
+        "disk full": _outcome(
+            model,
+            dumps,
+            root / "full",
+            {0: _block(root / "full" / "weights")},
+            weight_sync={"method": "disk"},
+        ),
+    }
+
+
+def _interrupt(_: StubSource) -> bool:
+    raise KeyboardInterrupt
+
+
+def _fail(_: StubSource) -> bool:
+    raise RolloutError("no server left")
+
+
+def _lacks_weights_once() -> Callable[[StubSource], bool]:
+    answers = iter((True, False))
+    return lambda _: next(answers)
+
+
+def _block(directory: Path) -> Callable[[StubSource], bool]:
+    """Nothing can be written to ``directory`` any more."""
+
+    def block(_: StubSource) -> bool:
+        shutil.rmtree(directory)
+        directory.write_text("not a directory")
+        return False
+
+    return block

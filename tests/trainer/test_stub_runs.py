@@ -1,0 +1,81 @@
+"""What a run does when its source is interrupted, fails, or lacks weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.distributed_launch import run_ranks
+from tests.trainer import stub_runs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.trainer.stub_runs import Outcome
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def alone(
+    random_model: Path, mixed_dumps: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    root = tmp_path_factory.mktemp("alone")
+    (found,) = run_ranks(stub_runs.one_rank, 1, random_model, mixed_dumps, root)
+    return found
+
+
+@pytest.fixture(scope="module")
+def failed(
+    random_model: Path, mixed_dumps: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Outcome]]:
+    root = tmp_path_factory.mktemp("failed")
+    return run_ranks(stub_runs.two_ranks, 2, random_model, mixed_dumps, root)
+
+
+def test_an_interrupt_during_a_rollout_asks_the_source_nothing_before_it_is_closed(
+    alone: dict[str, Outcome],
+) -> None:
+    interrupted = alone["interrupted"]
+    assert interrupted.error == "KeyboardInterrupt: "
+    assert interrupted.calls[:4] == ["begin", "join", "receive", "finish"]
+    # A call would wait for the rollout's end: the collector answers one after the other.
+    last = len(interrupted.calls) - 1 - interrupted.calls[::-1].index("collect")
+    assert set(interrupted.calls[last + 1 :]) == {"close"}
+
+
+def test_all_pushes_of_a_step_are_in_its_metrics(alone: dict[str, Outcome]) -> None:
+    pushed = [
+        {name: value for name, value in row.items() if name.startswith("weight_sync/")}
+        for row in alone["weights lost"].rows
+    ]
+    assert [row["weight_sync/pushes"] for row in pushed] == [1.0, 2.0, 1.0]
+    num_bytes = pushed[0]["weight_sync/bytes"]
+    assert [row["weight_sync/bytes"] for row in pushed] == [num_bytes, 2 * num_bytes, num_bytes]
+    assert [row["weight_sync/pause_s"] for row in pushed] == [0.25, 0.5, 0.25]
+    assert all(row["weight_sync/push_s"] > 0 for row in pushed)
+
+
+@pytest.mark.parametrize(
+    ("when", "steps", "num_samples"), [("at the start", 0, 100), ("after a save", 2, 300)]
+)
+def test_samples_that_came_since_the_newest_checkpoint_are_saved_when_generation_fails(
+    failed: list[dict[str, Outcome]], when: str, steps: int, num_samples: int
+) -> None:
+    first, second = (rank[when] for rank in failed)
+    assert first.error == "RolloutError: no server left"
+    assert second.error == "RolloutError: rank 0: no server left"
+    assert first.checkpoint == f"step_{steps}"
+    assert first.saved_state == {"num_samples": num_samples}
+    assert len(first.rows) == steps
+
+
+def test_weights_that_cannot_be_written_end_the_run_after_the_step_is_saved(
+    failed: list[dict[str, Outcome]],
+) -> None:
+    first, second = (rank["disk full"] for rank in failed)
+    assert first.error.startswith(("NotADirectoryError: ", "FileExistsError: "))
+    assert second.error.startswith("OSError: another rank: ")
+    assert first.checkpoint == "step_1"
+    assert [row["step"] for row in first.rows] == [0]
