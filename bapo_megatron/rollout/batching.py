@@ -7,6 +7,7 @@ for later steps goes on, never further ahead than that many.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -207,13 +208,12 @@ class BatchCollector:
             RewardError: Grading failed.
         """
         news = self._generation.news
-        try:
-            await asyncio.wait_for(news.wait(), _REPORT_INTERVAL_S)
-        except TimeoutError:
-            return
-        finally:
-            self._generation.raise_failure()
+        with contextlib.suppress(TimeoutError):
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
+            async with asyncio.timeout(_REPORT_INTERVAL_S):
+                await news.wait()
         news.clear()
+        self._generation.raise_failure()
 
     def _form(
         self,

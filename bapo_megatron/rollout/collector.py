@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -299,10 +300,7 @@ class _WarningsToClient(logging.Handler):
 async def serve(connection: socket.socket) -> None:
     """Answer calls, one after the other, until the client is gone."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_MESSAGE_BYTES)
-
-    def send(message: dict[str, Any]) -> None:
-        writer.write(json.dumps(message).encode() + b"\n")
-
+    send = functools.partial(_send, writer)
     logging.getLogger().addHandler(_WarningsToClient(send))
     collector = Collector(send)
     calls: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -320,6 +318,11 @@ async def serve(connection: socket.socket) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await collector.close()
+
+
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    if not writer.is_closing():  # else asyncio would warn, and the warning would be sent
+        writer.write(json.dumps(message).encode() + b"\n")
 
 
 async def _read_calls(reader: asyncio.StreamReader, calls: asyncio.Queue[dict[str, Any]]) -> None:
@@ -355,7 +358,8 @@ async def _answer_calls(
             send({"id": call["id"], "error": f"{cause}{collector.lost_servers(cause)}"})
         else:
             send({"id": call["id"], "result": result})
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends
+            await writer.drain()
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -28,13 +28,14 @@ class Grader:
         """Answers scored 0 because grading them took too long."""
 
     async def score(self, pending: PendingSample) -> None:
-        """Fill in text and reward of a finished sample."""
+        """Fill in text and reward of a finished sample, unless it was begun again meanwhile."""
         sample = pending.sample
         text, score = await self.grade(sample.response_token_ids, sample.prompt.answer)
         sample.response_text = text
         sample.reward = score.reward
         sample.answer_found = score.answer_found
-        pending.is_scored = True
+        if pending.sample is sample:
+            pending.is_scored = True
 
     async def grade(self, response_token_ids: np.ndarray, answer: str) -> tuple[str, Score]:
         """The decoded response and its score.

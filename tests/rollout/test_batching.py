@@ -363,6 +363,23 @@ def test_a_batch_that_could_not_be_handed_over_comes_again() -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("num_ticks", range(4))
+def test_a_cancellation_that_comes_with_news_is_not_lost(num_ticks: int) -> None:
+    async def scene() -> None:
+        setup = Setup()
+        batch = setup.collect(0)
+        await settle()
+        setup.batches._generation.news.set()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        batch.cancel()
+        await asyncio.wait([batch], timeout=1.0)
+        assert batch.cancelled()
+        await setup.batches.close()
+
+    play(scene)
+
+
 def test_an_error_of_a_request_ends_the_step_and_loses_no_token() -> None:
     async def scene() -> None:
         setup = Setup()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import logging
 import shutil
+import socket
 import statistics
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +18,7 @@ import pytest
 
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
@@ -183,6 +188,43 @@ def test_a_collector_that_dies_shows_its_last_lines(
         with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
             client.collect(0)
     assert "collector.log" in str(caught.value)
+
+
+def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
+    async def run() -> None:
+        mine, remote = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=mine)
+        remote.close()
+        handler = _WarningsToClient(functools.partial(_send, writer))
+        logging.getLogger().addHandler(handler)
+        try:
+            for _ in range(20):
+                logging.getLogger("test").warning("a server is taken out")
+                await asyncio.sleep(0)
+        finally:
+            logging.getLogger().removeHandler(handler)
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
+) -> None:
+    with FakeSglang(token_interval_s=0.2) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        client.sync_weights(tmp_path, 1)
+        client._send("collect", step=0)
+        while not fake.requests:
+            time.sleep(0.02)
+        collector = find_process("rollout.collector")
+        assert client._socket is not None
+        client._socket.close()  # as the end of the process does
+        collector.wait(timeout=10)
+    assert "Traceback" not in client._log_path.read_text()
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(

@@ -14,12 +14,14 @@ from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.prompts import PromptStream
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import FinishReason, Prompt, Sample
+from tests.fakes.fake_pool import part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
 if TYPE_CHECKING:
@@ -263,6 +265,20 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
+
+    asyncio.run(run())
+
+
+def test_a_score_of_a_response_that_was_begun_again_is_not_that_of_the_new_one() -> None:
+    async def run() -> None:
+        pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+        pending.append(part_of(0, 3, 0, FinishReason.STOP), 8)
+        grading = asyncio.create_task(Grader(Decoder(), Rewards(0.01)).score(pending))
+        await asyncio.sleep(0)
+        pending.start_again()
+        await grading
+        assert not pending.is_scored
+        assert pending.sample.response_text == ""
 
     asyncio.run(run())
 
