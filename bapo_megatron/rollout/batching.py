@@ -120,6 +120,8 @@ class BatchCollector:
         generation_s = time.monotonic() - self._marks.started_s
         if not ahead:
             await self._generation.stop()
+            # Older groups may have got their scores meanwhile: they come first, if young enough.
+            self._give_up_stale(version)
             chosen = self._choose(num_new, replayed)
         while not all(group.is_scored for group in chosen):
             await self._wait_for_news()
@@ -137,9 +139,9 @@ class BatchCollector:
     async def resume(self) -> None:
         """Go on after ``pause``, with what is young enough for the new weights."""
         if self._is_paused:
-            self._is_paused = False
             if self._pool.version is not None:
                 self._give_up_stale(self._pool.version)
+            self._is_paused = False
             await self._generation.resume(self._buffer)
 
     def take_back(self) -> None:
@@ -185,8 +187,8 @@ class BatchCollector:
 
     def _give_up_stale(self, version: int) -> None:
         """Drop or restart what is older than ``rollout.staleness`` allows."""
-        is_stopped = not self._generation.is_running
-        for group, old in self._selection.stale_samples(version, unfinished=is_stopped):
+        stands_still = self._is_paused or not self._generation.is_running
+        for group, old in self._selection.stale_samples(version, unfinished=stands_still):
             if self._config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue

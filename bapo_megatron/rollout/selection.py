@@ -104,7 +104,7 @@ class Selection:
 
         Args:
             version: Weights version of now.
-            unfinished: Whether to look at unfinished groups too; nothing may be in flight then.
+            unfinished: Whether to look at unfinished groups too; nothing may be sampled meanwhile.
                 Their oldest tokens do not become younger, the mean over a response may.
         """
         if not self._has_limit:

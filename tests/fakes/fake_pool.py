@@ -56,6 +56,8 @@ class FakePool:
         self.num_lost_requests = 0
         self.requests: list[Request] = []
         self.calls: list[str] = []
+        self.on_drain: Callable[[], None] | None = None
+        """What else happens while requests are aborted."""
         self._prompt_tokens = prompt_tokens
         self._is_draining = False
 
@@ -97,6 +99,8 @@ class FakePool:
     async def drain(self) -> None:
         self.calls.append("drain")
         self._is_draining = True
+        if self.on_drain is not None:
+            self.on_drain()
         for request in list(self.requests):
             if not request.ended.done():
                 request.ended.set_result(part_of(request.received, 0, 0, FinishReason.ABORT))

@@ -33,9 +33,13 @@ class Rewards:
 
     def __init__(self, equal: Sequence[int]) -> None:
         self._equal = equal
+        self.held: dict[int, asyncio.Event] = {}
+        """Scores of these groups wait."""
 
     async def score(self, pending: PendingSample) -> None:
         sample = pending.sample
+        if sample.group_id in self.held:
+            await self.held[sample.group_id].wait()
         sample.reward = 0.0 if sample.group_id in self._equal else float(sample.index == 0)
         pending.is_scored = True
 
@@ -53,8 +57,9 @@ class Setup:
             **rollout,
         }
         self.pool = FakePool()
+        self.rewards = Rewards(equal)
         self.batches = BatchCollector(
-            Rewards(equal),
+            self.rewards,
             PromptStream(PROMPTS, seed=0, shuffle=False),
             RolloutConfig.model_validate(config),
             ReplayConfig.model_validate(replay or {}),
@@ -260,11 +265,15 @@ def test_at_its_limit_dynamic_sampling_fills_the_batch_with_the_latest_of_the_ot
     play(scene)
 
 
+@pytest.mark.parametrize("in_flight", ["abort", "retract"])
 @pytest.mark.parametrize("action", ["drop", "regenerate"])
-def test_responses_that_became_too_old_are_given_up(action: str) -> None:
+def test_responses_that_became_too_old_are_given_up(action: str, in_flight: str) -> None:
     async def scene() -> None:
         setup = Setup(
-            async_steps=1, oversample_groups=1, staleness={"max_age": 1, "action": action}
+            async_steps=1,
+            oversample_groups=1,
+            staleness={"max_age": 1, "action": action},
+            weight_sync={"in_flight": in_flight},
         )
         batch = setup.collect(0)
         await settle()
@@ -273,6 +282,10 @@ def test_responses_that_became_too_old_are_given_up(action: str) -> None:
         await setup.give([3], 3, ends=True)
         await batch
         await setup.sync(2)
+        if action == "drop":  # not even continued
+            assert 2 not in setup.open_groups()
+        else:
+            assert [r.received for r in setup.pool.requests if _group_of(r) == 2] == [0, 0]
         batch = setup.collect(1)
         await settle()
         if action == "drop":
@@ -287,6 +300,29 @@ def test_responses_that_became_too_old_are_given_up(action: str) -> None:
             assert batch.result().stats.regenerated_samples == 4
         for sample in batch.result().samples:
             assert sample.versions.tolist() == [2, 2, 2, 2]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("action", ["drop", "regenerate"])
+def test_what_is_scored_while_the_rest_is_aborted_is_judged_by_its_age_too(action: str) -> None:
+    async def scene() -> None:
+        setup = Setup(oversample_groups=1, staleness={"max_age": 1, "action": action})
+        held = setup.rewards.held[0] = asyncio.Event()
+        batch = setup.collect(0)
+        await settle()
+        await setup.give([0, 1, 2], 4, ends=True)
+        assert ids(await batch) == [1, 2]
+        await setup.sync(2)
+        batch = setup.collect(1)
+        await settle()
+        setup.pool.on_drain = held.set
+        await setup.give([3, 4], 4, ends=True)
+        assert ids(await batch) == [3, 4]
+        stats = batch.result().stats
+        assert stats.dropped_groups == ({"stale": 1} if action == "drop" else {})
+        assert stats.regenerated_samples == (0 if action == "drop" else 2)
+        await setup.batches.close()
 
     play(scene)
 

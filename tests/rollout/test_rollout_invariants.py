@@ -90,9 +90,16 @@ class RolloutMachine(RuleBasedStateMachine):
             }
         ),
         is_partial=st.booleans(),
+        scores_in_drain=st.booleans(),
         replay=st.sampled_from([{}, {"batches": 2, "share": 0.5}, {"batches": 1, "max_age": 1}]),
     )
-    def begin(self, rollout: dict[str, Any], is_partial: bool, replay: dict[str, Any]) -> None:
+    def begin(
+        self,
+        rollout: dict[str, Any],
+        is_partial: bool,
+        scores_in_drain: bool,
+        replay: dict[str, Any],
+    ) -> None:
         if not is_partial:
             rollout |= {"async_steps": 0, "tokens_per_step": None, "max_carries": None}
         in_flight = rollout.pop("in_flight")
@@ -106,6 +113,7 @@ class RolloutMachine(RuleBasedStateMachine):
                 "weight_sync": {"in_flight": in_flight},
             }
         )
+        self.scores_in_drain = scores_in_drain
         self.replay = ReplayConfig.model_validate(replay)
         self.loop = asyncio.new_event_loop()
         self.trained: list[int] = []
@@ -118,6 +126,8 @@ class RolloutMachine(RuleBasedStateMachine):
     def start_collector(self, version: int) -> None:
         self.pool = FakePool(version)
         self.rewards = RewardsByGroup()
+        if self.scores_in_drain:
+            self.pool.on_drain = self.score_all
         self.batches = BatchCollector(
             self.rewards,
             PromptStream(PROMPTS, seed=0, shuffle=True),
@@ -127,6 +137,11 @@ class RolloutMachine(RuleBasedStateMachine):
             lambda line: None,
         )
         self.batches.attach(self.pool)
+
+    def score_all(self) -> None:
+        for ready in self.rewards.waiting:
+            if not ready.done():
+                ready.set_result(None)
 
     def run(self) -> None:
         """Let every task go as far as it can."""
