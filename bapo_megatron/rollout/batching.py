@@ -19,7 +19,7 @@ from bapo_megatron.rollout.selection import Selection, merge
 from bapo_megatron.types import RolloutBatch, RolloutStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import Any
 
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import PendingGroup
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.selection import BatchPlan
+    from bapo_megatron.rollout.selection import BatchPlan, LeftOver
     from bapo_megatron.types import Group
 
 _REPORT_INTERVAL_S = 0.5
@@ -44,6 +44,16 @@ class _Marks:
     lost_requests: int = 0
     reward_timeouts: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Formed:
+    """A batch, and what its delivery changes."""
+
+    batch: RolloutBatch
+    chosen: list[PendingGroup]
+    left_over: LeftOver
+    totals: _Marks
 
 
 class BatchCollector:
@@ -78,7 +88,6 @@ class BatchCollector:
         self._generation: Generation
         self._num_regenerated = 0
         self._is_paused = False
-        self._latest: list[PendingGroup] = []
         self._marks = _Marks()
 
     def attach(self, pool: EnginePool) -> None:
@@ -90,8 +99,15 @@ class BatchCollector:
         """End every task."""
         await self._generation.close()
 
-    async def collect(self, step: int) -> RolloutBatch | None:
+    async def collect(
+        self, step: int, hand_over: Callable[[RolloutBatch], Awaitable[None]]
+    ) -> RolloutBatch | None:
         """Generate and score the batch of ``step``.
+
+        Args:
+            step: Counted from 0.
+            hand_over: Delivers the batch. Its groups count as trained only when this has returned;
+                where it fails, nothing has changed, and the next call forms the batch again.
 
         Returns:
             The batch; none where no server holds the newest weights any more: push them and repeat
@@ -125,10 +141,12 @@ class BatchCollector:
             chosen = self._choose(num_new, replayed)
         while not all(group.is_scored for group in chosen):
             await self._wait_for_news()
-        batch = self._form(step, version, chosen, replayed, generation_s)
+        formed = self._form(step, version, chosen, replayed, generation_s)
+        await hand_over(formed.batch)
+        self._commit(formed)
         if ahead:
             self._go_on(ahead)
-        return batch
+        return formed.batch
 
     async def pause(self) -> None:
         """Make way for new weights; nothing is sampled until ``resume``."""
@@ -144,10 +162,6 @@ class BatchCollector:
             self._is_paused = False
             await self._generation.resume(self._buffer)
 
-    def take_back(self) -> None:
-        """Put the groups of the latest batch back: it did not reach the trainer."""
-        self._buffer.put_back(self._latest)
-
     def state(self) -> dict[str, Any]:
         """Data position and buffer as JSON values."""
         return {"prompts": self._prompts.state(), "buffer": buffer_to_json(self._buffer)}
@@ -162,12 +176,14 @@ class BatchCollector:
         buffer_from_json(self._buffer, state["buffer"])
         self._marks.dropped = dict(self._buffer.dropped)
         size, longest = self._config.samples_per_group, self._config.max_response_tokens
-        for group in self._buffer:
-            if len(group.samples) != size:
+        earlier = (group for batch in self._buffer.earlier for group in batch)
+        for saved in (*self._buffer, *earlier):
+            if len(saved.samples) != size:
                 raise ValueError(
-                    f"rollout.samples_per_group: was {len(group.samples)} when unfinished samples "
-                    f"were saved and is {size} now; resume with the same value"
+                    f"rollout.samples_per_group: was {len(saved.samples)} when group "
+                    f"{saved.group_id} was saved and is {size} now; resume with the same value"
                 )
+        for group in self._buffer:
             most = max(pending.num_tokens for pending in group.samples)
             if most > longest:
                 raise ValueError(
@@ -221,27 +237,27 @@ class BatchCollector:
         self,
         step: int,
         version: int,
-        chosen: Sequence[PendingGroup],
+        chosen: list[PendingGroup],
         replayed: Sequence[Group],
         generation_s: float,
-    ) -> RolloutBatch:
-        is_dynamic = self._selection.is_dynamic
-        num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
-        new, self._latest = self._buffer.take(chosen), list(chosen)
-        for group, reason in self._selection.left_over():
-            self._drop(group, reason)
-        self._buffer.check()
+    ) -> _Formed:
+        """The batch, of groups that stay in the buffer until ``_commit``."""
+        left_over = self._selection.left_over(chosen)
         totals, before = self._totals(), self._marks
+        for _, reason in left_over.given_up:
+            totals.dropped[reason] = totals.dropped.get(reason, 0) + 1
         dropped = {
             reason: count - before.dropped.get(reason, 0)
             for reason, count in totals.dropped.items()
             if count > before.dropped.get(reason, 0)
         }
+        is_dynamic = self._selection.is_dynamic
+        num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
         stats = RolloutStats(
             generated_tokens=totals.generated_tokens - before.generated_tokens,
             generation_s=generation_s,
             resumed_samples=totals.resumed_samples - before.resumed_samples,
-            unfinished_samples=self._buffer.num_unfinished_samples(),
+            unfinished_samples=left_over.num_unfinished_samples,
             reward_timeouts=totals.reward_timeouts - before.reward_timeouts,
             replayed_groups=len(replayed),
             equal_reward_groups=dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
@@ -250,8 +266,18 @@ class BatchCollector:
             regenerated_samples=totals.regenerated_samples - before.regenerated_samples,
             lost_requests=totals.lost_requests - before.lost_requests,
         )
-        self._marks = totals
-        return RolloutBatch(step, version, merge(new, replayed), stats)
+        groups = merge([group.to_group() for group in chosen], replayed)
+        return _Formed(RolloutBatch(step, version, groups, stats), chosen, left_over, totals)
+
+    def _commit(self, formed: _Formed) -> None:
+        """The trainer has the batch: its groups leave, and so do those that are given up."""
+        self._buffer.take(formed.chosen)
+        for group, reason in formed.left_over.given_up:
+            self._drop(group, reason)
+        for group in formed.left_over.carried:
+            group.carries += 1
+        self._buffer.check()
+        self._marks = formed.totals
 
     def _totals(self) -> _Marks:
         return _Marks(

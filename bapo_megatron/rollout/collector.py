@@ -25,12 +25,13 @@ import tempfile
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.prompts import PromptStream, load_prompts
+from bapo_megatron.files import atomic_write_text
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.base import RolloutError
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.types import Prompt, RolloutBatch
 
+_P = ParamSpec("_P")
 _LOG = logging.getLogger(__name__)
 _LONGEST_MESSAGE_BYTES = 4 << 30
 """Limit of one line: a restored buffer of unfinished samples can be large."""
@@ -192,20 +194,9 @@ class Collector:
             RolloutError: Generation failed, or the file cannot be written.
         """
         assert self._batches is not None, "opened for training"
-        batch = await self._batches.collect(step)
-        if batch is None:
+        if await self._batches.collect(step, self._hand_over) is None:
             return {"needs_weights": True}
-        keep = self._config.rollout.dump
-        folder = self._config.run_dir / "rollouts" if keep else self._wire_dir
-        try:
-            path = _write(folder, batch)
-            self._write_timeline(step)
-            if self._colocated is not None:
-                await self._colocated.release()
-        except RolloutError:
-            self._batches.take_back()
-            raise
-        return {"path": str(path), "keep": keep}
+        return {"path": str(self._batch_path(step)), "keep": self._config.rollout.dump}
 
     async def release_memory(self) -> None:
         """Have colocated servers give their memory away until the next weight sync.
@@ -258,32 +249,54 @@ class Collector:
         failures = self._supervisor.describe_failures()
         return f"\n{failures}" if failures and failures not in str(error) else ""
 
-    def _write_timeline(self, step: int) -> None:
-        path = self._config.run_dir / "timeline" / f"step_{step:06d}.json"
+    async def _hand_over(self, batch: RolloutBatch) -> None:
+        """Write a batch where the trainer finds it, and what else belongs to its step."""
+        path = self._batch_path(batch.step)
         try:
-            self.timeline.write(path)
+            await _in_thread(write_batch, path, batch)
+        except OSError as error:
+            raise RolloutError(
+                f"cannot write the samples of step {batch.step} to {path}: {error.strerror}; free "
+                "space, or set rollout.dump=false to keep only the newest batch in the temporary "
+                "directory"
+            ) from error
+        if self._config.rollout.timeline:
+            await self._write_timeline(batch.step)
+        if self._colocated is not None:
+            await self._colocated.release()
+
+    def _batch_path(self, step: int) -> Path:
+        keep = self._config.rollout.dump
+        folder = self._config.run_dir / "rollouts" if keep else self._wire_dir
+        return folder / f"step_{step:06d}.parquet"
+
+    async def _write_timeline(self, step: int) -> None:
+        path = self._config.run_dir / "timeline" / f"step_{step:06d}.json"
+        content = self.timeline.render()
+        self.timeline.clear()  # at once: what ends during the write belongs to the next file
+        try:
+            await _in_thread(atomic_write_text, path, content)
         except OSError as error:
             raise RolloutError(
                 f"cannot write the timeline of step {step} to {path}: {error.strerror}; free "
                 "space, or set rollout.timeline=false"
             ) from error
-        self.timeline.clear()
 
     def _report(self, text: str) -> None:
         self._send({"progress": text})
 
 
-def _write(folder: Path, batch: RolloutBatch) -> Path:
-    path = folder / f"step_{batch.step:06d}.parquet"
+async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    """Write a file while requests go on; whoever is cancelled waits until it is written.
+
+    Else a thread would write into the temporary directory that is just being removed.
+    """
+    writing = asyncio.ensure_future(asyncio.to_thread(write, *args, **kwargs))
     try:
-        write_batch(path, batch)
-    except OSError as error:
-        raise RolloutError(
-            f"cannot write the samples of step {batch.step} to {path}: {error.strerror}; free "
-            "space, or set rollout.dump=false to keep only the newest batch in the temporary "
-            "directory"
-        ) from error
-    return path
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
 
 
 class _WarningsToClient(logging.Handler):

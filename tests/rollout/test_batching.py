@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.dump import DumpError
 from bapo_megatron.data.prompts import PromptStream
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
@@ -57,6 +58,8 @@ class Setup:
             **rollout,
         }
         self.pool = FakePool()
+        self.failure: Exception | None = None
+        """Of the next delivery."""
         self.rewards = Rewards(equal)
         self.batches = BatchCollector(
             self.rewards,
@@ -69,7 +72,13 @@ class Setup:
         self.batches.attach(self.pool)
 
     def collect(self, step: int) -> asyncio.Task[RolloutBatch | None]:
-        return asyncio.create_task(self.batches.collect(step))
+        return asyncio.create_task(self.batches.collect(step, self.hand_over))
+
+    async def hand_over(self, batch: RolloutBatch) -> None:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            self.state_at_failure = self.batches.state()
+            raise failure
 
     def open_groups(self) -> list[int]:
         """Groups with a request in flight."""
@@ -307,7 +316,9 @@ def test_responses_that_became_too_old_are_given_up(action: str, in_flight: str)
 @pytest.mark.parametrize("action", ["drop", "regenerate"])
 def test_what_is_scored_while_the_rest_is_aborted_is_judged_by_its_age_too(action: str) -> None:
     async def scene() -> None:
-        setup = Setup(oversample_groups=1, staleness={"max_age": 1, "action": action})
+        setup = Setup(
+            oversample_groups=1, staleness={"max_age": 1, "measure": "mean", "action": action}
+        )
         held = setup.rewards.held[0] = asyncio.Event()
         batch = setup.collect(0)
         await settle()
@@ -349,6 +360,22 @@ def test_replay_adds_groups_of_earlier_batches_spread_over_the_updates() -> None
     play(scene)
 
 
+def test_groups_kept_for_replay_must_have_the_size_of_new_ones() -> None:
+    async def scene() -> None:
+        setup = Setup(replay={"batches": 1})
+        batch = setup.collect(0)
+        await settle()
+        await setup.give([0, 1], 4, ends=True)
+        await batch
+        state = setup.batches.state()
+        assert state["buffer"]["groups"] == []
+        other = Setup(replay={"batches": 1}, samples_per_group=3)
+        with pytest.raises(ValueError, match=r"samples_per_group: was 2 when group 0 .* is 3 now"):
+            other.batches.restore(state)
+
+    play(scene)
+
+
 def test_replay_leaves_out_groups_beyond_its_age_limit() -> None:
     async def scene() -> None:
         setup = Setup(groups_per_step=4, replay={"batches": 2, "max_age": 2})
@@ -386,15 +413,40 @@ def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them
     play(scene)
 
 
-def test_a_batch_that_could_not_be_handed_over_comes_again() -> None:
+@pytest.mark.parametrize("failure", [RolloutError("the disk is full"), DumpError("not intact")])
+def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
+    failure: Exception,
+) -> None:
     async def scene() -> None:
-        setup = Setup()
-        batch = setup.collect(0)
+        setup = Setup(
+            equal=[2],
+            replay={"batches": 1, "share": 0.5},
+            oversample_groups=4,
+            max_carries=1,
+            dynamic_sampling={"enabled": True},
+        )
+        first = setup.collect(0)
         await settle()
-        await setup.give([0, 1], 3, ends=True)
-        assert ids(await batch) == [0, 1]
-        setup.batches.take_back()
-        assert ids(await setup.collect(0)) == [0, 1]
+        await setup.give([3], 2)  # carried for the first time
+        await setup.give([0, 1, 2], 3, ends=True)
+        assert ids(await first) == [0, 1]
+        second = setup.collect(1)
+        await settle()
+        setup.failure = failure
+        await setup.give([4], 3, ends=True)
+        with pytest.raises(type(failure)):
+            await second
+        state = setup.batches.state()
+        assert state == setup.state_at_failure
+        assert [[group["group_id"] for group in batch] for batch in state["buffer"]["earlier"]] == [
+            [0, 1]
+        ]
+        again = await setup.collect(1)
+        assert sorted(ids(again)) in ([0, 4], [1, 4])
+        assert again is not None
+        assert again.stats.dropped_groups == {"carried": 1}
+        assert again.stats.generated_tokens == 6
+        await setup.batches.close()
 
     play(scene)
 

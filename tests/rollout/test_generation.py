@@ -21,7 +21,7 @@ from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import FinishReason, Prompt, Sample
-from tests.fakes.fake_pool import part_of
+from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Setup:
         return collector
 
     async def collect(self, step: int) -> RolloutBatch:
-        batch = await asyncio.wait_for(self.collector.collect(step), 30)
+        batch = await asyncio.wait_for(self.collector.collect(step, deliver), 30)
         assert batch is not None
         return batch
 
@@ -238,10 +238,10 @@ def test_grading_does_not_hold_up_generation() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             # One connection for 4 samples: each request waits for the one before, not its grading.
-            async with _setup(fake, oversample_groups=0, max_connections=1, delay_s=1.0) as setup:
+            async with _setup(fake, oversample_groups=0, max_connections=1, delay_s=3.0) as setup:
                 batch = await setup.collect(0)
         assert len(fake.requests) == 4
-        assert batch.stats.generation_s < 0.9
+        assert batch.stats.generation_s < 2.9
         assert all(sample.response_text for sample in batch.samples)
 
     asyncio.run(run())
@@ -287,7 +287,7 @@ def test_an_answer_from_other_weights_is_not_used_and_the_weights_are_asked_for(
     async def run() -> None:
         with FakeSglang(stop_at=40, version="9") as fake:
             async with _setup(fake) as setup:
-                assert await asyncio.wait_for(setup.collector.collect(0), 30) is None
+                assert await asyncio.wait_for(setup.collector.collect(0, deliver), 30) is None
                 groups = setup.collector.state()["buffer"]["groups"]
                 assert all(not s["response_token_ids"] for g in groups for s in g["samples"])
                 await setup.collector.close()
