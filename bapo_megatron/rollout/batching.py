@@ -148,11 +148,16 @@ class BatchCollector:
             self._go_on(ahead)
         return formed.batch
 
-    async def pause(self) -> None:
-        """Make way for new weights; nothing is sampled until ``resume``."""
+    async def pause(self) -> bool:
+        """Make way for new weights; nothing is sampled until ``resume``.
+
+        Returns:
+            Whether generation was running.
+        """
         if self._generation.is_running:
             self._is_paused = True
             await self._generation.pause()
+        return self._is_paused
 
     async def resume(self) -> None:
         """Go on after ``pause``, with what is young enough for the new weights."""

@@ -49,8 +49,8 @@ _ANSWERING = (EngineState.USABLE, EngineState.STALE)
 class Pausable(Protocol):
     """What generates with the old weights: ``BatchCollector``, or nothing."""
 
-    async def pause(self) -> None:
-        """Make way for new weights."""
+    async def pause(self) -> bool:
+        """Make way for new weights; returns whether anything was generated."""
         ...
 
     async def resume(self) -> None:
@@ -96,6 +96,8 @@ class WeightService:
         self._group_is_new = True
         self._has_session = False
         self._is_paused = False
+        self._paused_at_s: float | None = None
+        self._pause_s = 0.0
         self._version = -1
         self._deadline_s = 0.0
         self._give_up_s: float | None = None
@@ -233,7 +235,7 @@ class WeightService:
             RolloutError: No server stays.
         """
         if self._resumes_to_verify:
-            await self.resume()
+            await self._go_on()
         self._set_deadline()
         found = await asyncio.gather(
             *(self._difference(member, expected) for member in self._members)
@@ -261,11 +263,16 @@ class WeightService:
             )
         return {"difference": max(good)}
 
-    async def resume(self) -> None:
-        """Let generation go on; does nothing where it does."""
-        if self._is_paused and self._generation is not None:
-            await self._generation.resume()
-        self._is_paused = False
+    async def resume(self) -> dict[str, float]:
+        """Let generation go on; does nothing where it does.
+
+        Returns:
+            ``pause_s``: for how long it stood still since the last call; 0 where nothing was
+            generated.
+        """
+        await self._go_on()
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return {"pause_s": pause_s}
 
     async def leave(self) -> None:
         """Have all servers forget the group, so that the next trainer finds none."""
@@ -293,8 +300,17 @@ class WeightService:
 
     async def _pause(self) -> None:
         if not self._is_paused and self._generation is not None:
-            await self._generation.pause()
+            started_s = asyncio.get_running_loop().time()
+            if await self._generation.pause():
+                self._paused_at_s = started_s
         self._is_paused = True
+
+    async def _go_on(self) -> None:
+        if self._is_paused and self._generation is not None:
+            await self._generation.resume()
+        if self._paused_at_s is not None:
+            self._pause_s += asyncio.get_running_loop().time() - self._paused_at_s
+        self._is_paused, self._paused_at_s = False, None
 
     def _set_deadline(self) -> None:
         self._deadline_s = asyncio.get_running_loop().time() + self._sync.timeout_s

@@ -107,7 +107,7 @@ class FakePool:
         self._is_draining = True
         if self.on_drain is not None:
             self.on_drain()
-            for _ in range(5):  # an abort takes its time
+            for _ in range(4):  # an abort takes its time
                 await asyncio.sleep(0)
         for request in list(self.requests):
             if not request.ended.done():

@@ -146,7 +146,6 @@ class RolloutMachine(RuleBasedStateMachine):
         before: dict[str, Any] = {}
 
         async def hand_over(batch: RolloutBatch) -> None:
-            await asyncio.sleep(0)
             if self.disk_is_full and not before:
                 before.update(self.batches.state())
                 raise OSError("the disk is full")
@@ -166,7 +165,7 @@ class RolloutMachine(RuleBasedStateMachine):
         """Let every task go as far as it can."""
 
         async def settle() -> None:
-            for _ in range(12):
+            for _ in range(24):
                 await asyncio.sleep(0)
 
         self.loop.run_until_complete(settle())

@@ -407,6 +407,30 @@ def test_paused_requests_go_on_before_the_probe(
     _run(servers, use, weight_sync={"in_flight": in_flight})
 
 
+@pytest.mark.parametrize("in_flight", ["abort", "retract"])
+def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
+    servers: list[FakeWeightServer], in_flight: str
+) -> None:
+    servers[1].delay_s = 0.3
+
+    async def use(setting: Setting) -> None:
+        clock_s = asyncio.get_running_loop().time
+        started_s = clock_s()
+        await setting.service.load("/weights", 7)
+        loaded_s = clock_s() - started_s
+        await setting.service.verify(EXPECTED)
+        pause_s = (await setting.service.resume())["pause_s"]
+        assert 0.3 <= pause_s <= clock_s() - started_s
+        if in_flight == "retract":  # it goes on before the probe
+            assert pause_s == pytest.approx(loaded_s, abs=0.05)
+        assert await setting.service.resume() == {"pause_s": 0.0}
+        setting.generation.is_running = False
+        await setting.service.load("/weights", 8)
+        assert await setting.service.resume() == {"pause_s": 0.0}
+
+    _run(servers, use, weight_sync={"in_flight": in_flight})
+
+
 def test_a_slow_server_loads_on_while_another_one_refuses(
     servers: list[FakeWeightServer],
 ) -> None:
