@@ -95,6 +95,11 @@ class BatchCollector:
         self._pool = pool
         self._generation = Generation(pool, self._grader, self._config)
 
+    @property
+    def finished_samples(self) -> int:
+        """Responses that ended so far."""
+        return self._generation.finished_samples
+
     async def close(self) -> None:
         """End every task."""
         await self._generation.close()

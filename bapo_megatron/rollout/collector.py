@@ -25,13 +25,11 @@ import tempfile
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.prompts import PromptStream, load_prompts
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.base import RolloutError
@@ -41,8 +39,10 @@ from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.evaluation import EvalSet, Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
+from bapo_megatron.rollout.push_limit import PushLimit
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.step_files import write_samples, write_timeline
 from bapo_megatron.rollout.supervisor import ServerSupervisor
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
 from bapo_megatron.rollout.weight_service import WeightService
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
     from bapo_megatron.types import Prompt, RolloutBatch
 
-_P = ParamSpec("_P")
 _LOG = logging.getLogger(__name__)
 _LONGEST_MESSAGE_BYTES = 4 << 30
 """Limit of one line: a restored buffer of unfinished samples can be large."""
@@ -82,6 +81,8 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
+        self._num_evaluations = 0
+        self._pushes = PushLimit()
         self.weights: WeightService
         """Answers the calls ``weights.…``."""
         self._wire_dir: Path
@@ -191,11 +192,12 @@ class Collector:
             holds the newest weights any more, to push them and repeat the call.
 
         Raises:
-            RolloutError: Generation failed, or the file cannot be written.
+            RolloutError: Generation failed, or the file cannot be written, or servers lose the
+                weights again and again.
         """
         assert self._batches is not None, "opened for training"
         if await self._batches.collect(step, self._hand_over) is None:
-            return {"needs_weights": True}
+            return self._ask_for_weights()
         return {"path": str(self._batch_path(step)), "keep": self._config.rollout.dump}
 
     async def release_memory(self) -> None:
@@ -221,9 +223,11 @@ class Collector:
         try:
             while not evaluation.done():
                 if self._pool.needs_weights:
-                    return {"needs_weights": True}
+                    return self._ask_for_weights()
                 await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
-            return {"results": [asdict(result) for result in evaluation.result()]}
+            results = evaluation.result()
+            self._num_evaluations += 1
+            return {"results": [asdict(result) for result in results]}
         finally:
             evaluation.cancel()
             await asyncio.gather(evaluation, return_exceptions=True)
@@ -242,6 +246,20 @@ class Collector:
         assert self._batches is not None, "opened for training"
         self._batches.restore(state)
 
+    def _ask_for_weights(self) -> dict[str, Any]:
+        """The answer where no server holds the newest weights any more.
+
+        Raises:
+            RolloutError: It was given too often, without a result in between.
+        """
+        assert self._pool is not None, "connect comes first"
+        # Responses of an evaluation do not count: it begins again without them.
+        num_samples = 0 if self._batches is None else self._batches.finished_samples
+        own = () if self._supervisor is None else self._supervisor.servers
+        logs = ", ".join(str(server.log_path) for server in own) or "their logs"
+        self._pushes.count(self._num_evaluations + num_samples, self._pool.describe(), logs)
+        return {"needs_weights": True}
+
     def lost_servers(self, error: BaseException) -> str:
         """What belongs behind ``error``: why own servers do not come back, if that is its cause."""
         if self._supervisor is None or not isinstance(error, RolloutError):
@@ -251,17 +269,12 @@ class Collector:
 
     async def _hand_over(self, batch: RolloutBatch) -> None:
         """Write a batch where the trainer finds it, and what else belongs to its step."""
-        path = self._batch_path(batch.step)
-        try:
-            await _in_thread(write_batch, path, batch)
-        except OSError as error:
-            raise RolloutError(
-                f"cannot write the samples of step {batch.step} to {path}: {error.strerror}; free "
-                "space, or set rollout.dump=false to keep only the newest batch in the temporary "
-                "directory"
-            ) from error
+        await write_samples(self._batch_path(batch.step), batch)
         if self._config.rollout.timeline:
-            await self._write_timeline(batch.step)
+            content = self.timeline.render()
+            self.timeline.clear()  # at once: what ends during the write belongs to the next file
+            path = self._config.run_dir / "timeline" / f"step_{batch.step:06d}.json"
+            await write_timeline(path, batch.step, content)
         if self._colocated is not None:
             await self._colocated.release()
 
@@ -270,33 +283,8 @@ class Collector:
         folder = self._config.run_dir / "rollouts" if keep else self._wire_dir
         return folder / f"step_{step:06d}.parquet"
 
-    async def _write_timeline(self, step: int) -> None:
-        path = self._config.run_dir / "timeline" / f"step_{step:06d}.json"
-        content = self.timeline.render()
-        self.timeline.clear()  # at once: what ends during the write belongs to the next file
-        try:
-            await _in_thread(atomic_write_text, path, content)
-        except OSError as error:
-            raise RolloutError(
-                f"cannot write the timeline of step {step} to {path}: {error.strerror}; free "
-                "space, or set rollout.timeline=false"
-            ) from error
-
     def _report(self, text: str) -> None:
         self._send({"progress": text})
-
-
-async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Write a file while requests go on; whoever is cancelled waits until it is written.
-
-    Else a thread would write into the temporary directory that is just being removed.
-    """
-    writing = asyncio.ensure_future(asyncio.to_thread(write, *args, **kwargs))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.wait([writing])
-        raise
 
 
 class _WarningsToClient(logging.Handler):
@@ -368,7 +356,8 @@ async def _answer_calls(
                 raise
             # Into the log only, the client gets the line. Logging survives a full disk.
             _LOG.info("call '%s' failed", call["call"], exc_info=True)
-            send({"id": call["id"], "error": f"{cause}{collector.lost_servers(cause)}"})
+            text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
+            send({"id": call["id"], "error": f"{text}{collector.lost_servers(cause)}"})
         else:
             send({"id": call["id"], "result": result})
         with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -217,22 +216,23 @@ class WeightService:
         """The tokens that ``verify`` compares, sequence by sequence."""
         return self._probe
 
-    async def verify(self, expected: list[list[float]]) -> dict[str, float]:
+    async def verify(self, expected: list[list[float]]) -> dict[str, float | None]:
         """Compare every server's log-probs of the probe with the trainer's.
 
-        A server that differs is taken out. Where requests are paused, not aborted, and where
-        servers gave their memory away, generation goes on before this: a paused server answers
-        no probe.
+        A server that differs is taken out, and so is one that does not answer. Where requests are
+        paused, not aborted, and where servers gave their memory away, generation goes on before
+        this: a paused server answers no probe. What it sampled until then is kept.
 
         Args:
             expected: For each sequence of ``probe`` the log-probs of all its tokens but the first,
                 at temperature 1.
 
         Returns:
-            ``difference``: the largest mean absolute difference, in nats, of the servers that stay.
+            ``difference``: the largest mean absolute difference, in nats, of the servers that stay;
+            none where none stays because none answered: they may come back, and need the weights.
 
         Raises:
-            RolloutError: No server stays.
+            RolloutError: Servers answered, and all of them differ.
         """
         if self._resumes_to_verify:
             await self._go_on()
@@ -241,27 +241,30 @@ class WeightService:
             *(self._difference(member, expected) for member in self._members)
         )
         tolerance = self._sync.verify_tolerance
+        good: list[float] = []
+        bad: dict[str, float] = {}
         for member, difference in zip(self._members, found, strict=True):
-            if not difference <= tolerance and member.engine.state is not EngineState.LOST:
-                self._pool.mark_lost(
-                    member.engine,
-                    f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
-                    f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
-                    f"reports weights version {self._version}",
-                )
-        good = [difference for difference in found if difference <= tolerance]
-        if not good:
-            differences = ", ".join(
-                f"{member.engine.address}: {difference:.3g}"
-                for member, difference in zip(self._members, found, strict=True)
+            if difference is None:
+                continue
+            if difference <= tolerance:
+                good.append(difference)
+                continue
+            bad[member.engine.address] = difference
+            self._pool.mark_lost(
+                member.engine,
+                f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
+                f"reports weights version {self._version}",
             )
+        if bad and not good:
+            differences = ", ".join(f"{address}: {value:.3g}" for address, value in bad.items())
             raise RolloutError(
                 f"no server computes as the trainer does with weights version {self._version} "
                 f"(mean differences of log-probs: {differences}; allowed: {tolerance:g}); check "
                 "the dtype, quantization and model of the servers, or raise "
                 "rollout.weight_sync.verify_tolerance"
             )
-        return {"difference": max(good)}
+        return {"difference": max(good, default=None)}
 
     async def resume(self) -> dict[str, float]:
         """Let generation go on; does nothing where it does.
@@ -391,10 +394,10 @@ class WeightService:
             return None
         return Member(engine, control)
 
-    async def _difference(self, member: Member, expected: list[list[float]]) -> float:
-        """Mean absolute difference of a server's log-probs; infinite where it has none."""
+    async def _difference(self, member: Member, expected: list[list[float]]) -> float | None:
+        """Mean absolute difference of a server's log-probs; none where it does not answer."""
         try:
             return await mean_difference(member.control, self._probe, expected, self._remaining_s())
         except RolloutError as error:
             self._pool.mark_lost(member.engine, f"it does not answer the probe: {error}")
-            return math.inf
+            return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
 import shutil
 import socket
 import statistics
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -164,6 +166,51 @@ def test_a_remote_server_that_ends_for_good_is_named(
     assert message.startswith("no usable server for 3 s (rollout.health.patience_s): ")
     assert f"{fake.address} (lost): " in message
     assert "\n" not in message
+
+
+@contextlib.contextmanager
+def crashing(fake: FakeSglang) -> Iterator[None]:
+    """Whatever is asked of the server crashes it; it is started again at once."""
+    is_over = threading.Event()
+
+    def crash_at_each_request() -> None:
+        num_seen = 0
+        while not is_over.wait(0.02):
+            if len(fake.requests) > num_seen:
+                fake.crash()
+                num_seen, fake.version = len(fake.requests), "default"
+                fake.start()
+
+    thread = threading.Thread(target=crash_at_each_request)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("call", ["collect", "evaluate"])
+def test_a_prompt_that_crashes_every_server_is_not_sent_for_ever(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path, call: str
+) -> None:
+    pushes = 0
+
+    def push_until_it_ends(client: CollectorClient) -> None:
+        nonlocal pushes
+        while pushes < 10:
+            client.sync_weights(tmp_path, 1)
+            pushes += 1
+            assert getattr(client, call)(0) is None
+
+    with FakeSglang(token_interval_s=1.0) as fake, crashing(fake):
+        health = {"interval_s": 0.1, "timeout_s": 5}
+        client = open_client(make_config(servers=(fake.address,), health=health))
+        with pytest.raises(RolloutError, match="the weights were pushed 5 times in a row") as error:
+            push_until_it_ends(client)
+    assert pushes == 6  # the first one was not asked for
+    assert f"{fake.address} (stale): it needs weights again: {fake.address}: " in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_server_with_the_other_temperature_convention_is_refused(
