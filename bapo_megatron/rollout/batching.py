@@ -172,6 +172,10 @@ class BatchCollector:
             self._is_paused = False
             await self._generation.resume(self._buffer)
 
+    def leave_out_lost(self, num_requests: int) -> None:
+        """Lost requests that do not belong to batches: they were counted during an evaluation."""
+        self._marks.lost_requests += num_requests
+
     def state(self) -> dict[str, Any]:
         """Data position and buffer as JSON values."""
         return {"prompts": self._prompts.state(), "buffer": buffer_to_json(self._buffer)}

@@ -219,6 +219,7 @@ class Collector:
             RolloutError: Generation failed, or a file cannot be written.
         """
         assert self._pool is not None, "connect comes first"
+        num_lost = self._pool.num_lost_requests
         evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, step))
         try:
             while not evaluation.done():
@@ -231,6 +232,8 @@ class Collector:
         finally:
             evaluation.cancel()
             await asyncio.gather(evaluation, return_exceptions=True)
+            if self._batches is not None:
+                self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
 
     async def state(self) -> dict[str, Any]:
         """Data position and buffer as JSON values."""

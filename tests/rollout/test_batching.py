@@ -338,6 +338,19 @@ def test_what_is_scored_while_the_rest_is_aborted_is_judged_by_its_age_too(actio
     play(scene)
 
 
+def test_requests_that_an_evaluation_lost_are_not_those_of_the_batch() -> None:
+    async def scene() -> None:
+        setup = Setup()
+        setup.pool.num_lost_requests = 5
+        setup.batches.leave_out_lost(3)
+        batch = setup.collect(0)
+        await settle()
+        await setup.give([0, 1], 4, ends=True)
+        assert (await batch).stats.lost_requests == 2
+
+    play(scene)
+
+
 def test_replay_adds_groups_of_earlier_batches_spread_over_the_updates() -> None:
     async def scene() -> None:
         setup = Setup(groups_per_step=4, replay={"batches": 2, "share": 0.5})

@@ -54,6 +54,14 @@ def test_a_sample_that_is_aborted_at_its_very_last_token_is_finished() -> None:
     assert pending.sample.finish_reason is FinishReason.LENGTH
 
 
+def test_the_end_of_a_response_may_be_told_twice() -> None:
+    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+    pending.append(_completion(0, 8, 0), 8)
+    pending.append(_completion(8, 0, 0, "length"), 8)
+    assert pending.sample.finish_reason is FinishReason.LENGTH
+    assert len(pending.sample.response_token_ids) == 8
+
+
 def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
     buffer = _filled()
     buffer.drop(buffer.start_group(PROMPTS[0], 2), DropReason.STALE)

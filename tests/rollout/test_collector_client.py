@@ -324,6 +324,21 @@ def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
         client.wait_ready()
 
 
+def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        load = client.call_weights("load", model_dir=str(tmp_path), version=7)
+        assert client._lacks_weights
+        load()
+        assert client._lacks_weights
+        assert client.call_weights("resume")() == {"pause_s": 0.0}
+        assert not client._lacks_weights
+        client.ensure_weights()
+        assert fake.version == "7"
+
+
 def test_a_checkpoint_of_a_replay_cannot_be_continued_live(make_config: MakeConfig) -> None:
     client = CollectorClient(make_config(), on_progress=print)
     with pytest.raises(RolloutError, match="the checkpoint was written by a replay"):

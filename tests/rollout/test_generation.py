@@ -79,11 +79,11 @@ class Setup:
         self.collector = self.new_collector(delay_s)
 
     def new_collector(self, delay_s: float = 0.0) -> BatchCollector:
-        grader = Grader(Decoder(), Rewards(delay_s))
+        self.grader = Grader(Decoder(), Rewards(delay_s))
         stream = PromptStream(PROMPTS, seed=0, shuffle=False)
         plan = BatchPlan(seed=0, total_steps=100, updates_per_batch=1)
         collector = BatchCollector(
-            grader, stream, self.config, ReplayConfig(), plan, self.lines.append
+            self.grader, stream, self.config, ReplayConfig(), plan, self.lines.append
         )
         collector.attach(self.pool)
         return collector
@@ -264,6 +264,8 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
+                # An evaluation that goes on meanwhile has its own.
+                await setup.grader.grade(np.array([1]), "7")
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
 
     asyncio.run(run())
