@@ -123,7 +123,7 @@ class WeightService:
         self._members = await self._await_members()
         share_group = is_intact and shared == tuple(member.engine for member in self._members)
         if not share_group:
-            await self.leave()
+            await self._leave()
         self._group_is_new = not share_group
         return {
             "addresses": [member.engine.address for member in self._members],
@@ -241,29 +241,24 @@ class WeightService:
             *(self._difference(member, expected) for member in self._members)
         )
         tolerance = self._sync.verify_tolerance
-        good: list[float] = []
-        bad: dict[str, float] = {}
-        for member, difference in zip(self._members, found, strict=True):
-            if difference is None:
-                continue
-            if difference <= tolerance:
-                good.append(difference)
-                continue
-            bad[member.engine.address] = difference
+        answers = {m: d for m, d in zip(self._members, found, strict=True) if d is not None}
+        bad = {m: d for m, d in answers.items() if not d <= tolerance}
+        for member, difference in bad.items():
             self._pool.mark_lost(
                 member.engine,
                 f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
                 f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
                 f"reports weights version {self._version}",
             )
-        if bad and not good:
-            differences = ", ".join(f"{address}: {value:.3g}" for address, value in bad.items())
+        if bad and len(bad) == len(answers):
+            differences = ", ".join(f"{m.engine.address}: {d:.3g}" for m, d in bad.items())
             raise RolloutError(
                 f"no server computes as the trainer does with weights version {self._version} "
                 f"(mean differences of log-probs: {differences}; allowed: {tolerance:g}); check "
                 "the dtype, quantization and model of the servers, or raise "
                 "rollout.weight_sync.verify_tolerance"
             )
+        good = [difference for difference in answers.values() if difference <= tolerance]
         return {"difference": max(good, default=None)}
 
     async def resume(self) -> dict[str, float]:
@@ -277,24 +272,10 @@ class WeightService:
         pause_s, self._pause_s = self._pause_s, 0.0
         return {"pause_s": pause_s}
 
-    async def leave(self) -> None:
-        """Have all servers forget the group, so that the next trainer finds none."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        await asyncio.gather(
-            *(
-                member.control.leave_group(group.name, self._health.timeout_s)
-                for member in self._members
-                if member.engine in group.engines and member.engine.state is not EngineState.LOST
-            ),
-            return_exceptions=True,  # it restarted meanwhile, or ends now
-        )
-
     async def close(self) -> None:
-        """End what is open on the servers; none of them has to answer."""
+        """End what is open on the servers, also the group; none of them has to answer."""
         await self._calls.cancel()
-        await self.leave()
+        await self._leave()
 
     @property
     def _may_flush(self) -> bool:
@@ -393,6 +374,20 @@ class WeightService:
             self._pool.mark_lost(engine, str(error))
             return None
         return Member(engine, control)
+
+    async def _leave(self) -> None:
+        """Have all servers forget the group, so that the next trainer finds none."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        await asyncio.gather(
+            *(
+                member.control.leave_group(group.name, self._health.timeout_s)
+                for member in self._members
+                if member.engine in group.engines and member.engine.state is not EngineState.LOST
+            ),
+            return_exceptions=True,  # it restarted meanwhile, or ends now
+        )
 
     async def _difference(self, member: Member, expected: list[list[float]]) -> float | None:
         """Mean absolute difference of a server's log-probs; none where it does not answer."""
