@@ -85,7 +85,7 @@ class RolloutStats:
     generation_s: float = 0.0
     """Wall time from the first request to the last complete group, in seconds."""
     resumed_samples: int = 0
-    """Samples that continued from an earlier step's unfinished prefix."""
+    """Requests that continued a response begun before; one response may need several."""
     unfinished_samples: int = 0
     """Samples left unfinished in the buffer when the batch was complete."""
     reward_timeouts: int = 0
@@ -102,12 +102,13 @@ class RolloutStats:
     regenerated_samples: int = 0
     """Responses started again since the batch before because they were too old."""
     lost_requests: int = 0
-    """Requests continued elsewhere since the batch before, because their server failed."""
+    """Requests continued elsewhere since the batch before, because their server failed; without the
+    time of evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """All groups of one training step, in order of ``group_id``."""
+    """All groups of one training step: new ones by ``group_id``, replayed ones among them."""
 
     step: int
     version: int

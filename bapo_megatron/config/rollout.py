@@ -94,7 +94,8 @@ class WeightSyncConfig(Section):
     is waited for is ``health.patience_s``."""
     verify: Literal["none", "logprobs"] = "none"
     """``logprobs``: after each sync every server's log-probs of a probe batch are compared with the
-    trainer's; a server that differs serves nobody."""
+    trainer's; a server that differs serves nobody. Before that, unless requests are ``abort``ed,
+    and with ``colocated``, it has sampled for a moment: those tokens stay."""
     verify_tolerance: float = Field(0.05, gt=0)
     """Largest mean absolute difference of the probe's log-probs; 1e-3 suits float32."""
 

@@ -64,10 +64,11 @@ class RewardPool:
                 worker = await self._start()
             self._refuse_if_closed()
             request = {"response_text": response_text, "answer": answer}
-            try:
-                reply = await asyncio.wait_for(_ask(worker, request), self._timeout_s)
-            except TimeoutError:
-                reply = None
+            reply = None
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes with the reply.
+                async with asyncio.timeout(self._timeout_s):
+                    reply = await _ask(worker, request)
             self._refuse_if_closed()
             if reply is None:
                 await self._end(worker)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from typing import Any
 
     from bapo_megatron.types import EvalResult, RolloutBatch
@@ -28,10 +27,6 @@ class RolloutSource(Protocol):
 
         None means that no server holds the newest weights any more: push them, then ask again.
         """
-        ...
-
-    def sync_weights(self, model_dir: Path, version: int) -> None:
-        """Load the Hugging Face weights in ``model_dir`` into every server as ``version``."""
         ...
 
     def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:

@@ -7,6 +7,7 @@ for later steps goes on, never further ahead than that many.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from bapo_megatron.rollout.selection import Selection, merge
 from bapo_megatron.types import RolloutBatch, RolloutStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import Any
 
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import PendingGroup
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.selection import BatchPlan
+    from bapo_megatron.rollout.selection import BatchPlan, LeftOver
     from bapo_megatron.types import Group
 
 _REPORT_INTERVAL_S = 0.5
@@ -43,6 +44,16 @@ class _Marks:
     lost_requests: int = 0
     reward_timeouts: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Formed:
+    """A batch, and what its delivery changes."""
+
+    batch: RolloutBatch
+    chosen: list[PendingGroup]
+    left_over: LeftOver
+    totals: _Marks
 
 
 class BatchCollector:
@@ -77,7 +88,6 @@ class BatchCollector:
         self._generation: Generation
         self._num_regenerated = 0
         self._is_paused = False
-        self._latest: list[PendingGroup] = []
         self._marks = _Marks()
 
     def attach(self, pool: EnginePool) -> None:
@@ -85,12 +95,24 @@ class BatchCollector:
         self._pool = pool
         self._generation = Generation(pool, self._grader, self._config)
 
+    @property
+    def finished_samples(self) -> int:
+        """Responses that ended so far."""
+        return self._generation.finished_samples
+
     async def close(self) -> None:
         """End every task."""
         await self._generation.close()
 
-    async def collect(self, step: int) -> RolloutBatch | None:
+    async def collect(
+        self, step: int, hand_over: Callable[[RolloutBatch], Awaitable[None]]
+    ) -> RolloutBatch | None:
         """Generate and score the batch of ``step``.
+
+        Args:
+            step: Counted from 0.
+            hand_over: Delivers the batch. Its groups count as trained only when this has returned;
+                where it fails, nothing has changed, and the next call forms the batch again.
 
         Returns:
             The batch; none where no server holds the newest weights any more: push them and repeat
@@ -119,31 +141,40 @@ class BatchCollector:
         generation_s = time.monotonic() - self._marks.started_s
         if not ahead:
             await self._generation.stop()
+            # Older groups may have got their scores meanwhile: they come first, if young enough.
+            self._give_up_stale(version)
             chosen = self._choose(num_new, replayed)
         while not all(group.is_scored for group in chosen):
             await self._wait_for_news()
-        batch = self._form(step, version, chosen, replayed, generation_s)
+        formed = self._form(step, version, chosen, replayed, generation_s)
+        await hand_over(formed.batch)
+        self._commit(formed)
         if ahead:
             self._go_on(ahead)
-        return batch
+        return formed.batch
 
-    async def pause(self) -> None:
-        """Make way for new weights; nothing is sampled until ``resume``."""
+    async def pause(self) -> bool:
+        """Make way for new weights; nothing is sampled until ``resume``.
+
+        Returns:
+            Whether generation was running.
+        """
         if self._generation.is_running:
             self._is_paused = True
             await self._generation.pause()
+        return self._is_paused
 
     async def resume(self) -> None:
         """Go on after ``pause``, with what is young enough for the new weights."""
         if self._is_paused:
-            self._is_paused = False
             if self._pool.version is not None:
                 self._give_up_stale(self._pool.version)
+            self._is_paused = False
             await self._generation.resume(self._buffer)
 
-    def take_back(self) -> None:
-        """Put the groups of the latest batch back: it did not reach the trainer."""
-        self._buffer.put_back(self._latest)
+    def leave_out_lost(self, num_requests: int) -> None:
+        """Lost requests that do not belong to batches: they were counted during an evaluation."""
+        self._marks.lost_requests += num_requests
 
     def state(self) -> dict[str, Any]:
         """Data position and buffer as JSON values."""
@@ -159,12 +190,14 @@ class BatchCollector:
         buffer_from_json(self._buffer, state["buffer"])
         self._marks.dropped = dict(self._buffer.dropped)
         size, longest = self._config.samples_per_group, self._config.max_response_tokens
-        for group in self._buffer:
-            if len(group.samples) != size:
+        earlier = (group for batch in self._buffer.earlier for group in batch)
+        for saved in (*self._buffer, *earlier):
+            if len(saved.samples) != size:
                 raise ValueError(
-                    f"rollout.samples_per_group: was {len(group.samples)} when unfinished samples "
-                    f"were saved and is {size} now; resume with the same value"
+                    f"rollout.samples_per_group: was {len(saved.samples)} when group "
+                    f"{saved.group_id} was saved and is {size} now; resume with the same value"
                 )
+        for group in self._buffer:
             most = max(pending.num_tokens for pending in group.samples)
             if most > longest:
                 raise ValueError(
@@ -184,8 +217,8 @@ class BatchCollector:
 
     def _give_up_stale(self, version: int) -> None:
         """Drop or restart what is older than ``rollout.staleness`` allows."""
-        is_stopped = not self._generation.is_running
-        for group, old in self._selection.stale_samples(version, unfinished=is_stopped):
+        stands_still = self._is_paused or not self._generation.is_running
+        for group, old in self._selection.stale_samples(version, unfinished=stands_still):
             if self._config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue
@@ -207,39 +240,38 @@ class BatchCollector:
             RewardError: Grading failed.
         """
         news = self._generation.news
-        try:
-            await asyncio.wait_for(news.wait(), _REPORT_INTERVAL_S)
-        except TimeoutError:
-            return
-        finally:
-            self._generation.raise_failure()
+        with contextlib.suppress(TimeoutError):
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
+            async with asyncio.timeout(_REPORT_INTERVAL_S):
+                await news.wait()
         news.clear()
+        self._generation.raise_failure()
 
     def _form(
         self,
         step: int,
         version: int,
-        chosen: Sequence[PendingGroup],
+        chosen: list[PendingGroup],
         replayed: Sequence[Group],
         generation_s: float,
-    ) -> RolloutBatch:
-        is_dynamic = self._selection.is_dynamic
-        num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
-        new, self._latest = self._buffer.take(chosen), list(chosen)
-        for group, reason in self._selection.left_over():
-            self._drop(group, reason)
-        self._buffer.check()
+    ) -> _Formed:
+        """The batch, of groups that stay in the buffer until ``_commit``."""
+        left_over = self._selection.left_over(chosen)
         totals, before = self._totals(), self._marks
+        for _, reason in left_over.given_up:
+            totals.dropped[reason] = totals.dropped.get(reason, 0) + 1
         dropped = {
             reason: count - before.dropped.get(reason, 0)
             for reason, count in totals.dropped.items()
             if count > before.dropped.get(reason, 0)
         }
+        is_dynamic = self._selection.is_dynamic
+        num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
         stats = RolloutStats(
             generated_tokens=totals.generated_tokens - before.generated_tokens,
             generation_s=generation_s,
             resumed_samples=totals.resumed_samples - before.resumed_samples,
-            unfinished_samples=self._buffer.num_unfinished_samples(),
+            unfinished_samples=left_over.num_unfinished_samples,
             reward_timeouts=totals.reward_timeouts - before.reward_timeouts,
             replayed_groups=len(replayed),
             equal_reward_groups=dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
@@ -248,8 +280,18 @@ class BatchCollector:
             regenerated_samples=totals.regenerated_samples - before.regenerated_samples,
             lost_requests=totals.lost_requests - before.lost_requests,
         )
-        self._marks = totals
-        return RolloutBatch(step, version, merge(new, replayed), stats)
+        groups = merge([group.to_group() for group in chosen], replayed)
+        return _Formed(RolloutBatch(step, version, groups, stats), chosen, left_over, totals)
+
+    def _commit(self, formed: _Formed) -> None:
+        """The trainer has the batch: its groups leave, and so do those that are given up."""
+        self._buffer.take(formed.chosen)
+        for group, reason in formed.left_over.given_up:
+            self._drop(group, reason)
+        for group in formed.left_over.carried:
+            group.carries += 1
+        self._buffer.check()
+        self._marks = formed.totals
 
     def _totals(self) -> _Marks:
         return _Marks(

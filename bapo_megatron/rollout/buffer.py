@@ -75,6 +75,8 @@ class PendingSample:
             max_response_tokens: Longest response over all requests; reaching it is LENGTH, also
                 where the request was aborted at that very token.
         """
+        if self.is_finished and not len(part.token_ids):
+            return  # its last token came with the end of its server, and its reason after it
         assert not self.is_finished, "a finished response is not continued"
         self._parts.append(part)
         finish_reason = part.finish_reason
@@ -149,6 +151,11 @@ class PendingGroup:
         return all(pending.is_scored for pending in self.samples)
 
     @property
+    def num_unfinished_samples(self) -> int:
+        """Samples that still need tokens."""
+        return sum(not pending.is_finished for pending in self.samples)
+
+    @property
     def has_equal_rewards(self) -> bool:
         """No sample is better than another: every advantage would be 0."""
         return len({pending.sample.reward for pending in self.samples}) == 1
@@ -195,31 +202,17 @@ class RolloutBuffer:
         """Groups whose samples are all finished, oldest first."""
         return [group for group in self if group.is_finished]
 
-    def take(self, groups: Sequence[PendingGroup]) -> tuple[Group, ...]:
-        """Remove groups for the trainer and return them as records."""
+    def take(self, groups: Sequence[PendingGroup]) -> None:
+        """Remove groups: the trainer has them."""
         taken = tuple(self.groups.pop(group.group_id).to_group() for group in groups)
         self.num_trained += len(taken)
         if self.earlier.maxlen:
             self.earlier.append(taken)
-        return taken
-
-    def put_back(self, groups: Sequence[PendingGroup]) -> None:
-        """Undo the latest ``take``."""
-        together = sorted([*groups, *self.groups.values()], key=lambda group: group.group_id)
-        self.groups = {group.group_id: group for group in together}
-        self.num_trained -= len(groups)
-        if self.earlier.maxlen:
-            self.earlier.pop()
-        self.check()
 
     def drop(self, group: PendingGroup, reason: DropReason) -> None:
         """Give a group up; its id is not used again."""
         del self.groups[group.group_id]
         self.dropped[reason.value] += 1
-
-    def num_unfinished_samples(self) -> int:
-        """Samples that still need tokens."""
-        return sum(not pending.is_finished for group in self for pending in group.samples)
 
     def check(self) -> None:
         """Every group that was drawn is accounted for, exactly once."""

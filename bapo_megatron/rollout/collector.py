@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -28,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.prompts import PromptStream, load_prompts
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.pool import RewardPool
@@ -39,8 +39,10 @@ from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.evaluation import EvalSet, Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
+from bapo_megatron.rollout.push_limit import PushLimit
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.step_files import write_samples, write_timeline
 from bapo_megatron.rollout.supervisor import ServerSupervisor
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
 from bapo_megatron.rollout.weight_service import WeightService
@@ -79,6 +81,8 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
+        self._num_evaluations = 0
+        self._pushes = PushLimit()
         self.weights: WeightService
         """Answers the calls ``weights.…``."""
         self._wire_dir: Path
@@ -188,23 +192,13 @@ class Collector:
             holds the newest weights any more, to push them and repeat the call.
 
         Raises:
-            RolloutError: Generation failed, or the file cannot be written.
+            RolloutError: Generation failed, or the file cannot be written, or servers lose the
+                weights again and again.
         """
         assert self._batches is not None, "opened for training"
-        batch = await self._batches.collect(step)
-        if batch is None:
-            return {"needs_weights": True}
-        keep = self._config.rollout.dump
-        folder = self._config.run_dir / "rollouts" if keep else self._wire_dir
-        try:
-            path = _write(folder, batch)
-            self._write_timeline(step)
-            if self._colocated is not None:
-                await self._colocated.release()
-        except RolloutError:
-            self._batches.take_back()
-            raise
-        return {"path": str(path), "keep": keep}
+        if await self._batches.collect(step, self._hand_over) is None:
+            return self._ask_for_weights()
+        return {"path": str(self._batch_path(step)), "keep": self._config.rollout.dump}
 
     async def release_memory(self) -> None:
         """Have colocated servers give their memory away until the next weight sync.
@@ -225,16 +219,21 @@ class Collector:
             RolloutError: Generation failed, or a file cannot be written.
         """
         assert self._pool is not None, "connect comes first"
+        num_lost = self._pool.num_lost_requests
         evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, step))
         try:
             while not evaluation.done():
                 if self._pool.needs_weights:
-                    return {"needs_weights": True}
+                    return self._ask_for_weights()
                 await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
-            return {"results": [asdict(result) for result in evaluation.result()]}
+            results = evaluation.result()
+            self._num_evaluations += 1
+            return {"results": [asdict(result) for result in results]}
         finally:
             evaluation.cancel()
             await asyncio.gather(evaluation, return_exceptions=True)
+            if self._batches is not None:
+                self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
 
     async def state(self) -> dict[str, Any]:
         """Data position and buffer as JSON values."""
@@ -250,6 +249,20 @@ class Collector:
         assert self._batches is not None, "opened for training"
         self._batches.restore(state)
 
+    def _ask_for_weights(self) -> dict[str, Any]:
+        """The answer where no server holds the newest weights any more.
+
+        Raises:
+            RolloutError: It was given too often, without a result in between.
+        """
+        assert self._pool is not None, "connect comes first"
+        # Responses of an evaluation do not count: it begins again without them.
+        num_samples = 0 if self._batches is None else self._batches.finished_samples
+        own = () if self._supervisor is None else self._supervisor.servers
+        logs = ", ".join(str(server.log_path) for server in own) or "their logs"
+        self._pushes.count(self._num_evaluations + num_samples, self._pool.describe(), logs)
+        return {"needs_weights": True}
+
     def lost_servers(self, error: BaseException) -> str:
         """What belongs behind ``error``: why own servers do not come back, if that is its cause."""
         if self._supervisor is None or not isinstance(error, RolloutError):
@@ -257,32 +270,24 @@ class Collector:
         failures = self._supervisor.describe_failures()
         return f"\n{failures}" if failures and failures not in str(error) else ""
 
-    def _write_timeline(self, step: int) -> None:
-        path = self._config.run_dir / "timeline" / f"step_{step:06d}.json"
-        try:
-            self.timeline.write(path)
-        except OSError as error:
-            raise RolloutError(
-                f"cannot write the timeline of step {step} to {path}: {error.strerror}; free "
-                "space, or set rollout.timeline=false"
-            ) from error
-        self.timeline.clear()
+    async def _hand_over(self, batch: RolloutBatch) -> None:
+        """Write a batch where the trainer finds it, and what else belongs to its step."""
+        await write_samples(self._batch_path(batch.step), batch)
+        if self._config.rollout.timeline:
+            content = self.timeline.render()
+            self.timeline.clear()  # at once: what ends during the write belongs to the next file
+            path = self._config.run_dir / "timeline" / f"step_{batch.step:06d}.json"
+            await write_timeline(path, batch.step, content)
+        if self._colocated is not None:
+            await self._colocated.release()
+
+    def _batch_path(self, step: int) -> Path:
+        keep = self._config.rollout.dump
+        folder = self._config.run_dir / "rollouts" if keep else self._wire_dir
+        return folder / f"step_{step:06d}.parquet"
 
     def _report(self, text: str) -> None:
         self._send({"progress": text})
-
-
-def _write(folder: Path, batch: RolloutBatch) -> Path:
-    path = folder / f"step_{batch.step:06d}.parquet"
-    try:
-        write_batch(path, batch)
-    except OSError as error:
-        raise RolloutError(
-            f"cannot write the samples of step {batch.step} to {path}: {error.strerror}; free "
-            "space, or set rollout.dump=false to keep only the newest batch in the temporary "
-            "directory"
-        ) from error
-    return path
 
 
 class _WarningsToClient(logging.Handler):
@@ -299,10 +304,7 @@ class _WarningsToClient(logging.Handler):
 async def serve(connection: socket.socket) -> None:
     """Answer calls, one after the other, until the client is gone."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_MESSAGE_BYTES)
-
-    def send(message: dict[str, Any]) -> None:
-        writer.write(json.dumps(message).encode() + b"\n")
-
+    send = functools.partial(_send, writer)
     logging.getLogger().addHandler(_WarningsToClient(send))
     collector = Collector(send)
     calls: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -320,6 +322,11 @@ async def serve(connection: socket.socket) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await collector.close()
+
+
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    if not writer.is_closing():  # else asyncio would warn, and the warning would be sent
+        writer.write(json.dumps(message).encode() + b"\n")
 
 
 async def _read_calls(reader: asyncio.StreamReader, calls: asyncio.Queue[dict[str, Any]]) -> None:
@@ -352,10 +359,12 @@ async def _answer_calls(
                 raise
             # Into the log only, the client gets the line. Logging survives a full disk.
             _LOG.info("call '%s' failed", call["call"], exc_info=True)
-            send({"id": call["id"], "error": f"{cause}{collector.lost_servers(cause)}"})
+            text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
+            send({"id": call["id"], "error": f"{text}{collector.lost_servers(cause)}"})
         else:
             send({"id": call["id"], "result": result})
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends
+            await writer.drain()
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -73,7 +73,9 @@ class CollectorClient:
         self._call_numbers = itertools.count(1)
         self._opening: int | None = None
         self._is_connected = False
-        self._holds_version: int | None = None if config.rollout.servers else START_VERSION
+        # Servers that it did not start may hold anything.
+        self._start_version = None if config.rollout.servers else START_VERSION
+        self._lacks_weights = self._start_version is None
 
     def start(self) -> None:
         """Start the collector, which starts the servers, and return at once."""
@@ -108,7 +110,7 @@ class CollectorClient:
         if self._is_connected:
             return
         self._wait_opened()
-        self._call("connect", version=self._holds_version)
+        self._call("connect", version=self._start_version)
         self._is_connected = True
 
     def collect(self, step: int) -> RolloutBatch | None:
@@ -127,28 +129,33 @@ class CollectorClient:
         """Load ``model_dir`` into every server as ``version``."""
         self.wait_ready()
         self._on_progress(f"loading weights version {version} into the servers")
-        self._holds_version = None
+        self._lacks_weights = True
         self._call("sync_weights", model_dir=str(model_dir.absolute()), version=version)
-        self._holds_version = version
+        self._lacks_weights = False
 
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         self.wait_ready()
         self._call("release_memory")
-        self._holds_version = None
+        self._lacks_weights = True
 
     def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
         """Start a call of the collector's ``WeightService``; what is returned waits for it."""
         self.wait_ready()
-        # Whatever becomes of it, the servers no longer hold those of model.path.
-        self._holds_version = arguments.get("version", self._holds_version)
         number = self._send(f"weights.{name}", **arguments)
-        return lambda: self._wait_for(number)
+
+        def answer() -> Any:
+            result = self._wait_for(number)
+            if name == "resume":  # the last call of every push
+                self._lacks_weights = False
+            return result
+
+        return answer
 
     def ensure_weights(self) -> None:
         """Load ``model.path`` into servers of whose weights nothing is known."""
         self.wait_ready()
-        if self._holds_version is None:
+        if self._lacks_weights:
             self.sync_weights(self._config.model.path, START_VERSION)
 
     def evaluate(self, step: int) -> list[EvalResult] | None:
@@ -166,7 +173,7 @@ class CollectorClient:
                 return [EvalResult(**result) for result in answer["results"]]
             if self._for_training:
                 return None
-            self._holds_version = None
+            self._lacks_weights = True
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""

@@ -90,12 +90,16 @@ class ColocatedServers:
         servers = [s for s in self._supervisor.servers if s.is_started]
         await self._on_all(servers, self._release)
 
-    async def pause(self) -> None:
-        """Before new weights: pause generation and give the servers memory for their weights."""
-        if self._generation is not None:
-            await self._generation.pause()
+    async def pause(self) -> bool:
+        """Before new weights: pause generation and give the servers memory for their weights.
+
+        Returns:
+            Whether generation was running.
+        """
+        was_running = self._generation is not None and await self._generation.pause()
         await self._on_all(self._released(), self._resume_weights)
         self._supervisor.allow_restarts()
+        return was_running
 
     async def resume(self) -> None:
         """After new weights: give the servers memory for their cache, and let requests in."""

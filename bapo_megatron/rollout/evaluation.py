@@ -118,7 +118,7 @@ class Evaluator:
                 top_p=config.top_p,
             ),
             label=f"evaluation of {eval_set.name}, {prompt.prompt_id}, sample {index}",
-            affinity=row,
+            affinity=-1 - row,  # numbers of its own: those of groups may be in use
             return_logprobs=False,
         )
         assert completion is not None, "evaluations are never drained"

@@ -48,6 +48,8 @@ class Generation:
         """Received so far."""
         self.resumed_samples = 0
         """Requests so far that continued a response."""
+        self.finished_samples = 0
+        """Responses that ended so far."""
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
         """Work on every sample that has no score yet; what is in progress goes on."""
@@ -151,3 +153,4 @@ class Generation:
             on_part=take,
         )
         self.resumed_samples += was_started and completion is not None
+        self.finished_samples += pending.is_finished

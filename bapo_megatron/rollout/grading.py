@@ -25,16 +25,18 @@ class Grader:
         self._tokenizer = tokenizer
         self._rewards = rewards
         self.num_timeouts = 0
-        """Answers scored 0 because grading them took too long."""
+        """Training samples scored 0 because grading them took too long."""
 
     async def score(self, pending: PendingSample) -> None:
-        """Fill in text and reward of a finished sample."""
+        """Fill in text and reward of a finished sample, unless it was begun again meanwhile."""
         sample = pending.sample
         text, score = await self.grade(sample.response_token_ids, sample.prompt.answer)
+        self.num_timeouts += score.timed_out
         sample.response_text = text
         sample.reward = score.reward
         sample.answer_found = score.answer_found
-        pending.is_scored = True
+        if pending.sample is sample:
+            pending.is_scored = True
 
     async def grade(self, response_token_ids: np.ndarray, answer: str) -> tuple[str, Score]:
         """The decoded response and its score.
@@ -51,6 +53,4 @@ class Grader:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-        score = await self._rewards.score(text, answer)
-        self.num_timeouts += score.timed_out
-        return text, score
+        return text, await self._rewards.score(text, answer)

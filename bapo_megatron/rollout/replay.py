@@ -47,9 +47,6 @@ class ReplaySource:
             )
         return batch
 
-    def sync_weights(self, model_dir: Path, version: int) -> None:
-        """Do nothing: there is no server."""
-
     def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
         """Do nothing: there is no server."""
         return lambda: None

@@ -7,7 +7,7 @@ are those of ``config.rollout``; docs/rollout.md shows them as states and transi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +35,18 @@ class BatchPlan:
     """Nothing is generated for steps beyond the last."""
     updates_per_batch: int
     """The number of groups of a batch is a multiple of this."""
+
+
+@dataclass(slots=True)
+class LeftOver:
+    """Groups that are in the buffer and not in the batch that is formed."""
+
+    given_up: list[tuple[PendingGroup, DropReason]] = field(default_factory=list)
+    """No later batch will get them, and why."""
+    carried: list[PendingGroup] = field(default_factory=list)
+    """They stay, started and unfinished."""
+    num_unfinished_samples: int = 0
+    """Of all that stay, started or not."""
 
 
 class Selection:
@@ -104,7 +116,7 @@ class Selection:
 
         Args:
             version: Weights version of now.
-            unfinished: Whether to look at unfinished groups too; nothing may be in flight then.
+            unfinished: Whether to look at unfinished groups too; nothing may be sampled meanwhile.
                 Their oldest tokens do not become younger, the mean over a response may.
         """
         if not self._has_limit:
@@ -124,24 +136,31 @@ class Selection:
                 found.append((group, old))
         return found
 
-    def left_over(self) -> list[tuple[PendingGroup, DropReason]]:
-        """After a batch was taken: groups that no later batch will get, and why.
+    def left_over(self, taken: Sequence[PendingGroup]) -> LeftOver:
+        """What becomes of the groups that a batch leaves in the buffer.
 
-        Counts how often each group that stays was carried over.
+        Args:
+            taken: Its new groups.
         """
-        useless = {group.group_id for group in self._equal_groups()}
-        given_up = []
+        taken_ids = {group.group_id for group in taken}
+        useless_ids = {group.group_id for group in self._equal_groups()}
+        most = self._config.max_carries
+        result = LeftOver()
         for group in self._buffer:
-            if group.group_id in useless:
-                given_up.append((group, DropReason.EQUAL_REWARDS))
+            if group.group_id in taken_ids:
+                continue
+            is_underway = group.is_started and not group.is_finished
+            if group.group_id in useless_ids:
+                result.given_up.append((group, DropReason.EQUAL_REWARDS))
             elif not self._config.partial:
-                given_up.append((group, DropReason.SURPLUS))
-            elif group.is_started and not group.is_finished:
-                group.carries += 1
-                most = self._config.max_carries
-                if most is not None and group.carries > most:
-                    given_up.append((group, DropReason.CARRIED))
-        return given_up
+                result.given_up.append((group, DropReason.SURPLUS))
+            elif is_underway and most is not None and group.carries >= most:
+                result.given_up.append((group, DropReason.CARRIED))
+            else:
+                result.num_unfinished_samples += group.num_unfinished_samples
+                if is_underway:
+                    result.carried.append(group)
+        return result
 
     def replayed(self, step: int, version: int) -> list[Group]:
         """Groups of earlier batches for the batch of ``step``; the seed decides which."""

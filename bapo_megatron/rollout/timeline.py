@@ -14,11 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.files import atomic_write_text
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
 _STEP_ROW = "step"
 _QUEUE_ROW = "queue"
@@ -161,19 +158,13 @@ class Timeline:
         """Forget what has ended; what goes on is in the next file too, from its beginning."""
         self._closed.clear()
 
-    def write(self, path: Path) -> None:
-        """Write everything since ``clear`` as Chrome trace events, times since the beginning.
+    def render(self) -> str:
+        """Everything since ``clear`` as a file of Chrome trace events, times since the beginning.
 
         What goes on is drawn until now.
-
-        Args:
-            path: Destination; replaced as a whole.
-
-        Raises:
-            OSError: It cannot be written.
         """
         trace = {"displayTimeUnit": "ms", "traceEvents": list(self._events())}
-        atomic_write_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
+        return json.dumps(trace, separators=(",", ":")) + "\n"
 
     def _events(self) -> Iterator[dict[str, Any]]:
         now_s = self._clock()
@@ -228,9 +219,6 @@ class NullTimeline(Timeline):
     def span(self, name: str) -> Iterator[None]:
         """Run the block."""
         yield
-
-    def write(self, path: Path) -> None:
-        """Write no file."""
 
 
 class _NoTrace(RequestTrace):

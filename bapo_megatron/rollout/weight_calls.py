@@ -69,7 +69,7 @@ class MemberCalls:
             )
             for task in done:
                 if (error := task.exception()) is not None:
-                    return str(error)
+                    return _describe(self._calls[task], error)
             for task in pending:
                 if (engine := self._calls[task].engine).state is EngineState.LOST:
                     return f"{engine.address}: it was lost meanwhile"
@@ -77,7 +77,11 @@ class MemberCalls:
         return None
 
     async def settle(self, grace_s: float) -> Failures:
-        """Wait for the calls that are open, end those that hang, and say what became of all."""
+        """Say what became of the calls of the newest step, if it failed, and forget them.
+
+        Args:
+            grace_s: How long those that are open may take; then they are ended.
+        """
         calls, self._calls = self._calls, {}
         gone: dict[Member, str] = {}
         refused: dict[Member, str] = {}
@@ -89,12 +93,10 @@ class MemberCalls:
                 gone[member] = "it hangs in a weight update that others have left"
             elif (error := task.exception()) is None:
                 continue
-            elif isinstance(error, ServerGoneError):
-                gone[member] = str(error)
-            elif isinstance(error, RolloutError):
+            elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
                 refused[member] = str(error)
-            else:
-                raise error
+            else:  # also where the answer has no known form: what the server has is not known
+                gone[member] = _describe(member, error)
         await asyncio.gather(*calls, return_exceptions=True)
         was_lost = any(member.engine.state is EngineState.LOST for member in calls.values())
         return Failures(
@@ -110,3 +112,10 @@ class MemberCalls:
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _describe(member: Member, error: BaseException) -> str:
+    if isinstance(error, RolloutError):
+        return str(error)
+    kind = type(error).__name__
+    return f"{member.engine.address}: a call failed ({f'{kind}: {error}' if str(error) else kind})"

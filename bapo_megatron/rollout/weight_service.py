@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,8 +48,8 @@ _ANSWERING = (EngineState.USABLE, EngineState.STALE)
 class Pausable(Protocol):
     """What generates with the old weights: ``BatchCollector``, or nothing."""
 
-    async def pause(self) -> None:
-        """Make way for new weights."""
+    async def pause(self) -> bool:
+        """Make way for new weights; returns whether anything was generated."""
         ...
 
     async def resume(self) -> None:
@@ -96,6 +95,8 @@ class WeightService:
         self._group_is_new = True
         self._has_session = False
         self._is_paused = False
+        self._paused_at_s: float | None = None
+        self._pause_s = 0.0
         self._version = -1
         self._deadline_s = 0.0
         self._give_up_s: float | None = None
@@ -122,7 +123,7 @@ class WeightService:
         self._members = await self._await_members()
         share_group = is_intact and shared == tuple(member.engine for member in self._members)
         if not share_group:
-            await self.leave()
+            await self._leave()
         self._group_is_new = not share_group
         return {
             "addresses": [member.engine.address for member in self._members],
@@ -215,76 +216,66 @@ class WeightService:
         """The tokens that ``verify`` compares, sequence by sequence."""
         return self._probe
 
-    async def verify(self, expected: list[list[float]]) -> dict[str, float]:
+    async def verify(self, expected: list[list[float]]) -> dict[str, float | None]:
         """Compare every server's log-probs of the probe with the trainer's.
 
-        A server that differs is taken out. Where requests are paused, not aborted, and where
-        servers gave their memory away, generation goes on before this: a paused server answers
-        no probe.
+        A server that differs is taken out, and so is one that does not answer. Where requests are
+        paused, not aborted, and where servers gave their memory away, generation goes on before
+        this: a paused server answers no probe. What it sampled until then is kept.
 
         Args:
             expected: For each sequence of ``probe`` the log-probs of all its tokens but the first,
                 at temperature 1.
 
         Returns:
-            ``difference``: the largest mean absolute difference, in nats, of the servers that stay.
+            ``difference``: the largest mean absolute difference, in nats, of the servers that stay;
+            none where none stays because none answered: they may come back, and need the weights.
 
         Raises:
-            RolloutError: No server stays.
+            RolloutError: Servers answered, and all of them differ.
         """
         if self._resumes_to_verify:
-            await self.resume()
+            await self._go_on()
         self._set_deadline()
         found = await asyncio.gather(
             *(self._difference(member, expected) for member in self._members)
         )
         tolerance = self._sync.verify_tolerance
-        for member, difference in zip(self._members, found, strict=True):
-            if not difference <= tolerance and member.engine.state is not EngineState.LOST:
-                self._pool.mark_lost(
-                    member.engine,
-                    f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
-                    f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
-                    f"reports weights version {self._version}",
-                )
-        good = [difference for difference in found if difference <= tolerance]
-        if not good:
-            differences = ", ".join(
-                f"{member.engine.address}: {difference:.3g}"
-                for member, difference in zip(self._members, found, strict=True)
+        answers = {m: d for m, d in zip(self._members, found, strict=True) if d is not None}
+        bad = {m: d for m, d in answers.items() if not d <= tolerance}
+        for member, difference in bad.items():
+            self._pool.mark_lost(
+                member.engine,
+                f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
+                f"reports weights version {self._version}",
             )
+        if bad and len(bad) == len(answers):
+            differences = ", ".join(f"{m.engine.address}: {d:.3g}" for m, d in bad.items())
             raise RolloutError(
                 f"no server computes as the trainer does with weights version {self._version} "
                 f"(mean differences of log-probs: {differences}; allowed: {tolerance:g}); check "
                 "the dtype, quantization and model of the servers, or raise "
                 "rollout.weight_sync.verify_tolerance"
             )
-        return {"difference": max(good)}
+        good = [difference for difference in answers.values() if difference <= tolerance]
+        return {"difference": max(good, default=None)}
 
-    async def resume(self) -> None:
-        """Let generation go on; does nothing where it does."""
-        if self._is_paused and self._generation is not None:
-            await self._generation.resume()
-        self._is_paused = False
+    async def resume(self) -> dict[str, float]:
+        """Let generation go on; does nothing where it does.
 
-    async def leave(self) -> None:
-        """Have all servers forget the group, so that the next trainer finds none."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        await asyncio.gather(
-            *(
-                member.control.leave_group(group.name, self._health.timeout_s)
-                for member in self._members
-                if member.engine in group.engines and member.engine.state is not EngineState.LOST
-            ),
-            return_exceptions=True,  # it restarted meanwhile, or ends now
-        )
+        Returns:
+            ``pause_s``: for how long it stood still since the last call; 0 where nothing was
+            generated.
+        """
+        await self._go_on()
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return {"pause_s": pause_s}
 
     async def close(self) -> None:
-        """End what is open on the servers; none of them has to answer."""
+        """End what is open on the servers, also the group; none of them has to answer."""
         await self._calls.cancel()
-        await self.leave()
+        await self._leave()
 
     @property
     def _may_flush(self) -> bool:
@@ -293,8 +284,17 @@ class WeightService:
 
     async def _pause(self) -> None:
         if not self._is_paused and self._generation is not None:
-            await self._generation.pause()
+            started_s = asyncio.get_running_loop().time()
+            if await self._generation.pause():
+                self._paused_at_s = started_s
         self._is_paused = True
+
+    async def _go_on(self) -> None:
+        if self._is_paused and self._generation is not None:
+            await self._generation.resume()
+        if self._paused_at_s is not None:
+            self._pause_s += asyncio.get_running_loop().time() - self._paused_at_s
+        self._is_paused, self._paused_at_s = False, None
 
     def _set_deadline(self) -> None:
         self._deadline_s = asyncio.get_running_loop().time() + self._sync.timeout_s
@@ -375,10 +375,24 @@ class WeightService:
             return None
         return Member(engine, control)
 
-    async def _difference(self, member: Member, expected: list[list[float]]) -> float:
-        """Mean absolute difference of a server's log-probs; infinite where it has none."""
+    async def _leave(self) -> None:
+        """Have all servers forget the group, so that the next trainer finds none."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        await asyncio.gather(
+            *(
+                member.control.leave_group(group.name, self._health.timeout_s)
+                for member in self._members
+                if member.engine in group.engines and member.engine.state is not EngineState.LOST
+            ),
+            return_exceptions=True,  # it restarted meanwhile, or ends now
+        )
+
+    async def _difference(self, member: Member, expected: list[list[float]]) -> float | None:
+        """Mean absolute difference of a server's log-probs; none where it does not answer."""
         try:
             return await mean_difference(member.control, self._probe, expected, self._remaining_s())
         except RolloutError as error:
             self._pool.mark_lost(member.engine, f"it does not answer the probe: {error}")
-            return math.inf
+            return None

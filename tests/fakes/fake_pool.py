@@ -18,6 +18,8 @@ from bapo_megatron.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bapo_megatron.types import RolloutBatch
+
 
 def logprobs_of(token_ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
     """[R] float32 log-probs that only these tokens of these versions have."""
@@ -29,6 +31,10 @@ def part_of(first: int, count: int, version: int, finish_reason: FinishReason) -
     token_ids = np.arange(first, first + count, dtype=np.int64)
     versions = np.full(count, version, dtype=np.int64)
     return Completion(token_ids, logprobs_of(token_ids, versions), versions, finish_reason)
+
+
+async def deliver(batch: RolloutBatch) -> None:
+    """Hands a batch over that nobody takes."""
 
 
 @dataclass(eq=False)
@@ -56,6 +62,8 @@ class FakePool:
         self.num_lost_requests = 0
         self.requests: list[Request] = []
         self.calls: list[str] = []
+        self.on_drain: Callable[[], None] | None = None
+        """What else happens while requests are aborted."""
         self._prompt_tokens = prompt_tokens
         self._is_draining = False
 
@@ -97,6 +105,10 @@ class FakePool:
     async def drain(self) -> None:
         self.calls.append("drain")
         self._is_draining = True
+        if self.on_drain is not None:
+            self.on_drain()
+            for _ in range(4):  # an abort takes its time
+                await asyncio.sleep(0)
         for request in list(self.requests):
             if not request.ended.done():
                 request.ended.set_result(part_of(request.received, 0, 0, FinishReason.ABORT))

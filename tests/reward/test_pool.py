@@ -88,6 +88,30 @@ def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
     assert children() == set()
 
 
+@pytest.mark.parametrize("num_ticks", range(4))
+def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_ticks):
+    async def grade():
+        reply = asyncio.get_running_loop().create_future()
+        asked = asyncio.Event()
+
+        async def ask(worker, request):
+            asked.set()
+            return await reply
+
+        monkeypatch.setattr(pool_module, "_ask", ask)
+        async with RewardPool(workers=1, timeout_s=60) as pool:
+            grading = asyncio.create_task(pool.score("", ""))
+            await asked.wait()
+            reply.set_result({"reward": 1.0, "answer_found": True})
+            for _ in range(num_ticks):
+                await asyncio.sleep(0)
+            is_accepted = grading.cancel()
+            await asyncio.wait([grading])
+            assert grading.cancelled() == is_accepted
+
+    asyncio.run(grade())
+
+
 def test_an_answer_that_needs_too_much_memory_does_not_break_the_pool(monkeypatch):
     monkeypatch.setattr(pool_module, "MEMORY_LIMIT_BYTES", 256 << 20)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.dump import DumpError
 from bapo_megatron.data.prompts import PromptStream
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
@@ -33,9 +34,13 @@ class Rewards:
 
     def __init__(self, equal: Sequence[int]) -> None:
         self._equal = equal
+        self.held: dict[int, asyncio.Event] = {}
+        """Scores of these groups wait."""
 
     async def score(self, pending: PendingSample) -> None:
         sample = pending.sample
+        if sample.group_id in self.held:
+            await self.held[sample.group_id].wait()
         sample.reward = 0.0 if sample.group_id in self._equal else float(sample.index == 0)
         pending.is_scored = True
 
@@ -53,8 +58,11 @@ class Setup:
             **rollout,
         }
         self.pool = FakePool()
+        self.failure: Exception | None = None
+        """Of the next delivery."""
+        self.rewards = Rewards(equal)
         self.batches = BatchCollector(
-            Rewards(equal),
+            self.rewards,
             PromptStream(PROMPTS, seed=0, shuffle=False),
             RolloutConfig.model_validate(config),
             ReplayConfig.model_validate(replay or {}),
@@ -64,7 +72,13 @@ class Setup:
         self.batches.attach(self.pool)
 
     def collect(self, step: int) -> asyncio.Task[RolloutBatch | None]:
-        return asyncio.create_task(self.batches.collect(step))
+        return asyncio.create_task(self.batches.collect(step, self.hand_over))
+
+    async def hand_over(self, batch: RolloutBatch) -> None:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            self.state_at_failure = self.batches.state()
+            raise failure
 
     def open_groups(self) -> list[int]:
         """Groups with a request in flight."""
@@ -260,11 +274,15 @@ def test_at_its_limit_dynamic_sampling_fills_the_batch_with_the_latest_of_the_ot
     play(scene)
 
 
+@pytest.mark.parametrize("in_flight", ["abort", "retract"])
 @pytest.mark.parametrize("action", ["drop", "regenerate"])
-def test_responses_that_became_too_old_are_given_up(action: str) -> None:
+def test_responses_that_became_too_old_are_given_up(action: str, in_flight: str) -> None:
     async def scene() -> None:
         setup = Setup(
-            async_steps=1, oversample_groups=1, staleness={"max_age": 1, "action": action}
+            async_steps=1,
+            oversample_groups=1,
+            staleness={"max_age": 1, "action": action},
+            weight_sync={"in_flight": in_flight},
         )
         batch = setup.collect(0)
         await settle()
@@ -273,6 +291,10 @@ def test_responses_that_became_too_old_are_given_up(action: str) -> None:
         await setup.give([3], 3, ends=True)
         await batch
         await setup.sync(2)
+        if action == "drop":  # not even continued
+            assert 2 not in setup.open_groups()
+        else:
+            assert [r.received for r in setup.pool.requests if _group_of(r) == 2] == [0, 0]
         batch = setup.collect(1)
         await settle()
         if action == "drop":
@@ -287,6 +309,44 @@ def test_responses_that_became_too_old_are_given_up(action: str) -> None:
             assert batch.result().stats.regenerated_samples == 4
         for sample in batch.result().samples:
             assert sample.versions.tolist() == [2, 2, 2, 2]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("action", ["drop", "regenerate"])
+def test_what_is_scored_while_the_rest_is_aborted_is_judged_by_its_age_too(action: str) -> None:
+    async def scene() -> None:
+        setup = Setup(
+            oversample_groups=1, staleness={"max_age": 1, "measure": "mean", "action": action}
+        )
+        held = setup.rewards.held[0] = asyncio.Event()
+        batch = setup.collect(0)
+        await settle()
+        await setup.give([0, 1, 2], 4, ends=True)
+        assert ids(await batch) == [1, 2]
+        await setup.sync(2)
+        batch = setup.collect(1)
+        await settle()
+        setup.pool.on_drain = held.set
+        await setup.give([3, 4], 4, ends=True)
+        assert ids(await batch) == [3, 4]
+        stats = batch.result().stats
+        assert stats.dropped_groups == ({"stale": 1} if action == "drop" else {})
+        assert stats.regenerated_samples == (0 if action == "drop" else 2)
+        await setup.batches.close()
+
+    play(scene)
+
+
+def test_requests_that_an_evaluation_lost_are_not_those_of_the_batch() -> None:
+    async def scene() -> None:
+        setup = Setup()
+        setup.pool.num_lost_requests = 5
+        setup.batches.leave_out_lost(3)
+        batch = setup.collect(0)
+        await settle()
+        await setup.give([0, 1], 4, ends=True)
+        assert (await batch).stats.lost_requests == 2
 
     play(scene)
 
@@ -309,6 +369,22 @@ def test_replay_adds_groups_of_earlier_batches_spread_over_the_updates() -> None
         assert second.result().stats.replayed_groups == 2
         old = [s for s in second.result().samples if s.group_id < 4]
         assert all((sample.versions == 0).all() for sample in old)
+
+    play(scene)
+
+
+def test_groups_kept_for_replay_must_have_the_size_of_new_ones() -> None:
+    async def scene() -> None:
+        setup = Setup(replay={"batches": 1})
+        batch = setup.collect(0)
+        await settle()
+        await setup.give([0, 1], 4, ends=True)
+        await batch
+        state = setup.batches.state()
+        assert state["buffer"]["groups"] == []
+        other = Setup(replay={"batches": 1}, samples_per_group=3)
+        with pytest.raises(ValueError, match=r"samples_per_group: was 2 when group 0 .* is 3 now"):
+            other.batches.restore(state)
 
     play(scene)
 
@@ -350,15 +426,57 @@ def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them
     play(scene)
 
 
-def test_a_batch_that_could_not_be_handed_over_comes_again() -> None:
+@pytest.mark.parametrize("failure", [RolloutError("the disk is full"), DumpError("not intact")])
+def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
+    failure: Exception,
+) -> None:
+    async def scene() -> None:
+        setup = Setup(
+            equal=[2],
+            replay={"batches": 1, "share": 0.5},
+            oversample_groups=4,
+            max_carries=1,
+            dynamic_sampling={"enabled": True},
+        )
+        first = setup.collect(0)
+        await settle()
+        await setup.give([3], 2)  # carried for the first time
+        await setup.give([0, 1, 2], 3, ends=True)
+        assert ids(await first) == [0, 1]
+        second = setup.collect(1)
+        await settle()
+        setup.failure = failure
+        await setup.give([4], 3, ends=True)
+        with pytest.raises(type(failure)):
+            await second
+        state = setup.batches.state()
+        assert state == setup.state_at_failure
+        assert [[group["group_id"] for group in batch] for batch in state["buffer"]["earlier"]] == [
+            [0, 1]
+        ]
+        again = await setup.collect(1)
+        assert sorted(ids(again)) in ([0, 4], [1, 4])
+        assert again is not None
+        assert again.stats.dropped_groups == {"carried": 1}
+        assert again.stats.generated_tokens == 6
+        await setup.batches.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize("num_ticks", range(4))
+def test_a_cancellation_that_comes_with_news_is_not_lost(num_ticks: int) -> None:
     async def scene() -> None:
         setup = Setup()
         batch = setup.collect(0)
         await settle()
-        await setup.give([0, 1], 3, ends=True)
-        assert ids(await batch) == [0, 1]
-        setup.batches.take_back()
-        assert ids(await setup.collect(0)) == [0, 1]
+        setup.batches._generation.news.set()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        batch.cancel()
+        await asyncio.wait([batch], timeout=1.0)
+        assert batch.cancelled()
+        await setup.batches.close()
 
     play(scene)
 

@@ -54,6 +54,14 @@ def test_a_sample_that_is_aborted_at_its_very_last_token_is_finished() -> None:
     assert pending.sample.finish_reason is FinishReason.LENGTH
 
 
+def test_the_end_of_a_response_may_be_told_twice() -> None:
+    pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+    pending.append(_completion(0, 8, 0), 8)
+    pending.append(_completion(8, 0, 0, "length"), 8)
+    assert pending.sample.finish_reason is FinishReason.LENGTH
+    assert len(pending.sample.response_token_ids) == 8
+
+
 def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
     buffer = _filled()
     buffer.drop(buffer.start_group(PROMPTS[0], 2), DropReason.STALE)
@@ -92,35 +100,18 @@ def test_a_restored_sample_can_be_continued() -> None:
 def test_only_groups_whose_samples_have_all_ended_are_finished() -> None:
     buffer = _filled()
     assert [group.group_id for group in buffer.finished()] == [0]
-    assert buffer.num_unfinished_samples() == 3
+    assert [group.num_unfinished_samples for group in buffer] == [0, 1, 2]
 
 
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
     buffer = _filled()
-    (group,) = buffer.take(buffer.finished())
-    assert group.group_id == 0
-    assert [sample.reward for sample in group.samples] == [1.0, 1.0]
+    buffer.take(buffer.finished())
+    assert [group.group_id for group in buffer] == [1, 2]
     for pending in buffer:
         buffer.drop(pending, DropReason.SURPLUS)
     assert len(buffer) == 0
     assert buffer.start_group(PROMPTS[0], 2).group_id == 3
     buffer.check()
-
-
-def test_a_batch_that_is_put_back_is_taken_again_as_it_was() -> None:
-    buffer = RolloutBuffer(num_earlier_batches=2)
-    for group in (buffer.start_group(prompt, 1) for prompt in PROMPTS):
-        group.samples[0].append(_completion(0, 2, 0, "stop"), 8)
-        group.samples[0].is_scored = True
-    chosen = buffer.finished()[1:]
-    taken = buffer.take(chosen)
-    assert [len(batch) for batch in buffer.earlier] == [2]
-    buffer.put_back(chosen)
-    assert list(buffer.earlier) == []
-    assert [group.group_id for group in buffer] == [0, 1, 2]
-    assert buffer.num_trained == 0
-    again = buffer.take(buffer.finished()[1:])
-    assert [group.group_id for group in again] == [group.group_id for group in taken]
 
 
 def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> None:

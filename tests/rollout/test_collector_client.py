@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import json
 import logging
 import shutil
+import socket
 import statistics
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +20,7 @@ import pytest
 
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
@@ -161,6 +168,51 @@ def test_a_remote_server_that_ends_for_good_is_named(
     assert "\n" not in message
 
 
+@contextlib.contextmanager
+def crashing(fake: FakeSglang) -> Iterator[None]:
+    """Whatever is asked of the server crashes it; it is started again at once."""
+    is_over = threading.Event()
+
+    def crash_at_each_request() -> None:
+        num_seen = 0
+        while not is_over.wait(0.02):
+            if len(fake.requests) > num_seen:
+                fake.crash()
+                num_seen, fake.version = len(fake.requests), "default"
+                fake.start()
+
+    thread = threading.Thread(target=crash_at_each_request)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("call", ["collect", "evaluate"])
+def test_a_prompt_that_crashes_every_server_is_not_sent_for_ever(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path, call: str
+) -> None:
+    pushes = 0
+
+    def push_until_it_ends(client: CollectorClient) -> None:
+        nonlocal pushes
+        while pushes < 10:
+            client.sync_weights(tmp_path, 1)
+            pushes += 1
+            assert getattr(client, call)(0) is None
+
+    with FakeSglang(token_interval_s=1.0) as fake, crashing(fake):
+        health = {"interval_s": 0.1, "timeout_s": 5}
+        client = open_client(make_config(servers=(fake.address,), health=health))
+        with pytest.raises(RolloutError, match="the weights were pushed 5 times in a row") as error:
+            push_until_it_ends(client)
+    assert pushes == 6  # the first one was not asked for
+    assert f"{fake.address} (stale): it needs weights again: {fake.address}: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_a_server_with_the_other_temperature_convention_is_refused(
     make_config: MakeConfig, open_client: Open
 ) -> None:
@@ -183,6 +235,43 @@ def test_a_collector_that_dies_shows_its_last_lines(
         with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
             client.collect(0)
     assert "collector.log" in str(caught.value)
+
+
+def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
+    async def run() -> None:
+        mine, remote = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=mine)
+        remote.close()
+        handler = _WarningsToClient(functools.partial(_send, writer))
+        logging.getLogger().addHandler(handler)
+        try:
+            for _ in range(20):
+                logging.getLogger("test").warning("a server is taken out")
+                await asyncio.sleep(0)
+        finally:
+            logging.getLogger().removeHandler(handler)
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
+) -> None:
+    with FakeSglang(token_interval_s=0.2) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        client.sync_weights(tmp_path, 1)
+        client._send("collect", step=0)
+        while not fake.requests:
+            time.sleep(0.02)
+        collector = find_process("rollout.collector")
+        assert client._socket is not None
+        client._socket.close()  # as the end of the process does
+        collector.wait(timeout=10)
+    assert "Traceback" not in client._log_path.read_text()
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
@@ -233,6 +322,21 @@ def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
     client = open_client(config)
     with pytest.raises(RolloutError, match=r"train.jsonl:17: no column 'answer'"):
         client.wait_ready()
+
+
+def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        load = client.call_weights("load", model_dir=str(tmp_path), version=7)
+        assert client._lacks_weights
+        load()
+        assert client._lacks_weights
+        assert client.call_weights("resume")() == {"pause_s": 0.0}
+        assert not client._lacks_weights
+        client.ensure_weights()
+        assert fake.version == "7"
 
 
 def test_a_checkpoint_of_a_replay_cannot_be_continued_live(make_config: MakeConfig) -> None:

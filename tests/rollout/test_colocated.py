@@ -128,8 +128,9 @@ class Surroundings:
         self.lost.append(engine)
         assert engine.address in reason
 
-    async def pause(self) -> None:
+    async def pause(self) -> bool:
         self.events.append(("pause", None))
+        return True
 
     async def resume(self) -> None:
         self.events.append(("resume", None))

@@ -14,12 +14,14 @@ from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.prompts import PromptStream
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import FinishReason, Prompt, Sample
+from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
 if TYPE_CHECKING:
@@ -77,17 +79,17 @@ class Setup:
         self.collector = self.new_collector(delay_s)
 
     def new_collector(self, delay_s: float = 0.0) -> BatchCollector:
-        grader = Grader(Decoder(), Rewards(delay_s))
+        self.grader = Grader(Decoder(), Rewards(delay_s))
         stream = PromptStream(PROMPTS, seed=0, shuffle=False)
         plan = BatchPlan(seed=0, total_steps=100, updates_per_batch=1)
         collector = BatchCollector(
-            grader, stream, self.config, ReplayConfig(), plan, self.lines.append
+            self.grader, stream, self.config, ReplayConfig(), plan, self.lines.append
         )
         collector.attach(self.pool)
         return collector
 
     async def collect(self, step: int) -> RolloutBatch:
-        batch = await asyncio.wait_for(self.collector.collect(step), 30)
+        batch = await asyncio.wait_for(self.collector.collect(step, deliver), 30)
         assert batch is not None
         return batch
 
@@ -236,10 +238,10 @@ def test_grading_does_not_hold_up_generation() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             # One connection for 4 samples: each request waits for the one before, not its grading.
-            async with _setup(fake, oversample_groups=0, max_connections=1, delay_s=1.0) as setup:
+            async with _setup(fake, oversample_groups=0, max_connections=1, delay_s=3.0) as setup:
                 batch = await setup.collect(0)
         assert len(fake.requests) == 4
-        assert batch.stats.generation_s < 0.9
+        assert batch.stats.generation_s < 2.9
         assert all(sample.response_text for sample in batch.samples)
 
     asyncio.run(run())
@@ -262,7 +264,23 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
+                # An evaluation that goes on meanwhile has its own.
+                await setup.grader.grade(np.array([1]), "7")
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
+
+    asyncio.run(run())
+
+
+def test_a_score_of_a_response_that_was_begun_again_is_not_that_of_the_new_one() -> None:
+    async def run() -> None:
+        pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+        pending.append(part_of(0, 3, 0, FinishReason.STOP), 8)
+        grading = asyncio.create_task(Grader(Decoder(), Rewards(0.01)).score(pending))
+        await asyncio.sleep(0)
+        pending.start_again()
+        await grading
+        assert not pending.is_scored
+        assert pending.sample.response_text == ""
 
     asyncio.run(run())
 
@@ -271,7 +289,7 @@ def test_an_answer_from_other_weights_is_not_used_and_the_weights_are_asked_for(
     async def run() -> None:
         with FakeSglang(stop_at=40, version="9") as fake:
             async with _setup(fake) as setup:
-                assert await asyncio.wait_for(setup.collector.collect(0), 30) is None
+                assert await asyncio.wait_for(setup.collector.collect(0, deliver), 30) is None
                 groups = setup.collector.state()["buffer"]["groups"]
                 assert all(not s["response_token_ids"] for g in groups for s in g["samples"])
                 await setup.collector.close()

@@ -18,6 +18,7 @@ from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import FinishReason, Prompt
+from tests.fakes.fake_pool import deliver
 from tests.rollout.helpers import load_weights, reference_logprobs, with_client
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ async def _collect(
             grader.num_groups += config.groups_per_step
             await weights.load(str(model), step)
             await weights.resume()
-            batch = await asyncio.wait_for(batches.collect(step), 120)
+            batch = await asyncio.wait_for(batches.collect(step, deliver), 120)
             assert batch is not None
             made.append(batch)
     finally:

@@ -90,9 +90,18 @@ class RolloutMachine(RuleBasedStateMachine):
             }
         ),
         is_partial=st.booleans(),
+        scores_in_drain=st.booleans(),
+        disk_is_full=st.booleans(),
         replay=st.sampled_from([{}, {"batches": 2, "share": 0.5}, {"batches": 1, "max_age": 1}]),
     )
-    def begin(self, rollout: dict[str, Any], is_partial: bool, replay: dict[str, Any]) -> None:
+    def begin(
+        self,
+        rollout: dict[str, Any],
+        is_partial: bool,
+        scores_in_drain: bool,
+        disk_is_full: bool,
+        replay: dict[str, Any],
+    ) -> None:
         if not is_partial:
             rollout |= {"async_steps": 0, "tokens_per_step": None, "max_carries": None}
         in_flight = rollout.pop("in_flight")
@@ -106,6 +115,8 @@ class RolloutMachine(RuleBasedStateMachine):
                 "weight_sync": {"in_flight": in_flight},
             }
         )
+        self.scores_in_drain = scores_in_drain
+        self.disk_is_full = disk_is_full
         self.replay = ReplayConfig.model_validate(replay)
         self.loop = asyncio.new_event_loop()
         self.trained: list[int] = []
@@ -118,6 +129,8 @@ class RolloutMachine(RuleBasedStateMachine):
     def start_collector(self, version: int) -> None:
         self.pool = FakePool(version)
         self.rewards = RewardsByGroup()
+        if self.scores_in_drain:
+            self.pool.on_drain = self.score_all
         self.batches = BatchCollector(
             self.rewards,
             PromptStream(PROMPTS, seed=0, shuffle=True),
@@ -128,11 +141,31 @@ class RolloutMachine(RuleBasedStateMachine):
         )
         self.batches.attach(self.pool)
 
+    async def collect(self) -> RolloutBatch | None:
+        """Collect a batch; where the disk is full, it is handed over at the second attempt."""
+        before: dict[str, Any] = {}
+
+        async def hand_over(batch: RolloutBatch) -> None:
+            if self.disk_is_full and not before:
+                before.update(self.batches.state())
+                raise OSError("the disk is full")
+
+        try:
+            return await self.batches.collect(self.step, hand_over)
+        except OSError:
+            assert self.batches.state() == before
+            return await self.batches.collect(self.step, hand_over)
+
+    def score_all(self) -> None:
+        for ready in self.rewards.waiting:
+            if not ready.done():
+                ready.set_result(None)
+
     def run(self) -> None:
         """Let every task go as far as it can."""
 
         async def settle() -> None:
-            for _ in range(12):
+            for _ in range(24):
                 await asyncio.sleep(0)
 
         self.loop.run_until_complete(settle())
@@ -174,7 +207,7 @@ class RolloutMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.collecting is None)
     @rule()
     def the_trainer_asks_for_a_batch(self) -> None:
-        self.collecting = self.loop.create_task(self.batches.collect(self.step))
+        self.collecting = self.loop.create_task(self.collect())
         self.run()
 
     @precondition(lambda self: self.collecting is not None and self.collecting.done())
@@ -198,7 +231,7 @@ class RolloutMachine(RuleBasedStateMachine):
             return  # its groups are finished, only their scores are missing
         assert self.collecting.result() is None
         self.sync(self.pool.version)
-        self.collecting = self.loop.create_task(self.batches.collect(self.step))
+        self.collecting = self.loop.create_task(self.collect())
         self.run()
 
     @rule()
@@ -288,7 +321,7 @@ class RolloutMachine(RuleBasedStateMachine):
     def finish_a_batch(self) -> None:
         """No work was forgotten: once everything ends and is scored, there is a batch."""
         if self.collecting is None:
-            self.collecting = self.loop.create_task(self.batches.collect(self.step))
+            self.collecting = self.loop.create_task(self.collect())
         for _ in range(60):
             self.run()
             if self.collecting.done():

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline, allocate_lanes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Clock:
@@ -39,11 +36,9 @@ def timeline(clock: Clock) -> Timeline:
     return Timeline(clock)
 
 
-def slices(timeline: Timeline, directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """The slices of each row as they are in the file."""
-    path = directory / "timeline" / "step_000000.json"
-    timeline.write(path)
-    events = json.loads(path.read_text())["traceEvents"]
+def slices(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:
+    """The slices of each row as the file has them."""
+    events = json.loads(timeline.render())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
     for event in events:
@@ -57,9 +52,7 @@ def times(row: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
     return [(e["name"], e["tid"], e["ts"], e["dur"]) for e in row]
 
 
-def test_a_request_is_queued_then_read_then_sampled(
-    timeline: Timeline, clock: Clock, tmp_path: Path
-) -> None:
+def test_a_request_is_queued_then_read_then_sampled(timeline: Timeline, clock: Clock) -> None:
     clock.wait(1.0)
     trace = timeline.request("sample 3 of group 7")
     clock.wait(0.5)
@@ -68,7 +61,7 @@ def test_a_request_is_queued_then_read_then_sampled(
     trace.first_tokens(cached_tokens=96)
     clock.wait(2.0)
     trace.ended("stop", 40)
-    rows = slices(timeline, tmp_path)
+    rows = slices(timeline)
     assert list(rows) == ["step", "queue", "http://a"]
     assert times(rows["queue"]) == [("queued", 0, 1_000_000, 500_000)]
     assert times(rows["http://a"]) == [
@@ -83,7 +76,7 @@ def test_a_request_is_queued_then_read_then_sampled(
 
 
 def test_a_lost_request_waits_again_and_is_resumed_on_another_server(
-    timeline: Timeline, clock: Clock, tmp_path: Path
+    timeline: Timeline, clock: Clock
 ) -> None:
     trace = timeline.request("r")
     trace.sent("http://b", 0)
@@ -96,7 +89,7 @@ def test_a_lost_request_waits_again_and_is_resumed_on_another_server(
     clock.wait(0.5)
     trace.first_tokens(0)
     trace.ended("length", 36)
-    rows = slices(timeline, tmp_path)
+    rows = slices(timeline)
     assert list(rows) == ["step", "queue", "http://a", "http://b"]
     assert times(rows["http://b"])[-1] == ("decode, lost", 0, 1_000_000, 1_000_000)
     assert times(rows["queue"])[-1] == ("queued", 0, 2_000_000, 3_000_000)
@@ -107,15 +100,13 @@ def test_a_lost_request_waits_again_and_is_resumed_on_another_server(
     assert rows["http://a"][0]["args"]["prefix_tokens"] == 64
 
 
-def test_a_response_of_an_earlier_step_is_resumed_with_all_its_tokens(
-    timeline: Timeline, tmp_path: Path
-) -> None:
+def test_a_response_of_an_earlier_step_is_resumed_with_all_its_tokens(timeline: Timeline) -> None:
     trace = timeline.request("r", sampled_tokens=100)
     trace.sent("a", 0)
     trace.first_tokens(0)
     trace.ended("lost", 20)
     trace.sent("a", 20)
-    prefills = [e for e in slices(timeline, tmp_path)["a"] if e["name"] != "decode, lost"]
+    prefills = [e for e in slices(timeline)["a"] if e["name"] != "decode, lost"]
     assert [event["name"] for event in prefills] == ["prefill (resumed)"] * 2
     assert [event["args"]["prefix_tokens"] for event in prefills] == [100, 120]
 
@@ -125,37 +116,37 @@ def test_a_response_of_an_earlier_step_is_resumed_with_all_its_tokens(
     [(1, "queue", "queued, abort"), (2, "a", "prefill, abort"), (3, "a", "decode, abort")],
 )
 def test_a_request_can_be_aborted_in_every_phase(
-    timeline: Timeline, clock: Clock, tmp_path: Path, num_phases: int, row: str, name: str
+    timeline: Timeline, clock: Clock, num_phases: int, row: str, name: str
 ) -> None:
     trace = timeline.request("r")
     for enter in (lambda: trace.sent("a", 5), lambda: trace.first_tokens(0))[: num_phases - 1]:
         enter()
     clock.wait(1.0)
     trace.ended("abort", 0)
-    last = slices(timeline, tmp_path)[row][-1]
+    last = slices(timeline)[row][-1]
     assert last["name"].replace(" (resumed)", "") == name
     assert last["args"]["end"] == "abort"
 
 
 def test_what_goes_on_is_drawn_until_now_and_is_whole_in_the_next_file(
-    timeline: Timeline, clock: Clock, tmp_path: Path
+    timeline: Timeline, clock: Clock
 ) -> None:
     done, running = timeline.request("done"), timeline.request("running")
     clock.wait(1.0)
     done.ended("abort", 0)
-    first = slices(timeline, tmp_path)["queue"]
+    first = slices(timeline)["queue"]
     assert times(first) == [("queued, abort", 0, 0, 1_000_000), ("queued", 1, 0, 1_000_000)]
     assert first[1]["args"] == {"label": "running", "end": "running"}
     timeline.clear()
     clock.wait(1.0)
     running.ended("abort", 0)
-    assert times(slices(timeline, tmp_path)["queue"]) == [("queued, abort", 0, 0, 2_000_000)]
+    assert times(slices(timeline)["queue"]) == [("queued, abort", 0, 0, 2_000_000)]
     timeline.clear()
-    assert slices(timeline, tmp_path) == {"step": [], "queue": []}
+    assert slices(timeline) == {"step": [], "queue": []}
 
 
 def test_spans_are_on_the_row_of_the_step_and_name_a_failure(
-    timeline: Timeline, clock: Clock, tmp_path: Path
+    timeline: Timeline, clock: Clock
 ) -> None:
     def fail() -> None:
         clock.wait(1.0)
@@ -165,7 +156,7 @@ def test_spans_are_on_the_row_of_the_step_and_name_a_failure(
         clock.wait(2.0)
         with pytest.raises(OSError, match="gone"), timeline.span("probe"):
             fail()
-    assert times(slices(timeline, tmp_path)["step"]) == [
+    assert times(slices(timeline)["step"]) == [
         ("weight sync", 0, 0, 3_000_000),
         ("probe, failed", 1, 2_000_000, 1_000_000),
     ]
@@ -189,7 +180,7 @@ def test_intervals_of_a_lane_never_overlap_and_lanes_are_as_few_as_possible(
 
 
 def test_requests_in_flight_at_once_lie_on_lanes_of_their_own(
-    timeline: Timeline, clock: Clock, tmp_path: Path
+    timeline: Timeline, clock: Clock
 ) -> None:
     traces = [timeline.request(f"r{number}") for number in range(3)]
     for trace in traces[:2]:
@@ -198,12 +189,12 @@ def test_requests_in_flight_at_once_lie_on_lanes_of_their_own(
     traces[0].ended("abort", 0)
     traces[2].sent("a", 0)
     traces[2].first_tokens(0)
-    row = slices(timeline, tmp_path)["a"]
+    row = slices(timeline)["a"]
     lanes = {event["args"]["label"]: event["tid"] for event in row}
     assert lanes == {"r0": 0, "r1": 1, "r2": 0}
 
 
-def test_a_timeline_that_is_off_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_timeline_that_is_off_takes_everything_and_keeps_nothing() -> None:
     timeline = NullTimeline()
     trace = timeline.request("r")
     assert trace is timeline.request("another")
@@ -211,6 +202,4 @@ def test_a_timeline_that_is_off_takes_everything_and_writes_nothing(tmp_path: Pa
     trace.ended("lost", 3)
     trace.first_tokens(0)
     with timeline.span("sync"):
-        timeline.write(tmp_path / "timeline.json")
-    timeline.clear()
-    assert list(tmp_path.iterdir()) == []
+        assert slices(timeline) == {"step": [], "queue": []}

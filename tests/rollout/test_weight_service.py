@@ -11,6 +11,7 @@ import pytest
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.rollout.weight_calls import Member, MemberCalls
 from bapo_megatron.rollout.weight_service import WeightService
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.rollout.weight_ranks import StubGeneration, StubPool
@@ -390,6 +391,48 @@ def test_if_every_server_computes_otherwise_the_run_ends(
     _run(servers, use)
 
 
+def test_servers_that_end_during_the_probe_do_not_end_the_run(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].hanging.add("/generate")
+
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        assert await setting.service.verify(EXPECTED) == {"difference": None}
+        assert setting.states() == ["lost"]
+        assert "does not answer the probe" in setting.pool.reasons[servers[0].address]
+
+    _run(servers[:1], use, weight_sync={"timeout_s": 1})
+
+
+def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_others_are_ended(
+    servers: list[FakeWeightServer],
+) -> None:
+    ended: list[str] = []
+
+    async def use(setting: Setting) -> None:
+        control: Any = None
+        members = [Member(engine, control) for engine in setting.pool.engines]
+
+        async def call(member: Member) -> None:
+            if member is members[0]:
+                raise TimeoutError  # has no text
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(member.engine.address)
+
+        calls = MemberCalls()
+        reason = f"{members[0].engine.address}: a call failed (TimeoutError)"
+        assert await calls.run(members, call) == reason
+        failures = await calls.settle(grace_s=0.01)
+        assert failures.gone[members[0]] == reason
+        assert "hangs" in failures.gone[members[1]]
+        assert ended == [members[1].engine.address]
+
+    _run(servers, use)
+
+
 @pytest.mark.parametrize(
     ("in_flight", "calls"),
     [("abort", ["pause"]), ("retract", ["pause", "resume"])],
@@ -403,6 +446,30 @@ def test_paused_requests_go_on_before_the_probe(
         assert setting.generation.calls == calls
         await setting.service.resume()
         assert setting.generation.calls == ["pause", "resume"]
+
+    _run(servers, use, weight_sync={"in_flight": in_flight})
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "retract"])
+def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
+    servers: list[FakeWeightServer], in_flight: str
+) -> None:
+    servers[1].delay_s = 0.3
+
+    async def use(setting: Setting) -> None:
+        clock_s = asyncio.get_running_loop().time
+        started_s = clock_s()
+        await setting.service.load("/weights", 7)
+        loaded_s = clock_s() - started_s
+        await setting.service.verify(EXPECTED)
+        pause_s = (await setting.service.resume())["pause_s"]
+        assert 0.3 <= pause_s <= clock_s() - started_s
+        if in_flight == "retract":  # it goes on before the probe
+            assert pause_s == pytest.approx(loaded_s, abs=0.05)
+        assert await setting.service.resume() == {"pause_s": 0.0}
+        setting.generation.is_running = False
+        await setting.service.load("/weights", 8)
+        assert await setting.service.resume() == {"pause_s": 0.0}
 
     _run(servers, use, weight_sync={"in_flight": in_flight})
 

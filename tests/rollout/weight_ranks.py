@@ -68,9 +68,11 @@ class StubGeneration:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.is_running = True
 
-    async def pause(self) -> None:
+    async def pause(self) -> bool:
         self.calls.append("pause")
+        return self.is_running
 
     async def resume(self) -> None:
         self.calls.append("resume")

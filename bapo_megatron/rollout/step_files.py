@@ -1,0 +1,63 @@
+"""The files of a step; they are written in a thread, while requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, ParamSpec
+
+from bapo_megatron.data.dump import write_batch
+from bapo_megatron.files import atomic_write_text
+from bapo_megatron.rollout.base import RolloutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bapo_megatron.types import RolloutBatch
+
+_P = ParamSpec("_P")
+
+
+async def write_samples(path: Path, batch: RolloutBatch) -> None:
+    """Write a batch whose samples nobody changes meanwhile.
+
+    Raises:
+        RolloutError: The file cannot be written; nothing is left behind.
+        DumpError: The batch is not intact.
+    """
+    try:
+        await _in_thread(write_batch, path, batch)
+    except OSError as error:
+        raise RolloutError(
+            f"cannot write the samples of step {batch.step} to {path}: {error.strerror}; free "
+            "space, or set rollout.dump=false to keep only the newest batch in the temporary "
+            "directory"
+        ) from error
+
+
+async def write_timeline(path: Path, step: int, content: str) -> None:
+    """Write what ``Timeline.render`` returned.
+
+    Raises:
+        RolloutError: The file cannot be written.
+    """
+    try:
+        await _in_thread(atomic_write_text, path, content)
+    except OSError as error:
+        raise RolloutError(
+            f"cannot write the timeline of step {step} to {path}: {error.strerror}; free "
+            "space, or set rollout.timeline=false"
+        ) from error
+
+
+async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    """Run ``write`` in a thread; whoever is cancelled waits until it has ended.
+
+    Else it would write into the temporary directory that is just being removed.
+    """
+    writing = asyncio.ensure_future(asyncio.to_thread(write, *args, **kwargs))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
