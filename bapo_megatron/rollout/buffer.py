@@ -75,6 +75,8 @@ class PendingSample:
             max_response_tokens: Longest response over all requests; reaching it is LENGTH, also
                 where the request was aborted at that very token.
         """
+        if self.is_finished and not len(part.token_ids):
+            return  # its last token had ended it before the server said so
         assert not self.is_finished, "a finished response is not continued"
         self._parts.append(part)
         finish_reason = part.finish_reason

@@ -4,8 +4,11 @@ The arguments are those of ``sglang.launch_server``. This is the only file that 
 it adds:
 
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
-* The API keys are no arguments, so that no process listing shows them, and are kept out of the log.
-  They are in the variables that the trainer reads too (``sglang_client.ApiKeys``).
+* The API keys are no arguments, so that neither a process listing nor the server shows them, and
+  are kept out of the log. They are in the variables that the trainer reads too
+  (``sglang_client.ApiKeys``).
+* What neither samples nor tells the weights version takes the admin key: SGLang lets everybody with
+  the other key read ``/server_info``, which has all settings, both keys included.
 * Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
   its standard input instead, and ends the whole process group when the owner is gone, however the
   owner died.
@@ -43,6 +46,10 @@ _SGL_KERNEL_NAMES = (
     "verify_tree_greedy_cpu",
 )
 """What sglang's CPU engine imports at module level; only speculative decoding calls them."""
+
+
+_OPEN_PATHS = ("/generate", "/model_info")
+"""What the API key opens; without one everybody. Beside them only ``/health…`` and ``/ready``."""
 
 
 def _install_cpu_shims() -> torch.library.Library | None:
@@ -105,7 +112,6 @@ def main(arguments: list[str]) -> None:
         keys = {name: key for name, key in given.items() if key}
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
     _keep_out_of_log(list(keys.values()))
-    arguments = arguments + [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
     if not torch.cuda.is_available():
         _torchvision_operators = _install_cpu_shims()
         _fork_children()
@@ -117,6 +123,12 @@ def main(arguments: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(arguments)
+    for name, key in keys.items():
+        setattr(server_args, name, key)
+    server_args.resolve_once()
+    if keys and server_args.tokenizer_worker_num != 1:
+        sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
+    _require_admin_key()
     try:
         run_server(server_args)
     finally:
@@ -128,6 +140,16 @@ def _keys_of_environment() -> dict[str, str]:
     from bapo_megatron.rollout.sglang_client import ApiKeys
 
     return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
+
+
+def _require_admin_key() -> None:
+    """Have all endpoints but ``_OPEN_PATHS`` want the admin key, where there is one."""
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel
+
+    for route in app.routes:
+        if route.path not in _OPEN_PATHS:
+            route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
 
 
 def _keep_out_of_log(keys: list[str]) -> None:
