@@ -7,8 +7,7 @@ it adds:
 * The API keys are no arguments, so that neither a process listing nor the server shows them, and
   are kept out of the log. They are in the variables that the trainer reads too
   (``sglang_client.ApiKeys``).
-* What neither samples nor tells the weights version takes the admin key: SGLang lets everybody with
-  the other key read ``/server_info``, which has all settings, both keys included.
+* Which call takes which key is decided by ``server_keys``, not by SGLang.
 * Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
   its standard input instead, and ends the whole process group when the owner is gone, however the
   owner died.
@@ -32,6 +31,7 @@ from typing import Any, NoReturn
 import torch
 
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE, unlink_shared_files
+from bapo_megatron.rollout.server_keys import KeyCheck
 
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
@@ -46,10 +46,6 @@ _SGL_KERNEL_NAMES = (
     "verify_tree_greedy_cpu",
 )
 """What sglang's CPU engine imports at module level; only speculative decoding calls them."""
-
-
-_OPEN_PATHS = ("/generate", "/model_info")
-"""What the API key opens; without one everybody. Beside them only ``/health…`` and ``/ready``."""
 
 
 def _install_cpu_shims() -> torch.library.Library | None:
@@ -119,16 +115,16 @@ def main(arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils import auth, kill_process_tree
 
     load_plugins()
     server_args = prepare_server_args(arguments)
     for name, key in keys.items():
         setattr(server_args, name, key)
-    server_args.resolve_once()
     if keys and server_args.tokenizer_worker_num != 1:
         sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
-    _require_admin_key()
+    if keys:
+        auth.add_api_key_middleware = _add_key_check
     try:
         run_server(server_args)
     finally:
@@ -142,14 +138,9 @@ def _keys_of_environment() -> dict[str, str]:
     return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
 
 
-def _require_admin_key() -> None:
-    """Have all endpoints but ``_OPEN_PATHS`` want the admin key, where there is one."""
-    from sglang.srt.entrypoints.http_server import app
-    from sglang.srt.utils.auth import AuthLevel
-
-    for route in app.routes:
-        if route.path not in _OPEN_PATHS:
-            route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
+def _add_key_check(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+    """What sglang calls for its application, to protect it."""
+    app.add_middleware(KeyCheck, api_key=api_key or "", admin_api_key=admin_api_key or "")
 
 
 def _keep_out_of_log(keys: list[str]) -> None:

@@ -337,11 +337,14 @@ def test_control_calls_take_the_admin_key_only(contract: tuple[SglangServer, str
     async def generate(client: SglangClient) -> None:
         await client.generate(PROMPT, SamplingSettings(1.0, 1), label="")
 
-    swapped = ApiKeys(server.keys.admin_api_key, server.keys.api_key)
-    for use, variable in ((abort, "BAPO_MEGATRON_ADMIN_API_KEY"), (generate, "BAPO_MEGATRON_API")):
+    user, admin = server.keys.api_key, server.keys.admin_api_key
+    for use, wrong, variable in (
+        (abort, ApiKeys(user, user), "BAPO_MEGATRON_ADMIN_API_KEY"),
+        (generate, ApiKeys(admin, admin), "BAPO_MEGATRON_API_KEY"),
+    ):
         with_client(server.address, use, server.keys)
         with pytest.raises(RolloutError, match=f"the key was refused .*{variable}"):
-            with_client(server.address, use, swapped)
+            with_client(server.address, use, wrong)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +354,10 @@ def test_nobody_but_the_admin_learns_the_keys_or_changes_the_server(
     contract: tuple[SglangServer, str, bool], path: str
 ) -> None:
     server = contract[0]
-    for key in ("", server.keys.api_key):
+    for key in ("nobody", server.keys.api_key):
         reply = httpx.get(
             f"{server.address}{path}",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Authorization": f"Bearer {key}", "Host": "x/health?"},
             trust_env=False,
         )
         assert reply.status_code == 401
