@@ -212,10 +212,10 @@ class EngineStates:
         except TimeoutError:
             raise RolloutError(
                 f"{what} for {patience_s:g} s (rollout.health.patience_s): "
-                f"{self.describe(blamed)}; start them again and continue with resume=true"
+                f"{self._describe(blamed)}; start them again and continue with resume=true"
             ) from None
 
-    def describe(self, states: Sequence[EngineState] = tuple(EngineState)) -> str:
+    def _describe(self, states: Sequence[EngineState]) -> str:
         """The servers in these states, and why, for people."""
         return "; ".join(
             f"{engine.address} ({engine.state}): {engine.reason}"

@@ -2,7 +2,7 @@
 
 SGLang lets whoever may generate read ``/server_info``, which has all settings, both keys included,
 and call whatever its authors did not mark as control. Here all but a few paths take the admin key.
-The path is the one by which the call is routed; that of the URL depends on the ``Host`` header.
+The path is the one by which the call is routed, whatever its ``Host`` header says.
 Standard library only: the launcher imports this.
 """
 

@@ -14,12 +14,15 @@ from bapo_megatron.rollout.completion import (
     SamplingSettings,
 )
 from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.sglang_control import WeightControl
+from bapo_megatron.rollout.sglang_http import ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port
 from tests.rollout.helpers import with_client
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from bapo_megatron.rollout.sglang_client import SglangClient
@@ -187,3 +190,26 @@ def test_an_answer_of_another_program_is_refused() -> None:
 
     with Other() as fake:
         assert "unusable answer (/server_info): KeyError: 'version'" in _error(fake)
+
+
+def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_refused() -> None:
+    class Odd(FakeSglang):
+        def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            yield {"meta_info": {}}
+
+    async def use(client: SglangClient) -> None:
+        control = WeightControl(client, await client.ask_info())
+        assert await control.reported_version(10.0) == "0"
+        with pytest.raises(ServerError, match=r"unusable answer \(probe of its log-probs\)"):
+            await control.input_logprobs([1, 2], 10.0)
+        with pytest.raises(ServerError, match=r"unusable answer \(probe of the temperature"):
+            await client.next_token_logprobs([1, 2], 1.0, token_ids=[5])
+        fake.is_hanging = True
+        with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
+            await control.reported_version(0.5)
+        fake.crash()
+        with pytest.raises(ServerGoneError, match="no connection"):
+            await control.reported_version(0.5)
+
+    with Odd() as fake:
+        with_client(fake.address, use)
