@@ -106,7 +106,8 @@ class HealthConfig(Section):
     interval_s: float = Field(5.0, gt=0)
     """Time between two questions to a server."""
     timeout_s: float = Field(30.0, gt=0)
-    """A server that answers none of the questions of this time is taken out."""
+    """A server that answers none of the questions of this time is taken out; also one whose
+    scheduler, with requests in flight, neither samples nor answers for four times as long."""
     patience_s: float = Field(900.0, gt=0)
     """How long the run waits without any usable server before it saves and ends."""
 
@@ -155,7 +156,8 @@ class RolloutConfig(Section):
     colocated: bool = False
     """The trainer's own servers share its GPUs: they release their memory while it trains."""
     request_timeout_s: float = Field(1800.0, gt=0)
-    """Longest time without a new token of one request."""
+    """Longest time in which a server with requests in flight may sample no token of any of them;
+    then it is taken out."""
     max_connections: int = Field(512, ge=1)
     """Requests in flight over all servers."""
     stream_tokens: int = Field(64, ge=1)

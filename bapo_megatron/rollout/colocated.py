@@ -87,6 +87,7 @@ class ColocatedServers:
         """
         await self._supervisor.hold_restarts()
         await self._pool.drain()
+        self._pool.memory_is_away = True
         servers = [s for s in self._supervisor.servers if s.is_started]
         await self._on_all(servers, self._release)
 
@@ -105,6 +106,7 @@ class ColocatedServers:
         """After new weights: give the servers memory for their cache, and let requests in."""
         await self._on_all(self._released(), self._resume_cache)
         self._starts_at_release.clear()
+        self._pool.memory_is_away = False
         if self._generation is not None:
             await self._generation.resume()
 

@@ -50,6 +50,8 @@ class Engine:
     """Processes that share its model."""
     num_requests: int = 0
     """Requests that the pool has given it."""
+    num_broken: int = 0
+    """Connections for samples that broke one after the other since its last token came."""
     is_paused: bool = False
     """It was told to sample nothing."""
 
@@ -66,6 +68,8 @@ class Engine:
 
 class Job(CompletionSink):
     """One response: what was asked for, and what came so far from whichever server."""
+
+    _engine: Engine
 
     def __init__(
         self,
@@ -109,12 +113,13 @@ class Job(CompletionSink):
         """Tokens since it was sent the last time."""
         return self.num_tokens - self._num_before
 
-    def start(self, address: str, version: int) -> list[int]:
+    def start(self, engine: Engine, version: int) -> list[int]:
         """It goes to a server with ``version``; returns what that server has to continue."""
+        self._engine = engine
         self._oldest_version = version
         self._num_before = self.num_tokens
         self.was_sent = True
-        self.trace.sent(address, self.num_tokens)
+        self.trace.sent(engine.address, self.num_tokens)
         return [*self._input_ids, *self.completion().token_ids.tolist()]
 
     def is_known(self, version: int) -> bool:
@@ -128,7 +133,7 @@ class Job(CompletionSink):
     def take(self, part: Completion) -> None:
         """Keep a piece and hand it on."""
         if len(part.token_ids):
-            self.num_failures = 0
+            self.num_failures = self._engine.num_broken = 0
         self.num_tokens += len(part.token_ids)
         super().take(part)
         self._on_part(part)
@@ -136,6 +141,7 @@ class Job(CompletionSink):
     def end_at_limit(self) -> None:
         """The server was lost after the last token that may come."""
         self.take(join([], FinishReason.LENGTH))
+        self.trace.ended(FinishReason.LENGTH.value, 0)
 
 
 class Balancer:

@@ -9,13 +9,16 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-import httpx
-
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.completion import GenerateRequest, SamplingSettings
 from bapo_megatron.rollout.engine import Balancer, Engine, EngineState, Job
 from bapo_megatron.rollout.engine_states import EngineStates
-from bapo_megatron.rollout.sglang_http import BrokenConnectionError, ServerError, describe_cause
+from bapo_megatron.rollout.sglang_http import (
+    BrokenConnectionError,
+    ServerError,
+    ServerGoneError,
+    describe_cause,
+)
 from bapo_megatron.rollout.timeline import NullTimeline
 from bapo_megatron.types import FinishReason
 
@@ -31,6 +34,8 @@ _ABORT_INTERVAL_S = 0.1
 _RETRY_WAIT_S = 0.25
 _MOST_UNUSABLE_ANSWERS = 3
 """In a row, without a usable token from any server: weights or settings are broken, not servers."""
+_MOST_BROKEN = 3
+"""In a row for one server, without a token in between: it answers, but samples nothing."""
 _MOST_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
 
@@ -94,20 +99,24 @@ class EnginePool(EngineStates):
 
         Raises:
             RolloutError: The request is refused, there was no usable server for
-                ``rollout.health.patience_s``, or several servers failed at this request.
+                ``rollout.health.patience_s``, or attempts at this request failed again and again.
         """
         self.start_monitor()
         trace = self._timeline.request(label, sampled_tokens)
         job = Job(input_ids, sampling, self._watched(on_part), self._is_known, trace)
-        with self._balancer.call(affinity):
-            async with self._slots:
-                while (engine := await self._next_engine(affinity)) is not None:
-                    engine.num_requests += 1
-                    try:
-                        if await self._try(job, engine, label, return_logprobs):
-                            return job.completion()
-                    finally:
-                        engine.num_requests -= 1
+        try:
+            with self._balancer.call(affinity):
+                async with self._slots:
+                    while (engine := await self._next_engine(affinity)) is not None:
+                        engine.num_requests += 1
+                        try:
+                            if await self._try(job, engine, label, return_logprobs):
+                                return job.completion()
+                        finally:
+                            engine.num_requests -= 1
+        except BaseException as error:
+            trace.ended("cancelled" if isinstance(error, asyncio.CancelledError) else "failed", 0)
+            raise
         trace.ended("abort", 0)
         return job.completion() if job.was_sent else None
 
@@ -153,7 +162,7 @@ class EnginePool(EngineStates):
             job.end_at_limit()
             return True
         request = GenerateRequest(
-            input_ids=job.start(engine.address, self._version),
+            input_ids=job.start(engine, self._version),
             sampling=SamplingSettings(
                 job.sampling.temperature, job.num_remaining, job.sampling.top_p
             ),
@@ -162,10 +171,14 @@ class EnginePool(EngineStates):
             return_logprobs=return_logprobs,
             stream_tokens=self._config.stream_tokens,
         )
+        num_broken = engine.num_broken
         try:
             await engine.client.stream(request, job)
         except ServerError as error:
             job.trace.ended("lost", job.num_received)
+            # Connections that break together count once.
+            if isinstance(error, BrokenConnectionError) and engine.num_broken == num_broken:
+                engine.num_broken += 1
             await self._after_failure(job, engine, error)
             return False
         reason = job.completion().finish_reason
@@ -181,18 +194,20 @@ class EnginePool(EngineStates):
         return True
 
     async def _after_failure(self, job: Job, engine: Engine, error: ServerError) -> None:
-        """Take the server out, unless only the connection broke.
+        """Take the server out, unless only the connection broke, and not time and again.
 
         Raises:
             RolloutError: The job has failed too often.
         """
         job.num_failures += 1
         if engine.state is not EngineState.LOST:
-            if isinstance(error, BrokenConnectionError) and await self._still_serves(engine):
+            is_broken = isinstance(error, BrokenConnectionError)
+            if is_broken and engine.num_broken < _MOST_BROKEN and await self._still_serves(engine):
                 await asyncio.sleep(_RETRY_WAIT_S)
             else:
-                self._num_unusable += not isinstance(error, BrokenConnectionError)
-                self.mark_lost(engine, str(error))
+                self._num_unusable += not isinstance(error, ServerGoneError)
+                times = f" ({engine.num_broken} in a row)" if engine.num_broken > 1 else ""
+                self.mark_lost(engine, f"{error}{times}")
         self.num_lost_requests += engine.state is EngineState.LOST
         if self._num_unusable >= _MOST_UNUSABLE_ANSWERS:
             raise RolloutError(
@@ -201,7 +216,8 @@ class EnginePool(EngineStates):
             ) from error
         if job.num_failures >= _MOST_FAILURES:
             raise RolloutError(
-                f"{error}; {job.num_failures} servers in a row failed at this request"
+                f"{error}; {job.num_failures} attempts at this request in a row have failed, "
+                "without a token from any server; see the servers' logs"
             ) from error
 
     def _watched(
@@ -220,10 +236,10 @@ class EnginePool(EngineStates):
     async def _still_serves(self, engine: Engine) -> bool:
         """Whether a server answers as the one that it was."""
         try:
-            async with asyncio.timeout(self._config.health.timeout_s):
-                return await engine.client.ask_version() == engine.version
-        except (TimeoutError, httpx.TransportError, RolloutError):
+            version = await engine.client.version(self._config.health.timeout_s)
+        except RolloutError:
             return False
+        return version == engine.version
 
     async def _next_engine(self, affinity: int | None) -> Engine | None:
         """A server for the next request, as soon as there is one; none while draining."""
@@ -261,11 +277,9 @@ class EnginePool(EngineStates):
         # Repeated, because a server forgets the abort of a request that is still on its way.
         while self._balancer.num_calls:
             if engine.client.num_in_flight and engine.state is not EngineState.LOST:
-                abort = engine.client.abort(self._config.health.timeout_s)
                 # If it does not answer, its requests are given up in time.
-                with contextlib.suppress(TimeoutError, httpx.TransportError, ServerError):
-                    async with asyncio.timeout(self._config.health.timeout_s):
-                        await abort
+                with contextlib.suppress(ServerError):
+                    await engine.client.abort(self._config.health.timeout_s)
             await asyncio.sleep(_ABORT_INTERVAL_S)
 
     async def _control(self, engine: Engine, call: Awaitable[None]) -> None:

@@ -63,7 +63,9 @@ class EngineStates:
         )
         self._version = version
         self._config = config
-        self._monitor = Monitor(config.health, self)
+        self._monitor = Monitor(config, self)
+        self.memory_is_away = False
+        """Whether the servers have given their memory to the trainer (``colocated``)."""
         self._temperature = 1.0
         self._probe_prompts: Sequence[Sequence[int]] = ()
         self._refusal: RolloutError | None = None
@@ -139,6 +141,7 @@ class EngineStates:
         _LOG.warning("%s is taken out: %s", engine.address, reason)
         engine.version = None
         engine.is_paused = False
+        engine.num_broken = 0
         self._move(engine, EngineState.LOST, reason)
         engine.client.give_up(reason)
 
@@ -152,6 +155,8 @@ class EngineStates:
                 "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
             )
         engine.num_ranks = info.num_ranks
+        if self.memory_is_away:
+            return  # it would crash; it is the run's own, and was probed when it was started first
         await engine.client.resume()  # a trainer that was killed during a pause left it so
         await check_temperature_convention(engine.client, self._temperature, self._probe_prompts)
 
@@ -193,6 +198,7 @@ class EngineStates:
         self._news = asyncio.Event()
 
     def _raise_refusal(self) -> None:
+        self._monitor.raise_failure()
         if self._refusal is not None:
             raise self._refusal
 
@@ -206,10 +212,10 @@ class EngineStates:
         except TimeoutError:
             raise RolloutError(
                 f"{what} for {patience_s:g} s (rollout.health.patience_s): "
-                f"{self.describe(blamed)}; start them again and continue with resume=true"
+                f"{self._describe(blamed)}; start them again and continue with resume=true"
             ) from None
 
-    def describe(self, states: Sequence[EngineState] = tuple(EngineState)) -> str:
+    def _describe(self, states: Sequence[EngineState]) -> str:
         """The servers in these states, and why, for people."""
         return "; ".join(
             f"{engine.address} ({engine.state}): {engine.reason}"

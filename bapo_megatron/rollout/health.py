@@ -2,29 +2,31 @@
 
 The question is ``/model_info``: it needs no generation, is answered while the server is paused or
 gets new weights, and tells the weights version. ``/health`` would generate a token and is 503 while
-the server is paused.
+the server is paused. The scheduler, another process, is asked (``/server_info``) only where
+requests in flight get nothing for long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Protocol
-
-import httpx
 
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.engine import EngineState
-from bapo_megatron.rollout.sglang_http import ServerError, describe_cause
+from bapo_megatron.rollout.sglang_http import ServerError, ServerGoneError, describe_cause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.config.rollout import HealthConfig
+    from bapo_megatron.config.rollout import RolloutConfig
     from bapo_megatron.rollout.engine import Engine
 
 _SHORTEST_INTERVAL_S = 1.0
 _ADMISSION_TIMEOUT_S = 120.0
 """For what a server is asked once: how it was started, and the probe of its log-probs."""
+_STUCK_FACTOR = 4.0
+"""A scheduler may stand still while it compiles kernels; SGLang's own watchdog waits 300 s."""
 
 
 class HealthListener(Protocol):
@@ -47,21 +49,22 @@ class HealthListener(Protocol):
         ...
 
     def on_silence(self, engine: Engine, reason: str) -> None:
-        """It has answered none of the questions of ``health.timeout_s``."""
+        """It does not answer, or its requests do not get on."""
         ...
 
 
 class Monitor:
     """One task per server."""
 
-    def __init__(self, config: HealthConfig, listener: HealthListener) -> None:
+    def __init__(self, config: RolloutConfig, listener: HealthListener) -> None:
         """Prepare; ``start`` starts.
 
         Args:
             config: How often to ask, and how long to wait.
             listener: Learns what is observed.
         """
-        self._config = config
+        self._config = config.health
+        self._longest_silence_s = config.request_timeout_s
         self._listener = listener
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -70,6 +73,15 @@ class Monitor:
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._watch(engine)) for engine in engines]
 
+    def raise_failure(self) -> None:
+        """Raise what ended a task: a mistake of this program, after which nobody watches a server.
+
+        Whatever a server does moves its state only.
+        """
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
     async def close(self) -> None:
         """End the tasks."""
         for task in self._tasks:
@@ -77,23 +89,23 @@ class Monitor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _watch(self, engine: Engine) -> None:
-        clock_s = asyncio.get_running_loop().time
-        last_answer_s = clock_s()
+        answered_s = scheduled_s = _now_s()
         while True:
             try:
                 known = engine.version
-                reported = await self._ask(engine, last_answer_s)
-                last_answer_s = clock_s()
+                reported = await self._ask(engine, answered_s)
+                answered_s = _now_s()
                 if engine.state in (EngineState.STARTING, EngineState.LOST):
                     async with asyncio.timeout(_ADMISSION_TIMEOUT_S):
                         await self._listener.admit(engine)
                 # An answer from before weights were updated tells nothing about them.
                 if engine.version == known:
                     self._listener.on_answer(engine, reported)
-            except (ServerError, TimeoutError, httpx.TransportError) as error:
+                scheduled_s = await self._check_scheduler(engine, scheduled_s)
+            except (ServerError, TimeoutError) as error:
                 if engine.state is EngineState.STARTING:
                     engine.reason = f"it never answered ({describe_cause(error)})"
-                elif clock_s() - last_answer_s >= self._config.timeout_s:
+                elif _now_s() - answered_s >= self._config.timeout_s:
                     self._listener.on_silence(
                         engine,
                         f"no answer for {self._config.timeout_s:g} s "
@@ -103,15 +115,52 @@ class Monitor:
                 self._listener.on_refusal(engine, error)
             await asyncio.sleep(self._interval_s(engine))
 
-    async def _ask(self, engine: Engine, last_answer_s: float) -> str:
+    async def _ask(self, engine: Engine, answered_s: float) -> str:
         """The weights version; waits no longer than the silence that is allowed."""
-        now_s = asyncio.get_running_loop().time()
+        limit_s = answered_s + self._config.timeout_s - _now_s()
         # Never 0, so that a server is not blamed where this process itself stood still.
-        limit_s = max(last_answer_s + self._config.timeout_s - now_s, self._config.interval_s)
-        async with asyncio.timeout(limit_s):
-            return await engine.client.ask_version()
+        return await engine.client.version(max(limit_s, self._config.interval_s))
+
+    async def _check_scheduler(self, engine: Engine, scheduled_s: float) -> float:
+        """Make sure that requests in flight get on, or at least that the scheduler lives.
+
+        It may give nobody a token for long, as while it compiles kernels, but answers in between.
+
+        Args:
+            engine: The server, which answers.
+            scheduled_s: When its scheduler was heard of last.
+
+        Returns:
+            When it was heard of last now.
+        """
+        silence_s = engine.client.silence_s
+        if silence_s >= self._longest_silence_s:
+            self._listener.on_silence(
+                engine,
+                f"no token of any request within {self._longest_silence_s:g} s; raise "
+                "rollout.request_timeout_s, or look for a stuck server in its log",
+            )
+            return _now_s()
+        scheduled_s = max(scheduled_s, _now_s() - silence_s)
+        if silence_s < self._config.timeout_s:
+            return scheduled_s
+        with contextlib.suppress(ServerGoneError):
+            await engine.client.ask_info(self._config.timeout_s)
+            return _now_s()
+        longest_s = _STUCK_FACTOR * self._config.timeout_s
+        if _now_s() - scheduled_s >= longest_s:
+            self._listener.on_silence(
+                engine,
+                f"its scheduler has neither sampled nor answered for {longest_s:g} s "
+                f"({_STUCK_FACTOR:g} times rollout.health.timeout_s)",
+            )
+        return scheduled_s
 
     def _interval_s(self, engine: Engine) -> float:
         is_expected = engine.state in (EngineState.STARTING, EngineState.LOST)
         interval_s = self._config.interval_s
         return min(interval_s, _SHORTEST_INTERVAL_S) if is_expected else interval_s
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from bapo_megatron.config.check import check_serve_config
-from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, ApiKeys
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.sglang_server import LOOPBACK
 from bapo_megatron.rollout.supervisor import ServerSupervisor
 from bapo_megatron.telemetry.progress import ProgressLine
 
@@ -21,19 +23,18 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import RunConfig
 
-_KEY_FILE = "admin_api_key"
-
 
 def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
     """Start ``rollout.server.count`` servers and keep them running until this process is ended.
 
     The keys are those in the environment (``ApiKeys``). Without an admin key there, one is made and
-    kept in ``<run_dir>/admin_api_key``.
+    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
+    one in ``<run_dir>/api_key``.
 
     Args:
         config: Model, servers and ``run_dir``; the rest is not looked at.
         show: Takes what a trainer needs to use the servers, once they are ready: a line for its
-            command, and one for its environment if the key was made here.
+            command, and one for its environment for each key that was made here.
 
     Raises:
         ConfigError: The model or the servers' section cannot be used.
@@ -43,15 +44,19 @@ def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
     check_serve_config(config)
     logging.basicConfig(format="%(asctime)s %(message)s")
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    keys, key_file = ApiKeys.from_environment(), None
-    if not keys.admin_api_key:
-        key_file = config.run_dir.absolute() / _KEY_FILE
-        keys = ApiKeys(keys.api_key, _stored_key(key_file))
+    keys, exports = ApiKeys.from_environment(), []
+    needed = ["admin_api_key"] if config.rollout.server.host == LOOPBACK else list(asdict(keys))
+    for name in needed:
+        if not getattr(keys, name):
+            path = config.run_dir.absolute() / name
+            keys = replace(keys, **{name: _stored_key(path)})
+            variable = ApiKeys.variable(admin=name == "admin_api_key")
+            exports.append(f"export {variable}=$(cat '{path}')")
 
     def show_servers(addresses: list[str]) -> None:
         show(f"'rollout.servers=[{','.join(addresses)}]'")
-        if key_file is not None:
-            show(f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{key_file}')")
+        for export in exports:
+            show(export)
 
     asyncio.run(_serve(config, keys, show_servers))
 

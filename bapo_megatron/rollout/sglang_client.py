@@ -20,6 +20,7 @@ from bapo_megatron.rollout.sglang_dialect import OLDEST_VERSION, ServerInfo, is_
 from bapo_megatron.rollout.sglang_http import (
     BrokenConnectionError,
     ServerError,
+    ServerGoneError,
     SglangHttp,
     describe_cause,
 )
@@ -41,9 +42,9 @@ class ApiKeys:
     """Keys of a server; empty where it wants none."""
 
     api_key: str = field(default="", repr=False)
-    """For generation and information."""
+    """For generation and the weights version."""
     admin_api_key: str = field(default="", repr=False)
-    """For control calls: abort, weight updates."""
+    """For control calls: abort, weight updates, how the server was started."""
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -69,15 +70,14 @@ class _Flight:
     parser: StreamParser
     sink: CompletionSink
     scope: asyncio.Timeout
-    is_aborted: bool = False
     reason: str = ""
-    """Why it is given up, if it is."""
+    """Why it is given up, if it is or will be."""
 
-    def expire_in(self, timeout_s: float | None) -> None:
-        """Give it up after ``timeout_s`` from now; none: never."""
+    def expire_in(self, timeout_s: float, reason: str) -> None:
+        """Give it up after ``timeout_s`` from now."""
         if not self.scope.expired():
-            now_s = asyncio.get_running_loop().time()
-            self.scope.reschedule(None if timeout_s is None else now_s + timeout_s)
+            self.reason = reason
+            self.scope.reschedule(_now_s() + timeout_s)
 
 
 class SglangClient(SglangHttp):
@@ -91,11 +91,12 @@ class SglangClient(SglangHttp):
         Args:
             address: ``http://host:port``.
             keys: Keys of the server.
-            request_timeout_s: Longest time without a new token, or without an answer.
+            request_timeout_s: Longest time without an answer to a call beside generation.
             max_connections: Connections that are kept.
         """
         super().__init__(address, keys, request_timeout_s)
         self._in_flight: dict[str, _Flight] = {}
+        self._heard_s = 0.0
         self._is_suspended = False
         self._info: ServerInfo | None = None
         # Of its own, so that other calls never queue behind generation.
@@ -106,6 +107,15 @@ class SglangClient(SglangHttp):
         """Requests that were sent and have not ended."""
         return len(self._in_flight)
 
+    @property
+    def silence_s(self) -> float:
+        """For how long no request in flight has got anything; 0 without any, and while paused.
+
+        Of all requests, since a server with much to do may let single ones wait for their turn.
+        """
+        is_expected = not self._in_flight or self._is_suspended
+        return 0.0 if is_expected else _now_s() - self._heard_s
+
     async def close(self) -> None:
         """Close every connection; the server aborts what it was still generating for them."""
         await self._generate_http.aclose()
@@ -114,8 +124,10 @@ class SglangClient(SglangHttp):
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """Sample once, in pieces; returns when ``sink`` has the last one.
 
+        It may take any time: whether the server still works is seen to by who calls ``give_up``.
+
         Raises:
-            ServerError: The server is lost, is silent, or answers inconsistently.
+            ServerError: The server is lost, was given up, or answers inconsistently.
             RolloutError: It refuses the request, as any server would.
         """
         info = await self.info()
@@ -133,8 +145,9 @@ class SglangClient(SglangHttp):
         failure: Exception | None = None
         try:
             async with flight.scope:
+                if not self._in_flight:
+                    self._heard_s = _now_s()
                 self._in_flight[rid] = flight
-                flight.expire_in(None if self._is_suspended else self._timeout_s)
                 await self._receive({"rid": rid, **request.to_json_dict()}, flight)
         except TimeoutError as error:
             if not flight.scope.expired():
@@ -201,12 +214,15 @@ class SglangClient(SglangHttp):
             },
             admin=False,
         )
-        with self._checked("probe of the temperature convention"):
+        with self.checked("probe of the temperature convention"):
             meta = answer["meta_info"]
             rows = [meta["output_token_logprobs"][0]]
             rows += meta["output_top_logprobs"][0] if num_top else []
             rows += meta["output_token_ids_logprobs"][0] if token_ids else []
-            return {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
+            found = {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
+            if missing := set(token_ids) - set(found):
+                raise ValueError(f"no log-probs of tokens {sorted(missing)}")
+            return found
 
     async def abort(self, timeout_s: float) -> None:
         """Have the server end every request; their streams then end with what there is.
@@ -218,13 +234,16 @@ class SglangClient(SglangHttp):
 
         Args:
             timeout_s: Requests that have not ended by then count as lost.
+
+        Raises:
+            RolloutError: As ``call_once``.
         """
         for flight in self._in_flight.values():
-            if not flight.is_aborted:
-                flight.is_aborted = True
-                flight.reason = f"not aborted within {timeout_s:g} s"
-                flight.expire_in(timeout_s)
-        await self.call_once("POST", "/abort_request", {"abort_all": True}, admin=True)
+            if not flight.reason:
+                flight.expire_in(timeout_s, f"not aborted within {timeout_s:g} s")
+        await self.call_once(
+            "POST", "/abort_request", {"abort_all": True}, admin=True, timeout_s=timeout_s
+        )
 
     async def pause(self, mode: str) -> None:
         """Have the server sample nothing until ``resume``; requests may be silent meanwhile.
@@ -233,16 +252,13 @@ class SglangClient(SglangHttp):
             mode: ``retract`` or ``in_place``.
         """
         self._is_suspended = True
-        for flight in self._in_flight.values():
-            flight.expire_in(None)
         await self._send("POST", "/pause_generation", {"mode": mode}, admin=True)
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
         await self._send("POST", "/continue_generation", {}, admin=True)
         self._is_suspended = False
-        for flight in self._in_flight.values():
-            flight.expire_in(self._timeout_s)
+        self._heard_s = _now_s()
 
     def give_up(self, reason: str) -> None:
         """End every request in flight at once, with what was received, and forget ``info``.
@@ -253,39 +269,43 @@ class SglangClient(SglangHttp):
         self._info = None
         self._is_suspended = False
         for flight in self._in_flight.values():
-            flight.reason = reason
-            flight.expire_in(0.0)
+            flight.expire_in(0.0, reason)
 
-    async def version(self) -> str:
-        """The weights version that the server reports; free text until a trainer set it."""
-        return self._parse_version(await self._send("GET", "/model_info", None, admin=False))
+    async def version(self, timeout_s: float | None = None) -> str:
+        """The weights version that the server reports; free text until a trainer set it.
 
-    async def ask_version(self) -> str:
-        """``version``, asked once: the cheapest call that tells whether a server lives.
+        The cheapest call that tells whether a server lives; its scheduler is not asked.
 
         Raises:
             RolloutError: As ``call_once``.
-            httpx.TransportError: As ``call_once``.
         """
-        return self._parse_version(await self.call_once("GET", "/model_info", None, admin=False))
-
-    def _parse_version(self, answer: Any) -> str:
-        with self._checked("/model_info"):
+        path = "/model_info"
+        answer = await self.call_once("GET", path, None, admin=False, timeout_s=timeout_s)
+        with self.checked(path):
             return str(answer["weight_version"])
 
     async def info(self) -> ServerInfo:
-        """How the server was started; asked for once, and again after ``give_up``."""
+        """``ask_info``, asked for once, and again after ``give_up``."""
         if self._info is None:
-            answer = await self._send("GET", "/server_info", None, admin=False)
-            with self._checked("/server_info"):
-                info = ServerInfo.parse(answer)
-            if not is_supported(info.version):
-                raise RolloutError(
-                    f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "
-                    "update it"
-                )
-            self._info = info
+            self._info = await self.ask_info()
         return self._info
+
+    async def ask_info(self, timeout_s: float | None = None) -> ServerInfo:
+        """How the server was started. Its scheduler answers, so one that hangs is found out.
+
+        Raises:
+            RolloutError: As ``call_once``; its SGLang is too old.
+        """
+        path = "/server_info"
+        answer = await self.call_once("GET", path, None, admin=True, timeout_s=timeout_s)
+        with self.checked(path):
+            info = ServerInfo.parse(answer)
+        if not is_supported(info.version):
+            raise RolloutError(
+                f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "
+                "update it"
+            )
+        return info
 
     async def _receive(self, body: dict[str, Any], flight: _Flight) -> None:
         """Send a request and hand out what the server streams, until the connection is free."""
@@ -297,9 +317,8 @@ class SglangClient(SglangHttp):
                 self._check_status(reply, f"/generate ({flight.label})", admin=False)
             reader = EventReader()
             async for chunk in reply.aiter_raw():
-                if not (flight.is_aborted or self._is_suspended):
-                    flight.expire_in(self._timeout_s)
-                with self._checked(flight.label):
+                self._heard_s = _now_s()
+                with self.checked(flight.label):
                     events = list(reader.feed(chunk))
                 for event in events:
                     self._take(event, flight)
@@ -310,7 +329,7 @@ class SglangClient(SglangHttp):
             return
         had_tokens = parser.cached_tokens is not None
         try:
-            with self._checked(flight.label):
+            with self.checked(flight.label):
                 part = parser.feed(event)
         except RefusedError as error:
             raise RolloutError(f"{self.address}: {error} (request: {flight.label})") from error
@@ -322,12 +341,12 @@ class SglangClient(SglangHttp):
     def _lost(self, flight: _Flight, failure: Exception | None) -> ServerError:
         """What to raise for a request that did not end."""
         if isinstance(failure, TimeoutError):
-            reason = flight.reason or (
-                f"no token within {self._timeout_s:g} s; raise rollout.request_timeout_s, or look "
-                "for a stuck server in its log"
-            )
-            return ServerError(f"{self.address}: {reason} (request: {flight.label})")
+            return ServerGoneError(f"{self.address}: {flight.reason} (request: {flight.label})")
         reason = "its answer has no end" if failure is None else describe_cause(failure)
         return BrokenConnectionError(
             f"{self.address}: the connection broke ({reason}; request: {flight.label})"
         )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

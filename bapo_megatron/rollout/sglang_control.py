@@ -6,57 +6,22 @@ the server may be waiting in the collective of the first one.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.sglang_dialect import has_update_session
+from bapo_megatron.rollout.sglang_http import ServerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.rollout.sglang_dialect import ServerInfo
 
 _INPUT_TEMPERATURE = 1.0
-
-
-class ServerGoneError(RolloutError):
-    """A server did not answer: it ended, hangs, or took too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What ``/server_info`` says of a server."""
-
-    version: str
-    """Of SGLang."""
-    tensor_ranks: int
-    """Ranks that share each layer; what joins a group for weights."""
-    pipeline_ranks: int
-    data_ranks: int
-    """Independent copies of the model behind one address."""
-
-    def require_tensor_ranks_only(self, address: str) -> None:
-        """Refuse what SGLang cannot number in one group: it counts tensor-parallel ranks only.
-
-        Raises:
-            RolloutError: The server has others.
-        """
-        for name, option, size in (
-            ("pipeline", "--pp-size", self.pipeline_ranks),
-            ("data", "--dp-size", self.data_ranks),
-        ):
-            if size != 1:
-                raise RolloutError(
-                    f"{address}: has {size} {name}-parallel ranks, of which SGLang gives only one "
-                    f"new weights this way; start it with {option} 1, or set "
-                    "rollout.weight_sync.method: disk"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +61,8 @@ class WeightControl:
     It is a ``ServerGoneError`` where the server did not answer, else the server's refusal.
     """
 
-    def __init__(self, client: SglangClient, facts: ServerFacts) -> None:
-        """Keep both; ``read_facts`` asks for the second."""
+    def __init__(self, client: SglangClient, facts: ServerInfo) -> None:
+        """Keep both; ``SglangClient.ask_info`` asks for the second."""
         self._client = client
         self.facts = facts
 
@@ -214,8 +179,7 @@ class WeightControl:
 
     async def reported_version(self, timeout_s: float) -> str:
         """The weights version that the server reports."""
-        async with asyncio.timeout(timeout_s):
-            return await self._client.version()
+        return await self._client.version(timeout_s)
 
     async def input_logprobs(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """Log-probs of all tokens but the first, each after those before it, at temperature 1.
@@ -234,64 +198,24 @@ class WeightControl:
             timeout_s,
             admin=False,
         )
-        rows = answer["meta_info"]["input_token_logprobs"]
-        if [row[1] for row in rows] != list(token_ids):
-            raise RolloutError(
-                f"{self._client.address}/generate: log-probs of {len(rows)} input tokens do not "
-                f"belong to the {len(token_ids)} that were sent; use an SGLang version that this "
-                "project supports"
-            )
-        return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
+        with self._client.checked("probe of its log-probs"):
+            rows = answer["meta_info"]["input_token_logprobs"]
+            if [row[1] for row in rows] != list(token_ids):
+                raise ValueError(
+                    f"log-probs of {len(rows)} input tokens do not belong to the "
+                    f"{len(token_ids)} that were sent"
+                )
+            return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
 
     async def _call(
         self, path: str, body: dict[str, Any], timeout_s: float, *, admin: bool = True
     ) -> Any:
-        return await _call_once(self._client, "POST", path, body, timeout_s, admin=admin)
-
-
-async def read_facts(client: SglangClient, timeout_s: float) -> ServerFacts:
-    """Ask a server what it is. Its scheduler answers, so one that hangs is found out.
-
-    Raises:
-        ServerGoneError: It does not answer.
-        RolloutError: It refuses.
-    """
-    info = await _call_once(client, "GET", "/server_info", None, timeout_s, admin=False)
-    return ServerFacts(
-        version=str(info["version"]),
-        tensor_ranks=int(info["tp_size"]),
-        pipeline_ranks=int(info["pp_size"]),
-        data_ranks=1 if info.get("enable_dp_attention") else int(info["dp_size"]),
-    )
+        return await self._client.call_once("POST", path, body, admin=admin, timeout_s=timeout_s)
 
 
 def _ending(version: int | None, flush_cache: bool) -> dict[str, Any]:
     label = {} if version is None else {"weight_version": str(version)}
     return {"flush_cache": flush_cache, "abort_all_requests": False, **label}
-
-
-async def _call_once(
-    client: SglangClient,
-    method: str,
-    path: str,
-    body: dict[str, Any] | None,
-    timeout_s: float,
-    *,
-    admin: bool,
-) -> Any:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await client.call_once(method, path, body, admin=admin)
-    except (TimeoutError, httpx.TimeoutException) as error:
-        raise ServerGoneError(
-            f"{client.address}{path}: no answer within {timeout_s:.0f} s; see the server's log, or "
-            "raise rollout.weight_sync.timeout_s"
-        ) from error
-    except httpx.TransportError as error:
-        reason = str(error) or type(error).__name__
-        raise ServerGoneError(
-            f"{client.address}{path}: the connection broke ({reason}); the server's log says why"
-        ) from error
 
 
 async def mean_difference(

@@ -18,6 +18,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
+from bapo_megatron.rollout.base import RolloutError
+
 OLDEST_VERSION = "0.5.20"
 """The oldest SGLang that the contract tests hold."""
 
@@ -31,10 +33,19 @@ class ServerInfo:
 
     version: str
     """Of SGLang."""
-    num_ranks: int
-    """Processes that share the model: tensor × pipeline."""
+    tensor_ranks: int
+    """Ranks that share each layer; what joins a group for weights."""
+    pipeline_ranks: int
+    data_ranks: int
+    """Independent copies of the model behind one address; those of data-parallel attention are not:
+    they are among the tensor ranks."""
     is_incremental: bool
     """Whether events of a stream hold new tokens only."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that work on its requests."""
+        return self.tensor_ranks * self.pipeline_ranks * self.data_ranks
 
     @classmethod
     def parse(cls, answer: dict[str, Any]) -> Self:
@@ -45,9 +56,28 @@ class ServerInfo:
         """
         return cls(
             version=str(answer["version"]),
-            num_ranks=int(answer["tp_size"]) * int(answer["pp_size"]),
+            tensor_ranks=int(answer["tp_size"]),
+            pipeline_ranks=int(answer["pp_size"]),
+            data_ranks=1 if answer["enable_dp_attention"] else int(answer["dp_size"]),
             is_incremental=bool(answer["incremental_streaming_output"]),
         )
+
+    def require_tensor_ranks_only(self, address: str) -> None:
+        """Refuse what SGLang cannot number in one group: it counts tensor-parallel ranks only.
+
+        Raises:
+            RolloutError: The server has others.
+        """
+        for name, option, size in (
+            ("pipeline", "--pp-size", self.pipeline_ranks),
+            ("data", "--dp-size", self.data_ranks),
+        ):
+            if size != 1:
+                raise RolloutError(
+                    f"{address}: has {size} {name}-parallel ranks, of which SGLang gives only one "
+                    f"new weights this way; start it with {option} 1, or set "
+                    "rollout.weight_sync.method: disk"
+                )
 
 
 def is_supported(version: str) -> bool:

@@ -28,7 +28,11 @@ class ServerError(RolloutError):
     """One server failed; others may go on."""
 
 
-class BrokenConnectionError(ServerError):
+class ServerGoneError(ServerError):
+    """It did not answer: it ended, hangs, or took too long."""
+
+
+class BrokenConnectionError(ServerGoneError):
     """The connection could not be made, or broke; the server may live."""
 
 
@@ -41,7 +45,7 @@ class SglangHttp:
         Args:
             address: ``http://host:port``.
             keys: Keys of the server.
-            request_timeout_s: Longest time without an answer.
+            request_timeout_s: Longest time without an answer, where a call names no other.
         """
         self.address = address.rstrip("/")
         self._keys = keys
@@ -68,21 +72,48 @@ class SglangHttp:
         await self._control_http.aclose()
 
     async def call_once(
-        self, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        admin: bool,
+        timeout_s: float | None = None,
     ) -> Any:
         """Send a call beside generation, without repeating it; returns the answer's JSON.
 
+        Args:
+            method: ``GET`` or ``POST``.
+            path: Endpoint.
+            body: Content, if any.
+            admin: Whether it is a control call, see ``ApiKeys``.
+            timeout_s: Longest time until it has answered; none: ``rollout.request_timeout_s``.
+
         Raises:
+            ServerGoneError: There was no answer in time; a ``BrokenConnectionError`` where the
+                connection broke.
             RolloutError: The server refuses.
-            httpx.TransportError: The connection broke, or there was no answer in time.
         """
-        reply = await self._control_http.request(
-            method, path, json=body, headers=self._keys.headers(admin=admin)
-        )
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                reply = await self._control_http.request(
+                    method, path, json=body, headers=self._keys.headers(admin=admin)
+                )
+        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            raise ServerGoneError(
+                f"{self.address}{path}: no answer within {limit_s:g} s; look for what it waits for "
+                "in the server's log"
+            ) from error
+        except httpx.TransportError as error:
+            raise BrokenConnectionError(
+                f"{self.address}{path}: no connection ({describe_cause(error)}); see the server's "
+                "log, or correct rollout.servers"
+            ) from error
         self._check_status(reply, path, admin=admin)
         if not reply.content:
             return None
-        with self._checked(path):
+        with self.checked(path):
             return reply.json()
 
     async def _send(
@@ -92,18 +123,9 @@ class SglangHttp:
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 return await self.call_once(method, path, body, admin=admin)
-            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
-                raise ServerError(
-                    f"{self.address}{path}: no answer within {self._timeout_s:g} s; raise "
-                    "rollout.request_timeout_s, or look for a stuck server in its log"
-                ) from error
-            except httpx.TransportError as error:
+            except BrokenConnectionError:
                 if attempt + 1 == _MAX_ATTEMPTS:
-                    raise BrokenConnectionError(
-                        f"{self.address}{path}: no connection ({describe_cause(error)}; "
-                        f"{_MAX_ATTEMPTS} attempts); start the server again, or correct "
-                        "rollout.servers"
-                    ) from error
+                    raise
                 await asyncio.sleep(_FIRST_BACKOFF_S * 2**attempt)
         raise AssertionError("the last attempt raises")
 
@@ -121,13 +143,13 @@ class SglangHttp:
             raise RolloutError(f"{text}; correct the setting it names, or see the server's log")
 
     @contextlib.contextmanager
-    def _checked(self, label: str) -> Iterator[None]:
+    def checked(self, label: str) -> Iterator[None]:
         """Name server and request when an answer does not have the documented form."""
         try:
             yield
         except RefusedError:
             raise
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
             raise ServerError(
                 f"{self.address}: unusable answer ({label}): {reason}; use an SGLang version that "

@@ -4,8 +4,10 @@ The arguments are those of ``sglang.launch_server``. This is the only file that 
 it adds:
 
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
-* The API keys are no arguments, so that no process listing shows them, and are kept out of the log.
-  They are in the variables that the trainer reads too (``sglang_client.ApiKeys``).
+* The API keys are no arguments, so that neither a process listing nor the server shows them, and
+  are kept out of the log. They are in the variables that the trainer reads too
+  (``sglang_client.ApiKeys``).
+* Which call takes which key is decided by ``server_keys``, not by SGLang.
 * Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
   its standard input instead, and ends the whole process group when the owner is gone, however the
   owner died.
@@ -29,6 +31,7 @@ from typing import Any, NoReturn
 import torch
 
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE, unlink_shared_files
+from bapo_megatron.rollout.server_keys import KeyCheck
 
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
@@ -105,7 +108,6 @@ def main(arguments: list[str]) -> None:
         keys = {name: key for name, key in given.items() if key}
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
     _keep_out_of_log(list(keys.values()))
-    arguments = arguments + [f"--{name.replace('_', '-')}={key}" for name, key in keys.items()]
     if not torch.cuda.is_available():
         _torchvision_operators = _install_cpu_shims()
         _fork_children()
@@ -113,10 +115,16 @@ def main(arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils import auth, kill_process_tree
 
     load_plugins()
     server_args = prepare_server_args(arguments)
+    for name, key in keys.items():
+        setattr(server_args, name, key)
+    if keys and server_args.tokenizer_worker_num != 1:
+        sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
+    if keys:
+        auth.add_api_key_middleware = _add_key_check
     try:
         run_server(server_args)
     finally:
@@ -128,6 +136,11 @@ def _keys_of_environment() -> dict[str, str]:
     from bapo_megatron.rollout.sglang_client import ApiKeys
 
     return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
+
+
+def _add_key_check(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+    """What sglang calls for its application, to protect it."""
+    app.add_middleware(KeyCheck, api_key=api_key or "", admin_api_key=admin_api_key or "")
 
 
 def _keep_out_of_log(keys: list[str]) -> None:

@@ -10,13 +10,14 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import zlib
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
@@ -26,13 +27,13 @@ from bapo_megatron.rollout.processes import (
     open_log,
     unlink_shared_files,
 )
-from bapo_megatron.rollout.sglang_client import ApiKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.megatron import ModelConfig
     from bapo_megatron.config.rollout import ServerConfig
+    from bapo_megatron.rollout.sglang_client import ApiKeys
 
 LAUNCHER = "bapo_megatron.rollout.sglang_launcher"
 """The module that a server process runs."""
@@ -41,6 +42,7 @@ LOOPBACK = "127.0.0.1"
 START_VERSION = 0
 """Weights version that a fresh server reports: the weights of ``model.path``."""
 
+_NUM_SEEDS = 1 << 32
 # Left to itself the server takes its memory fraction of the machine's free memory, in which the
 # trainer lives as well, and is ended by the kernel.
 _CPU_MAX_TOTAL_TOKENS = 65536
@@ -55,7 +57,7 @@ _CPU_ARGUMENTS = (
 
 
 class SglangServer:
-    """One server process group; use it as a context manager, or call ``close``."""
+    """One server process group; ``close`` ends it."""
 
     def __init__(
         self,
@@ -65,9 +67,9 @@ class SglangServer:
         run_dir: Path,
         seed: int,
         device: str,
+        keys: ApiKeys,
         index: int = 0,
         host: str = LOOPBACK,
-        keys: ApiKeys | None = None,
         releases_memory: bool = False,
     ) -> None:
         """Prepare the server; ``start`` starts it.
@@ -76,12 +78,13 @@ class SglangServer:
             model: The model that it loads first, and its dtype.
             server: Port, memory and further arguments.
             run_dir: The log goes to ``<run_dir>/logs``.
-            seed: Seed of the first server's sampler; the others add their number.
+            seed: Seed of the first server's sampler; the others add their number, and what belongs
+                to their host.
             device: ``cuda`` or ``cpu``.
+            keys: Keys that it wants.
             index: Number among the ``server.count`` servers of this host: tells them apart by GPUs,
                 port, and log.
             host: Address to listen on.
-            keys: Keys that it wants; none: two of its own.
             releases_memory: Whether it can release its GPU memory and take it again.
         """
         self._model = model
@@ -94,7 +97,8 @@ class SglangServer:
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
-        self.keys = keys or ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+        self._closing = threading.Lock()
+        self.keys = keys
         self.port = server.port and server.port + index
         # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
         names = ["sglang"] if host == LOOPBACK else ["sglang", host]
@@ -106,13 +110,6 @@ class SglangServer:
         """The server's ``http://host:port``."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Start the process and return at once; after ``close`` once more, at the same address.
@@ -151,19 +148,26 @@ class SglangServer:
 
     def kill(self) -> None:
         """Have it end at once, without waiting; does nothing if it has ended."""
-        if self._process is not None and self._process.poll() is None:
-            unlink_shared_files(self._process.pid)
+        process = self._process
+        if process is not None and process.poll() is None:
+            unlink_shared_files(process.pid)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process group and wait for it; safe to call twice, does nothing in a fork."""
-        if self._process is None or os.getpid() != self._owner_pid:
+        """End the process group and wait for it.
+
+        Safe to call twice, also from two threads at a time; does nothing in a fork.
+        """
+        if os.getpid() != self._owner_pid:
             return
-        atexit.unregister(self.close)
-        unlink_shared_files(self._process.pid)
-        end_group(self._process)  # at once, as sglang ends its own children: it has no state
-        self._process = None
+        with self._closing:
+            if self._process is None:
+                return
+            atexit.unregister(self.close)
+            unlink_shared_files(self._process.pid)
+            end_group(self._process)  # at once, as sglang ends its own children: it has no state
+            self._process = None
 
     def environment(self) -> dict[str, str]:
         """Environment variables of the process."""
@@ -182,7 +186,7 @@ class SglangServer:
             f"--port={self.port}",
             f"--dtype={self._model.dtype}",
             f"--tensor-parallel-size={server.tensor}",
-            f"--random-seed={self._seed + self._index}",
+            f"--random-seed={self._server_seed()}",
             f"--weight-version={START_VERSION}",
             f"--mem-fraction-static={server.mem_fraction}",
             "--incremental-streaming-output",  # else each piece repeats all before it
@@ -204,6 +208,11 @@ class SglangServer:
         if self._releases_memory:
             arguments.append("--enable-memory-saver")
         return [*arguments, *server.extra_args]
+
+    def _server_seed(self) -> int:
+        """Differs between the servers of all hosts, and is the same in every run."""
+        of_host = 0 if self._host == LOOPBACK else zlib.crc32(self._host.encode())
+        return (self._seed + self._index + of_host) % _NUM_SEEDS
 
 
 def _claim_port(host: str, port: int) -> int:

@@ -161,6 +161,8 @@ class StreamParser:
         token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
+        if (token_ids < 0).any():
+            raise ValueError(f"token id {token_ids.min()}")
         logprobs = np.empty(0, dtype=np.float32)
         if self.has_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.engine import Engine, EngineState
-from bapo_megatron.rollout.sglang_control import ServerGoneError, WeightControl
+from bapo_megatron.rollout.sglang_control import WeightControl
+from bapo_megatron.rollout.sglang_http import ServerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -22,11 +22,9 @@ from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.engine import Engine, EngineState
 from bapo_megatron.rollout.sglang_control import (
     GroupPlace,
-    ServerGoneError,
     TensorNames,
     WeightControl,
     mean_difference,
-    read_facts,
 )
 from bapo_megatron.rollout.sglang_http import ServerError
 from bapo_megatron.rollout.weight_calls import Member, MemberCalls
@@ -365,12 +363,12 @@ class WeightService:
     async def _prepare(self, engine: Engine) -> Member | None:
         """Ask a server what it is and open a session; one that fails is taken out."""
         try:
-            facts = await read_facts(engine.client, self._health.timeout_s)
+            facts = await engine.client.ask_info(self._health.timeout_s)
             control = WeightControl(engine.client, facts)
             if self._has_session:
                 facts.require_tensor_ranks_only(engine.address)
                 await control.open_session(self._health.timeout_s)
-        except (ServerGoneError, ServerError) as error:
+        except ServerError as error:
             self._pool.mark_lost(engine, str(error))
             return None
         return Member(engine, control)

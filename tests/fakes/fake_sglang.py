@@ -28,6 +28,7 @@ V = 32
 LOGITS_V = 3 * np.sin(np.arange(V))
 
 _CONTROL_PATHS = (
+    "/server_info",
     "/abort_request",
     "/pause_generation",
     "/continue_generation",
@@ -77,6 +78,10 @@ class FakeSglang:
     """Position at which requests are aborted by nobody."""
     is_hanging: bool = False
     """Answer nothing, as a stopped process."""
+    has_stuck_scheduler: bool = False
+    """Sample nothing, and answer only what needs no scheduler."""
+    is_full: bool = False
+    """Sample nothing, because others come first."""
     api_key: str = ""
     """Wanted for every call, if not empty, but for those of ``admin_api_key``."""
     admin_api_key: str = ""
@@ -147,11 +152,14 @@ class FakeSglang:
         if path == "/model_info":
             return {"weight_version": self.version}
         if path == "/server_info":
+            while self.has_stuck_scheduler and not self._is_down:
+                time.sleep(_POLL_S)
             return {
                 "version": self.sglang_version,
                 "tp_size": self.num_ranks,
                 "pp_size": 1,
                 "dp_size": 1,
+                "enable_dp_attention": False,
                 "incremental_streaming_output": self.is_incremental,
             }
         if path == "/abort_request":
@@ -198,7 +206,12 @@ class FakeSglang:
             if body.get("rid", "") in self._aborted and not self.ignores_aborts:
                 finish = "abort"
                 break
-            if len(ids) == self.stalls.get(start) or self.pause_mode is not None:
+            if (
+                len(ids) == self.stalls.get(start)
+                or self.pause_mode is not None
+                or self.is_full
+                or self.has_stuck_scheduler
+            ):
                 time.sleep(_POLL_S)
                 continue
             time.sleep(self.token_interval_s)

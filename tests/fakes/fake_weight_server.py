@@ -70,6 +70,8 @@ class FakeWeightServer:
                 "tp_size": self.tensor_ranks,
                 "pp_size": self.pipeline_ranks,
                 "dp_size": 1,
+                "enable_dp_attention": False,
+                "incremental_streaming_output": True,
             }
         if path == "/model_info":
             return 200, {"weight_version": self.version}
@@ -119,7 +121,7 @@ class FakeWeightServer:
 
             def do_POST(self) -> None:
                 content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                is_admin = self.path not in ("/generate", "/server_info", "/model_info")
+                is_admin = self.path not in ("/generate", "/model_info")
                 key = fake.keys.admin_api_key if is_admin else fake.keys.api_key
                 if key and self.headers["Authorization"] != f"Bearer {key}":
                     status, answer = 401, {"error": "Unauthorized"}

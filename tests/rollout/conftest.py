@@ -13,7 +13,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.tiny.tokenizer import build_tokenizer
 from tests.policy.tiny_models import make_model
-from tests.rollout.helpers import wait_until_ready
+from tests.rollout.helpers import KEYS, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,14 +46,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     """The real server; tests leave no request behind, but may change its weights."""
-    with SglangServer(
+    server = SglangServer(
         ModelConfig(path=model_dir, dtype="float32"),
         ServerConfig.model_validate(SERVER),
         run_dir=tmp_path_factory.mktemp("server"),
         seed=0,
         device="cpu",
-    ) as server:
-        wait_until_ready(server)
+        keys=KEYS,
+    )
+    with running(server):
         yield server
 
 

@@ -13,11 +13,11 @@ import torch
 
 from bapo_megatron.rollout.processes import tail
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
-from bapo_megatron.rollout.sglang_control import WeightControl, read_facts
+from bapo_megatron.rollout.sglang_control import WeightControl
 from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -33,6 +33,7 @@ class MakeConfig(Protocol):
     def __call__(self, **rollout: Any) -> RunConfig: ...
 
 
+KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 _T = TypeVar("_T")
 
 
@@ -40,7 +41,6 @@ def with_client(
     address: str,
     use: Callable[[SglangClient], Awaitable[_T]],
     keys: ApiKeys | None = None,
-    request_timeout_s: float = 60.0,
 ) -> _T:
     """Run ``use`` with a client in an event loop of its own."""
 
@@ -48,7 +48,7 @@ def with_client(
         client = SglangClient(
             address,
             keys or ApiKeys(),
-            request_timeout_s=request_timeout_s,
+            request_timeout_s=60.0,
             max_connections=64,
         )
         try:
@@ -57,6 +57,17 @@ def with_client(
             await client.close()
 
     return asyncio.run(run())
+
+
+@contextlib.contextmanager
+def running(server: SglangServer) -> Iterator[None]:
+    """Start a server and wait until it takes requests; it ends with the block."""
+    server.start()
+    try:
+        wait_until_ready(server)
+        yield
+    finally:
+        server.close()
 
 
 def wait_until_ready(server: SglangServer) -> None:
@@ -71,7 +82,7 @@ def wait_until_ready(server: SglangServer) -> None:
 
 async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
     """Have one server load a Hugging Face directory."""
-    control = WeightControl(client, await read_facts(client, 60))
+    control = WeightControl(client, await client.ask_info())
     await control.load(model_dir, version=version, flush_cache=True, timeout_s=60)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,7 @@ from bapo_megatron.rollout.sglang_dialect import flushes_retracted, has_update_s
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.types import FinishReason
 from tests.rollout.conftest import SERVER
-from tests.rollout.helpers import load_weights, reference_logprobs, wait_until_ready, with_client
+from tests.rollout.helpers import KEYS, load_weights, reference_logprobs, running, with_client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -79,14 +80,15 @@ def contract(
                 pytest.skip(f"{variable} does not name a directory with SGLang {version}")
             patch.setenv("PYTHONPATH", str(Path(directory).absolute()), prepend=os.pathsep)
         server_class = SglangServer if is_incremental else CumulativeServer
-        with server_class(
+        other = server_class(
             ModelConfig(path=model_dir, dtype="float32"),
             ServerConfig.model_validate(SERVER),
             run_dir=tmp_path_factory.mktemp("server"),
             seed=0,
             device="cpu",
-        ) as other:
-            wait_until_ready(other)
+            keys=KEYS,
+        )
+        with running(other):
             yield other, version, is_incremental
 
 
@@ -225,7 +227,7 @@ def test_a_paused_server_samples_nothing_and_answers_the_cheap_question(
         num_before, was_done = sink.num_tokens, task.done()
         other = await _start(client, held, SamplingSettings(1.0, 4))
         await asyncio.sleep(0.5)
-        assert await client.ask_version() == "0"
+        assert await client.version() == "0"
         assert (sink.num_tokens, held.num_tokens) == (num_before, 0)
         await client.resume()
         await asyncio.gather(task, other)
@@ -310,7 +312,7 @@ def test_a_client_that_goes_away_leaves_no_request_behind(
     async def wait_until_idle(client: SglangClient) -> None:
         async with asyncio.timeout(60):
             while True:
-                loads = await client.call_once("GET", "/v1/loads", None, admin=False)
+                loads = await client.call_once("GET", "/v1/loads", None, admin=True)
                 if sum(load["num_running_reqs"] for load in loads["loads"]) == 0:
                     return
                 await asyncio.sleep(0.1)
@@ -339,11 +341,46 @@ def test_control_calls_take_the_admin_key_only(contract: tuple[SglangServer, str
     async def generate(client: SglangClient) -> None:
         await client.generate(PROMPT, SamplingSettings(1.0, 1), label="")
 
-    swapped = ApiKeys(server.keys.admin_api_key, server.keys.api_key)
-    for use, variable in ((abort, "BAPO_MEGATRON_ADMIN_API_KEY"), (generate, "BAPO_MEGATRON_API")):
+    user, admin = server.keys.api_key, server.keys.admin_api_key
+    for use, wrong, variable in (
+        (abort, ApiKeys(user, user), "BAPO_MEGATRON_ADMIN_API_KEY"),
+        (generate, ApiKeys(admin, admin), "BAPO_MEGATRON_API_KEY"),
+    ):
         with_client(server.address, use, server.keys)
         with pytest.raises(RolloutError, match=f"the key was refused .*{variable}"):
-            with_client(server.address, use, swapped)
+            with_client(server.address, use, wrong)
+
+
+@pytest.mark.parametrize(
+    "path", ["/server_info", "/get_server_info", "/v1/loads", "/set_trace_level?level=1"]
+)
+def test_nobody_but_the_admin_learns_the_keys_or_changes_the_server(
+    contract: tuple[SglangServer, str, bool], path: str
+) -> None:
+    server = contract[0]
+    for key in ("nobody", server.keys.api_key):
+        reply = httpx.get(
+            f"{server.address}{path}",
+            headers={"Authorization": f"Bearer {key}", "Host": "x/health?"},
+            trust_env=False,
+        )
+        assert reply.status_code == 401
+        assert not any(secret in reply.text for secret in (KEYS.api_key, KEYS.admin_api_key))
+    adapter = f"{server.address}/load_lora_adapter_from_tensors"
+    headers = server.keys.headers(admin=False)
+    assert httpx.post(adapter, headers=headers, trust_env=False).status_code == 401
+
+
+def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
+    contract: tuple[SglangServer, str, bool],
+) -> None:
+    async def ask(client: SglangClient) -> tuple[str, str]:
+        open_to_all = await client.call_once("GET", "/model_info", None, admin=False)
+        of_admin = await client.call_once("GET", "/server_info", None, admin=True)
+        return str(open_to_all), of_admin["launch_command"]
+
+    for text in _run(contract, ask):
+        assert not any(key in text for key in (KEYS.api_key, KEYS.admin_api_key))
 
 
 def test_only_servers_with_sessions_have_their_endpoint(

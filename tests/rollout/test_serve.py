@@ -125,6 +125,21 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
     assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
 
 
+def test_servers_that_others_reach_want_a_key_for_generation_too(
+    start_serve: Start, tmp_path: Path
+) -> None:
+    process = start_serve("rollout.server.host=localhost")
+    _, *exports = first_lines(process, 3)
+    key_file = tmp_path / "run" / "api_key"
+    assert exports == [
+        f"export {API_KEY_VARIABLE}=$(cat '{key_file}')",
+        f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{tmp_path / 'run' / 'admin_api_key'}')",
+    ]
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    log = (tmp_path / "run" / "logs" / "sglang_localhost_0.log").read_text()
+    assert log.endswith("fate: serve; an api key: True\n")
+
+
 def test_keys_of_the_environment_are_used_and_kept_nowhere(
     start_serve: Start, tmp_path: Path
 ) -> None:

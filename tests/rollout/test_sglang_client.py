@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,17 +11,18 @@ import pytest
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.completion import (
     Completion,
-    CompletionSink,
-    GenerateRequest,
     SamplingSettings,
 )
 from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.sglang_control import WeightControl
+from bapo_megatron.rollout.sglang_http import ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port
 from tests.rollout.helpers import with_client
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from bapo_megatron.rollout.sglang_client import SglangClient
@@ -32,9 +34,9 @@ async def _generate(client: SglangClient) -> Completion:
     return await client.generate([7, 8, 9], SAMPLING, label="sample 1 of group 5")
 
 
-def _error(fake: FakeSglang, **options: float) -> str:
+def _error(fake: FakeSglang) -> str:
     with pytest.raises(RolloutError) as caught:
-        with_client(fake.address, _generate, **options)
+        with_client(fake.address, _generate)
     return str(caught.value)
 
 
@@ -97,32 +99,31 @@ def test_a_connection_that_breaks_is_named() -> None:
     assert "request: sample 1 of group 5" in error
 
 
-def test_a_server_that_is_not_there_is_named_after_a_few_attempts() -> None:
+def test_a_server_that_is_not_there_is_named() -> None:
     address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RolloutError, match=r"no connection .*4 attempts.*rollout\.servers") as e:
+    with pytest.raises(RolloutError, match=r"no connection .*rollout\.servers") as e:
         with_client(address, _generate)
     assert str(e.value).startswith(address)
 
 
-def test_a_server_that_does_not_answer_in_time_is_named() -> None:
+def test_silence_counts_from_the_last_token_of_any_request_and_not_while_paused() -> None:
+    async def watch(client: SglangClient) -> None:
+        assert client.silence_s == 0.0
+        tasks = [asyncio.create_task(_generate(client)) for _ in range(2)]
+        while client.silence_s < 0.5:
+            await asyncio.sleep(0.05)
+        await client.pause("retract")
+        assert client.silence_s == 0.0
+        await client.resume()
+        assert client.silence_s < 0.5
+        client.give_up("the test ends")
+        for task in tasks:
+            with pytest.raises(RolloutError, match="the test ends"):
+                await task
+        assert client.silence_s == 0.0
+
     with FakeSglang(stalls={3: 1}) as fake:
-        error = _error(fake, request_timeout_s=0.5)
-    assert error.startswith(f"{fake.address}: no token within 0.5 s; raise rollout.request_timeout")
-    assert error.endswith("(request: sample 1 of group 5)")
-
-
-def test_a_server_that_answers_slowly_but_in_time_is_not_given_up() -> None:
-    async def generate(client: SglangClient) -> Completion:
-        sink = CompletionSink()
-        settings = SamplingSettings(temperature=0.5, max_new_tokens=8)
-        await client.stream(
-            GenerateRequest(input_ids=[7], sampling=settings, label="slow", stream_tokens=1), sink
-        )
-        return sink.completion()
-
-    with FakeSglang(token_interval_s=0.5) as fake:
-        completion = with_client(fake.address, generate, request_timeout_s=3.0)
-    assert len(completion.token_ids) == 8
+        with_client(fake.address, watch)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
@@ -153,9 +154,10 @@ def test_a_response_that_the_server_cut_off_is_refused() -> None:
 
 
 def test_a_refused_key_names_the_variable_to_set() -> None:
-    with FakeSglang(api_key="right") as fake:
-        assert "set BAPO_MEGATRON_API_KEY to the server's key" in _error(fake)
-        completion = with_client(fake.address, _generate, ApiKeys("right"))
+    with FakeSglang(api_key="right", admin_api_key="admin") as fake:
+        with pytest.raises(RolloutError, match="set BAPO_MEGATRON_API_KEY to the server's key"):
+            with_client(fake.address, _generate, ApiKeys("wrong", "admin"))
+        completion = with_client(fake.address, _generate, ApiKeys("right", "admin"))
         assert len(completion.token_ids) == 4
 
 
@@ -188,3 +190,26 @@ def test_an_answer_of_another_program_is_refused() -> None:
 
     with Other() as fake:
         assert "unusable answer (/server_info): KeyError: 'version'" in _error(fake)
+
+
+def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_refused() -> None:
+    class Odd(FakeSglang):
+        def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            yield {"meta_info": {}}
+
+    async def use(client: SglangClient) -> None:
+        control = WeightControl(client, await client.ask_info())
+        assert await control.reported_version(10.0) == "0"
+        with pytest.raises(ServerError, match=r"unusable answer \(probe of its log-probs\)"):
+            await control.input_logprobs([1, 2], 10.0)
+        with pytest.raises(ServerError, match=r"unusable answer \(probe of the temperature"):
+            await client.next_token_logprobs([1, 2], 1.0, token_ids=[5])
+        fake.is_hanging = True
+        with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
+            await control.reported_version(0.5)
+        fake.crash()
+        with pytest.raises(ServerGoneError, match="no connection"):
+            await control.reported_version(0.5)
+
+    with Odd() as fake:
+        with_client(fake.address, use)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.rollout import sglang_server
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
     child_environment,
@@ -25,7 +27,7 @@ from bapo_megatron.rollout.processes import (
 )
 from bapo_megatron.rollout.sglang_server import SglangServer
 from tests.launch import free_port
-from tests.rollout.helpers import descendants
+from tests.rollout.helpers import KEYS, descendants
 
 if TYPE_CHECKING:
     from tests.rollout.helpers import MakeConfig
@@ -64,6 +66,7 @@ def _server(
         run_dir=run_dir,
         seed=4,
         device=device,
+        keys=KEYS,
         index=index,
         host=host,
     )
@@ -125,6 +128,32 @@ def test_the_servers_of_a_host_have_gpus_and_ports_one_after_the_other(tmp_path:
     assert servers[2].log_path == tmp_path / "logs" / "sglang_10.0.0.7_2.log"
     assert _server(tmp_path).log_path == tmp_path / "logs" / "sglang.log"
     assert _server(tmp_path, host="::1", port=1).address == "http://[::1]:1"
+
+
+def test_no_two_servers_of_a_run_share_a_seed(tmp_path: Path) -> None:
+    hosts = ("127.0.0.1", "10.0.0.7", "node3")
+    seeds = [
+        next(a for a in _server(tmp_path, index=index, host=host).arguments() if "seed" in a)
+        for host in hosts
+        for index in range(2)
+    ]
+    # 4 and the number; beside the loopback also the CRC-32 of the host.
+    of_hosts = (0, 0xCF9D64A6, 0x6BE1446C)
+    assert len(set(seeds)) == 6
+    assert seeds == [f"--random-seed={4 + i + of_host}" for of_host in of_hosts for i in range(2)]
+
+
+def test_a_server_may_be_closed_from_two_threads_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_server, "LAUNCHER", "timeit")  # any process will do
+    server = _server(tmp_path)
+    for _ in range(5):
+        server.start()
+        with ThreadPoolExecutor(2) as threads:
+            for closed in [threads.submit(server.close) for _ in range(2)]:
+                closed.result()
+        assert not server.is_started
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.sglang_server import SglangServer
 from tests.distributed_launch import run_ranks
 from tests.rollout.conftest import SERVER
-from tests.rollout.helpers import descendants, reference_logprobs, wait_until_ready, with_client
+from tests.rollout.helpers import (
+    KEYS,
+    descendants,
+    reference_logprobs,
+    wait_until_ready,
+    with_client,
+)
 from tests.rollout.weight_ranks import Fault, Pushed, Servers, push_changed
 
 if TYPE_CHECKING:
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 
 PROMPT = [3, 20, 77, 4]
-KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 MODEL_BYTES = 130944
 VERIFIED = {"verify": "logprobs", "verify_tolerance": 1e-4, "timeout_s": 60}
 

@@ -1,0 +1,61 @@
+"""Which key a server wants for which call: an ASGI middleware in place of SGLang's own.
+
+SGLang lets whoever may generate read ``/server_info``, which has all settings, both keys included,
+and call whatever its authors did not mark as control. Here all but a few paths take the admin key.
+The path is the one by which the call is routed, whatever its ``Host`` header says.
+Standard library only: the launcher imports this.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    Message = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_GENERATION_PATHS = ("/generate", "/model_info")
+"""What the API key opens; without one everybody."""
+_PUBLIC_PATHS = ("/ready", "/health")
+"""What everybody may ask."""
+_UNAUTHORIZED = b'{"error": "Unauthorized"}'
+
+
+class KeyCheck:
+    """Answers 401 where the key is missing or another one."""
+
+    def __init__(self, app: App, *, api_key: str, admin_api_key: str) -> None:
+        """Stand before an application.
+
+        Args:
+            app: The application.
+            api_key: For ``_GENERATION_PATHS``; empty: none is wanted.
+            admin_api_key: For the rest; empty: ``api_key``.
+        """
+        self._app = app
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key or api_key
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let one call through, or answer it."""
+        if scope["type"] == "lifespan" or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+
+    def _is_allowed(self, scope: Message) -> bool:
+        path = scope["path"]
+        if path in _PUBLIC_PATHS:
+            return True
+        key = self._api_key if path in _GENERATION_PATHS else self._admin_api_key
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return not key or any(secrets.compare_digest(v, f"Bearer {key}".encode()) for v in given)

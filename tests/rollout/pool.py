@@ -1,0 +1,104 @@
+"""A pool of fake servers, and responses that it samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.rollout.completion import SamplingSettings
+from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.rollout.timeline import Timeline
+from bapo_megatron.types import FinishReason
+from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.rollout.engine import Engine
+
+T = 0.5
+PROMPT = [1, 2, 3]
+LIMIT_S = 60
+"""No test comes near it on a machine that works."""
+
+
+@contextlib.asynccontextmanager
+async def pool_of(
+    *servers: FakeSglang | str,
+    version: int | None = 0,
+    keys: ApiKeys | None = None,
+    health: dict[str, float] | None = None,
+    timeline: Timeline | None = None,
+    **rollout: Any,
+) -> AsyncIterator[EnginePool]:
+    config = RolloutConfig.model_validate(
+        {
+            "stream_tokens": 4,
+            "health": {"interval_s": 0.1, "timeout_s": 2.0, "patience_s": 30.0, **(health or {})},
+            **rollout,
+        }
+    )
+    addresses = [server if isinstance(server, str) else server.address for server in servers]
+    pool = EnginePool(addresses, keys or ApiKeys(), config, version, timeline)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield pool
+    finally:
+        await pool.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+class Response:
+    """One request; its pieces as they come."""
+
+    def __init__(
+        self, pool: EnginePool, longest: int = 20, prompt: list[int] | None = None, **options: Any
+    ) -> None:
+        self.prompt = prompt or PROMPT
+        self.parts: list[Completion] = []
+        self.task = asyncio.create_task(
+            pool.generate(
+                self.prompt,
+                SamplingSettings(T, longest),
+                label="sample 1",
+                on_part=self.parts.append,
+                **options,
+            )
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for part in self.parts for token_id in part.token_ids.tolist()]
+
+    async def check(self, length: int, finish: FinishReason) -> Completion:
+        """Wait for the end: every token came once, in order, with its log-prob."""
+        completion = await self.task
+        assert completion is not None
+        start = len(self.prompt)
+        assert self.token_ids == [token_at(start + index) for index in range(length)]
+        assert completion.token_ids.tolist() == self.token_ids
+        expected = [logprob_of(token_id, T) for token_id in self.token_ids]
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-6)
+        assert len(completion.versions) == length
+        assert completion.finish_reason is finish
+        assert all(part.finish_reason is FinishReason.ABORT for part in self.parts[:-1])
+        assert self.parts[-1].finish_reason is finish
+        return completion
+
+
+def states_of(pool: EnginePool) -> list[str]:
+    return [str(engine.state) for engine in pool.engines]
+
+
+def engine_of(pool: EnginePool, fake: FakeSglang) -> Engine:
+    return next(engine for engine in pool.engines if engine.address == fake.address)
