@@ -212,10 +212,10 @@ class EngineStates:
         except TimeoutError:
             raise RolloutError(
                 f"{what} for {patience_s:g} s (rollout.health.patience_s): "
-                f"{self._describe(blamed)}; start them again and continue with resume=true"
+                f"{self.describe(blamed)}; start them again and continue with resume=true"
             ) from None
 
-    def _describe(self, states: Sequence[EngineState]) -> str:
+    def describe(self, states: Sequence[EngineState] = tuple(EngineState)) -> str:
         """The servers in these states, and why, for people."""
         return "; ".join(
             f"{engine.address} ({engine.state}): {engine.reason}"
