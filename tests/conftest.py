@@ -14,15 +14,12 @@ CHAT_TEMPLATE = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that start servers or several processes come first.
+    """Modules that start servers or several processes, and other slow ones, come first.
 
     Workers take whole modules (``--dist loadscope``); a long one at the end would run alone.
     """
-    long = {
-        item.path
-        for item in items
-        if item.get_closest_marker("sglang") or item.get_closest_marker("distributed")
-    }
+    marks = ("sglang", "distributed", "slow")
+    long = {item.path for item in items if any(map(item.get_closest_marker, marks))}
     items.sort(key=lambda item: item.path not in long)
 
 

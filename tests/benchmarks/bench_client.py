@@ -116,6 +116,8 @@ class Server:
                         "version": "0.5.21",
                         "tp_size": 1,
                         "pp_size": 1,
+                        "dp_size": 1,
+                        "enable_dp_attention": False,
                         "incremental_streaming_output": self._is_incremental,
                     }
                 ).encode()

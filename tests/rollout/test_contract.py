@@ -386,14 +386,14 @@ def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
 def test_only_servers_with_sessions_have_their_endpoint(
     contract: tuple[SglangServer, str, bool],
 ) -> None:
-    async def call(client: SglangClient, path: str, *, admin: bool) -> None:
-        await client.call_once("POST", path, {}, admin=admin)
+    async def call(client: SglangClient, path: str) -> None:
+        await client.call_once("POST", path, {}, admin=True)
 
     if contract[1] == "installed":
         assert has_update_session("0.5.21")
         for path in ("/begin_weight_update", "/end_weight_update"):
-            _run(contract, partial(call, path=path, admin=True))
+            _run(contract, partial(call, path=path))
     else:
         assert not has_update_session(contract[1])
-        with pytest.raises(RolloutError, match="HTTP 404"):  # a missing path takes the other key
-            _run(contract, partial(call, path="/begin_weight_update", admin=False))
+        with pytest.raises(RolloutError, match="HTTP 404"):
+            _run(contract, partial(call, path="/begin_weight_update"))
