@@ -204,10 +204,11 @@ class RolloutBuffer:
 
     def take(self, groups: Sequence[PendingGroup]) -> None:
         """Remove groups: the trainer has them."""
-        taken = tuple(self.groups.pop(group.group_id).to_group() for group in groups)
-        self.num_trained += len(taken)
+        for group in groups:
+            del self.groups[group.group_id]
+        self.num_trained += len(groups)
         if self.earlier.maxlen:
-            self.earlier.append(taken)
+            self.earlier.append(tuple(group.to_group() for group in groups))
 
     def drop(self, group: PendingGroup, reason: DropReason) -> None:
         """Give a group up; its id is not used again."""

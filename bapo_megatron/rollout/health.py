@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from bapo_megatron.rollout.base import RolloutError
@@ -89,12 +90,12 @@ class Monitor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _watch(self, engine: Engine) -> None:
-        answered_s = scheduled_s = _now_s()
+        answered_s = scheduled_s = time.monotonic()
         while True:
             try:
                 known = engine.version
                 reported = await self._ask(engine, answered_s)
-                answered_s = _now_s()
+                answered_s = time.monotonic()
                 if engine.state in (EngineState.STARTING, EngineState.LOST):
                     async with asyncio.timeout(_ADMISSION_TIMEOUT_S):
                         await self._listener.admit(engine)
@@ -105,7 +106,7 @@ class Monitor:
             except (ServerError, TimeoutError) as error:
                 if engine.state is EngineState.STARTING:
                     engine.reason = f"it never answered ({describe_cause(error)})"
-                elif _now_s() - answered_s >= self._config.timeout_s:
+                elif time.monotonic() - answered_s >= self._config.timeout_s:
                     self._listener.on_silence(
                         engine,
                         f"no answer for {self._config.timeout_s:g} s "
@@ -117,7 +118,7 @@ class Monitor:
 
     async def _ask(self, engine: Engine, answered_s: float) -> str:
         """The weights version; waits no longer than the silence that is allowed."""
-        limit_s = answered_s + self._config.timeout_s - _now_s()
+        limit_s = answered_s + self._config.timeout_s - time.monotonic()
         # Never 0, so that a server is not blamed where this process itself stood still.
         return await engine.client.version(max(limit_s, self._config.interval_s))
 
@@ -140,15 +141,15 @@ class Monitor:
                 f"no token of any request within {self._longest_silence_s:g} s; raise "
                 "rollout.request_timeout_s, or look for a stuck server in its log",
             )
-            return _now_s()
-        scheduled_s = max(scheduled_s, _now_s() - silence_s)
+            return time.monotonic()
+        scheduled_s = max(scheduled_s, time.monotonic() - silence_s)
         if silence_s < self._config.timeout_s:
             return scheduled_s
         with contextlib.suppress(ServerGoneError):
             await engine.client.ask_info(self._config.timeout_s)
-            return _now_s()
+            return time.monotonic()
         longest_s = _STUCK_FACTOR * self._config.timeout_s
-        if _now_s() - scheduled_s >= longest_s:
+        if time.monotonic() - scheduled_s >= longest_s:
             self._listener.on_silence(
                 engine,
                 f"its scheduler has neither sampled nor answered for {longest_s:g} s "
@@ -160,7 +161,3 @@ class Monitor:
         is_expected = engine.state in (EngineState.STARTING, EngineState.LOST)
         interval_s = self._config.interval_s
         return min(interval_s, _SHORTEST_INTERVAL_S) if is_expected else interval_s
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, ParamSpec
 
 from bapo_megatron.data.dump import write_batch
@@ -10,7 +11,7 @@ from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.base import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bapo_megatron.types import RolloutBatch
@@ -25,14 +26,10 @@ async def write_samples(path: Path, batch: RolloutBatch) -> None:
         RolloutError: The file cannot be written; nothing is left behind.
         DumpError: The batch is not intact.
     """
-    try:
+    what = f"the samples of step {batch.step}"
+    remedy = "rollout.dump=false to keep only the newest batch in the temporary directory"
+    with _named(what, path, remedy):
         await _in_thread(write_batch, path, batch)
-    except OSError as error:
-        raise RolloutError(
-            f"cannot write the samples of step {batch.step} to {path}: {error.strerror}; free "
-            "space, or set rollout.dump=false to keep only the newest batch in the temporary "
-            "directory"
-        ) from error
 
 
 async def write_timeline(path: Path, step: int, content: str) -> None:
@@ -41,12 +38,18 @@ async def write_timeline(path: Path, step: int, content: str) -> None:
     Raises:
         RolloutError: The file cannot be written.
     """
-    try:
+    with _named(f"the timeline of step {step}", path, "rollout.timeline=false"):
         await _in_thread(atomic_write_text, path, content)
+
+
+@contextlib.contextmanager
+def _named(what: str, path: Path, remedy: str) -> Iterator[None]:
+    """Say what could not be written, where, and which setting does without it."""
+    try:
+        yield
     except OSError as error:
         raise RolloutError(
-            f"cannot write the timeline of step {step} to {path}: {error.strerror}; free "
-            "space, or set rollout.timeline=false"
+            f"cannot write {what} to {path}: {error.strerror}; free space, or set {remedy}"
         ) from error
 
 
