@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.sglang_http import describe_cause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -180,5 +181,5 @@ class ColocatedServers:
                     headers=server.keys.headers(admin=True),
                 )
             except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
+                reason = describe_cause(error)
                 raise _GoneError(f"{server.address}{path}: no answer ({reason})") from error

@@ -256,7 +256,7 @@ class WeightService:
                 "the dtype, quantization and model of the servers, or raise "
                 "rollout.weight_sync.verify_tolerance"
             )
-        good = [difference for difference in answers.values() if difference <= tolerance]
+        good = [difference for member, difference in answers.items() if member not in bad]
         return {"difference": max(good, default=None)}
 
     async def resume(self) -> dict[str, float]:
