@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bapo_megatron.interruption import end_by_exception
 from bapo_megatron.parent import end_with_parent
 from bapo_megatron.telemetry.console import uncut_console
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from bapo_megatron.config.schema import RunConfig
 
 app = typer.Typer(
@@ -305,18 +304,6 @@ def show_config(
         print_keys(uncut_console())
 
 
-def _end_once(number: int, frame: FrameType | None) -> None:
-    """End by an exception, so that every context manager cleans up; no second signal disturbs it.
-
-    A second one is usual: Ctrl-C reaches torchrun and its ranks, and torchrun passes it on.
-    """
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
-
-
 def main() -> None:
     """Run the command line.
 
@@ -324,8 +311,7 @@ def main() -> None:
     does the end of another rank; anything else is a defect and keeps its traceback.
     ``BAPO_TRACEBACK=1`` shows every traceback.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end_once)
+    end_by_exception()
     try:
         # standalone_mode=False returns the status that a command asked for instead of exiting; an
         # interrupt inside a command comes back as a status too.

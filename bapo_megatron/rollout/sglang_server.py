@@ -96,6 +96,7 @@ class SglangServer:
         self._releases_memory = releases_memory
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
+        self._port_holder: socket.socket | None = None
         self.num_starts = 0
         self._closing = threading.Lock()
         self.keys = keys
@@ -118,7 +119,8 @@ class SglangServer:
             RolloutError: The port is in use.
         """
         assert self._process is None, "close comes first"
-        self.port = _claim_port(self._host, self.port)
+        self._port_holder = _hold_port(self._host, self.port)
+        self.port = self._port_holder.getsockname()[1]
         atexit.register(self.close)
         with open_log(self.log_path) as log:
             self._process = subprocess.Popen(
@@ -162,6 +164,8 @@ class SglangServer:
         if os.getpid() != self._owner_pid:
             return
         with self._closing:
+            if self._port_holder is not None:
+                self._port_holder.close()
             if self._process is None:
                 return
             atexit.unregister(self.close)
@@ -215,15 +219,23 @@ class SglangServer:
         return (self._seed + self._index + of_host) % _NUM_SEEDS
 
 
-def _claim_port(host: str, port: int) -> int:
-    """A free port for 0, else ``port`` itself, after a check that it can be bound."""
+def _hold_port(host: str, port: int) -> socket.socket:
+    """A socket bound to ``port``, or to a free one for 0; it does not listen.
+
+    The server binds its port only once it has loaded the model. Until then nobody else gets a held
+    port, neither as a free one nor for an outgoing connection; with ``SO_REUSEADDR`` on both, the
+    server itself may bind it (Linux).
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            bound: int = probe.getsockname()[1]
-            return bound
+        holder = socket.socket(family)
+        try:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(address)
+        except OSError:
+            holder.close()
+            raise
+        return holder
     except socket.gaierror as error:
         raise RolloutError(
             f"rollout.server.host: cannot resolve '{host}' ({error.strerror}); give an address of "

@@ -89,6 +89,20 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
     server.close()
 
 
+def test_nobody_else_gets_the_port_while_the_server_loads(tmp_path: Path) -> None:
+    server = _server(tmp_path)
+    server.start()
+    try:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", server.port))
+        with socket.create_server(("127.0.0.1", server.port)):  # as the server itself will
+            pass
+    finally:
+        server.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", server.port))
+
+
 def test_with_a_gpu_no_cpu_argument_is_given(tmp_path: Path) -> None:
     on_gpu = _server(tmp_path, device="cuda", tensor=2, max_running_requests=16)
     on_cpu = _server(tmp_path, device="cpu", extra_args=("--log-requests",))

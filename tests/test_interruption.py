@@ -1,0 +1,65 @@
+"""Ending by signals: tests of ``bapo_megatron.interruption``."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys, time, weakref
+    from bapo_megatron.interruption import end_by_exception
+
+    class Anything:
+        pass
+
+    def wait_for_signal(_):
+        print("in the callback", flush=True)
+        time.sleep(60)
+
+    end_by_exception()
+    try:
+        print("ready", flush=True)
+        for _ in range({num_callbacks}):
+            thing = Anything()
+            reference = weakref.ref(thing, wait_for_signal)
+            del thing  # an exception of the callback is dropped by Python
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+    """
+)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("num_callbacks", [0, 1, 3])
+def test_a_signal_ends_the_process_wherever_it_arrives(
+    number: signal.Signals, status: int, num_callbacks: int
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(num_callbacks=num_callbacks)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(2 if num_callbacks else 1):
+        process.stdout.readline()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == status, err
+    assert out.splitlines()[-1] == "cleaned up"
+    assert "Exception ignored" not in err
+
+
+def test_other_dropped_exceptions_are_still_shown() -> None:
+    program = PROGRAM.format(num_callbacks=1).replace("time.sleep(60)", "1 / 0")
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert result.stderr.count("ZeroDivisionError") == 2  # the callback's and the program's
+    assert "Exception ignored" in result.stderr
