@@ -28,8 +28,9 @@ from bapo_megatron.config.multiples import packing_multiples
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bapo_megatron.config.data import DataConfig, DatasetConfig
     from bapo_megatron.config.megatron import ParallelConfig
-    from bapo_megatron.config.schema import DataConfig, DatasetConfig, LogConfig, RunConfig
+    from bapo_megatron.config.schema import LogConfig, RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """File formats of prompts."""

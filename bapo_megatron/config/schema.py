@@ -12,51 +12,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from bapo_megatron.config.data import DataConfig
+from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.megatron import (
     MegatronConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.config.section import Section
-
-
-class DatasetConfig(Section):
-    """One file of prompts."""
-
-    path: Path
-    """jsonl, json or parquet."""
-    prompt_column: str = "prompt"
-    """Column with the question: a string, or chat messages (a list of role/content)."""
-    answer_column: str = "answer"
-    """Column with the reference answer; ``reward_model.ground_truth`` reaches into a struct."""
-    name: str = ""
-    """Name in metrics (``eval/<name>/…``); the file's stem if empty."""
-
-
-class DataConfig(Section):
-    """Training prompts."""
-
-    train: DatasetConfig | None = None
-    """The training file; needed unless ``replay`` is set."""
-    max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts are left out and counted."""
-    system_prompt: str = ""
-    """Put before the question as a system message, unless empty."""
-    prompt_suffix: str = ""
-    """Appended to the question ("Put your answer in \\boxed{}."), unless empty."""
-    shuffle: bool = True
-    """Shuffle each epoch with the run's seed."""
-
-
-class RewardConfig(Section):
-    """Grading of finished responses."""
-
-    workers: int = Field(2, ge=1)
-    """Grader processes."""
-    timeout_s: float = Field(5.0, gt=0)
-    """Time limit of one answer; past it the answer scores 0 and is counted."""
 
 
 class RangeConfig(Section):
@@ -274,29 +240,6 @@ class CheckpointConfig(Section):
     """Write in the background while training goes on (its copy waits in host memory)."""
     at_end: bool = True
     """Save a checkpoint and a Hugging Face export when the run ends."""
-
-
-class EvalConfig(Section):
-    """Evaluation inside training and by the ``eval`` command."""
-
-    sets: tuple[DatasetConfig, ...] = ()
-    """Evaluation files."""
-    every_steps: int = Field(0, ge=0)
-    """Evaluate each N steps; 0: never between start and end."""
-    at_start: bool = True
-    """Evaluate before the first step."""
-    at_end: bool = True
-    """Evaluate after the last step."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """k of avg@k and pass@k."""
-    max_prompts: int | None = Field(None, ge=1)
-    """Use only the first N prompts of each set."""
-    temperature: float = Field(0.6, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling (evaluation only)."""
-    max_response_tokens: int = Field(4096, ge=1)
-    """Longest response."""
 
 
 class LogConfig(Section):

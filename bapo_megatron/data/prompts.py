@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bapo_megatron.config.schema import DatasetConfig
+    from bapo_megatron.config.data import DatasetConfig
     from bapo_megatron.data.chat import ChatRenderer, Message
 
 _LOG = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bapo_megatron.config.schema import EvalConfig
+    from bapo_megatron.config.evaluation import EvalConfig
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
     from bapo_megatron.types import Prompt

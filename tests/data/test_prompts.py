@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bapo_megatron.config.schema import DatasetConfig
+from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import DataError, PromptStream, load_prompts, parse_answer
 from bapo_megatron.types import Prompt
