@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     import torch
 
@@ -42,6 +44,10 @@ class Prompt:
     """The reference answer that the reward compares with."""
     text: str
     """The rendered prompt as text, for dumps and for people."""
+    source: str = ""
+    """Name of the data set that it comes from."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of its row, as JSON values, for reward functions."""
 
 
 @dataclass(slots=True)

@@ -90,6 +90,8 @@ def _record_to_json(group_id: int, samples: Sequence[Sample]) -> dict[str, Any]:
             "token_ids": list(prompt.token_ids),
             "answer": prompt.answer,
             "text": prompt.text,
+            "source": prompt.source,
+            "row": dict(prompt.row),
         },
         "samples": [_sample_to_json(sample) for sample in samples],
     }

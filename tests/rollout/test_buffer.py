@@ -12,7 +12,10 @@ from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
 from bapo_megatron.rollout.completion import Completion
 from bapo_megatron.types import FinishReason, Prompt
 
-PROMPTS = [Prompt(f"train.jsonl:{n}", (10 + n, 11, 12), f"{n}", f"prompt {n} ×") for n in range(3)]
+PROMPTS = [
+    Prompt(f"train.jsonl:{n}", (10 + n, 11, 12), f"{n}", f"prompt {n} ×", "train", {"level": [n]})
+    for n in range(3)
+]
 
 
 def _completion(first: int, length: int, version: int, finish: str = "abort") -> Completion:
