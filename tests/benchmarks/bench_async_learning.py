@@ -1,0 +1,193 @@
+"""Trains the demo by several seeds, in order and ahead of training, and compares the learning.
+
+make demo && python -m tests.benchmarks.bench_async_learning runs/demo-tiny-seed0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.benchmarks.harness import REPOSITORY, machine
+from tests.launch import run
+
+CONFIG = REPOSITORY / "configs/demo.yaml"
+MODES = {
+    "synchronous": ["rollout.async_steps=0"],
+    "one step ahead": [
+        "rollout.async_steps=1",
+        "rollout.oversample_groups=8",
+        "rollout.tokens_per_step=6000",
+    ],
+}
+ACCURACY = "eval/heldout/avg_at_k"
+CURVES = {
+    "reward/mean": "Mean reward of the batch",
+    "rollout/stale_token_share": "Share of stale tokens",
+    "rollout/age_mean": "Age of tokens in a new batch, mean (updates)",
+    "rollout/age_max": "Age of tokens in a new batch, oldest (updates)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One run of the demo."""
+
+    seed: int
+    accuracy: float
+    """Held-out accuracy after the last step."""
+    generated_tokens: float
+    """Response tokens of the whole run."""
+    curves: dict[str, list[float]]
+    """By metric, one value per step."""
+
+
+def train_once(data_dir: Path, settings: list[str], seed: int, steps: int) -> Training:
+    """Train once and evaluate at the end."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "run"
+        arguments = [
+            "train",
+            str(CONFIG),
+            f"run_dir={run_dir}",
+            f"seed={seed}",
+            f"model.path={data_dir}/model",
+            f"data.train.path={data_dir}/train.jsonl",
+            f"eval.sets=[{{path: {data_dir}/heldout.jsonl, name: heldout}}]",
+            "eval.at_start=false",
+            f"train.steps={steps}",
+            "checkpoint.at_end=false",
+            "log.console=false",
+            "parallel.tensor=1",
+        ]
+        result = run([*arguments, *settings], timeout_s=600 + 60 * steps)
+        assert result.returncode == 0, result.stderr
+        rows = read_metrics(run_dir / "metrics.jsonl")
+    return Training(
+        seed=seed,
+        accuracy=rows[-1][ACCURACY],
+        generated_tokens=sum(row["rollout/generated_tokens"] for row in rows),
+        curves={name: [row[name] for row in rows] for name in CURVES},
+    )
+
+
+def measure(data_dir: Path, seeds: int, steps: int, common: list[str]) -> dict[str, list[Training]]:
+    """Train every mode with every seed."""
+    found: dict[str, list[Training]] = {name: [] for name in MODES}
+    for seed in range(seeds):
+        for name, settings in MODES.items():
+            training = train_once(data_dir, [*common, *settings], seed, steps)
+            print(f"{name}, seed {seed}: {training.accuracy:.1%}", flush=True)  # noqa: T201
+            found[name].append(training)
+    return found
+
+
+def difference(found: dict[str, list[Training]]) -> tuple[float, float]:
+    """Mean accuracy of the second mode less that of the first, and its standard error (Welch)."""
+    first, second = ([training.accuracy for training in found[name]] for name in MODES)
+    error = math.sqrt(
+        statistics.variance(first) / len(first) + statistics.variance(second) / len(second)
+    )
+    return statistics.mean(second) - statistics.mean(first), error
+
+
+def draw(found: dict[str, list[Training]], out: Path) -> None:
+    """One panel per curve, one colour per mode; thin lines are seeds, the thick one their mean."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (metric, title) in zip(figure.subplots(2, 2).flat, CURVES.items(), strict=True):
+        for number, (name, trainings) in enumerate(found.items()):
+            curves = [training.curves[metric] for training in trainings]
+            steps = range(1, len(curves[0]) + 1)
+            for curve in curves:
+                axis.plot(steps, curve, color=f"C{number}", linewidth=0.7, alpha=0.5)
+            mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
+            axis.plot(steps, mean, color=f"C{number}", linewidth=2, label=name)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(out, dpi=120)
+
+
+def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: str) -> str:
+    """The report for people."""
+    where = report["machine"]
+    lines = [
+        "# Learning ahead of training",
+        "",
+        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
+        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
+        f"{where['packages']['megatron-core']}.",
+        "",
+        f"    {where['command']}",
+        "",
+        f"The demo on one rank, {report['steps']} steps, held-out accuracy at the end. *One step "
+        f"ahead* is `{' '.join(MODES['one step ahead'])}`: what is unfinished at the end of a "
+        "step's budget is aborted and continued by the next weights.",
+        "",
+        "| | " + " | ".join(f"seed {training.seed}" for training in found["synchronous"]) + " | "
+        "mean | tokens generated | stale tokens | mean age | oldest |",
+        "|---" * (len(found["synchronous"]) + 6) + "|",
+    ]
+    for name, trainings in found.items():
+        curves = [training.curves for training in trainings]
+        cells = [f"{training.accuracy:.1%}" for training in trainings]
+        cells += [
+            f"**{statistics.mean(training.accuracy for training in trainings):.1%}**",
+            f"{statistics.mean(training.generated_tokens for training in trainings):,.0f}",
+            f"{_mean_of(curves, 'rollout/stale_token_share'):.0%}",
+            f"{_mean_of(curves, 'rollout/age_mean'):.1f} updates",
+            f"{max(max(curve['rollout/age_max']) for curve in curves):.0f} updates",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    mean, error = difference(found)
+    lines += [
+        "",
+        f"One step ahead less synchronous: {100 * mean:+.1f} points, standard error "
+        f"{100 * error:.1f}.",
+        "",
+        f"![Reward, stale tokens and ages]({picture})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _mean_of(curves: list[dict[str, list[float]]], metric: str) -> float:
+    return statistics.mean(value for curve in curves for value in curve[metric])
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
+    parser.add_argument("settings", nargs="*", help="KEY=VALUE for both modes")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, .json and .png")
+    options = parser.parse_args()
+    where = machine(torch.device("cpu"))
+    found = measure(options.data_dir.resolve(), options.seeds, options.steps, options.settings)
+    report = {
+        "machine": where,
+        "steps": options.steps,
+        "settings": options.settings,
+        "modes": {name: [asdict(training) for training in runs] for name, runs in found.items()},
+    }
+    picture = options.out.with_suffix(".png")
+    draw(found, picture)
+    options.out.with_suffix(".md").write_text(markdown(report, found, picture.name))
+    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
