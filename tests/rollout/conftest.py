@@ -12,6 +12,7 @@ from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.tiny.tokenizer import build_tokenizer
+from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.policy.tiny_models import make_model
 from tests.rollout.helpers import KEYS, running
 
@@ -90,3 +91,10 @@ def make_config(model_dir: Path, tmp_path: Path) -> MakeConfig:
         )
 
     return make
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeWeightServer]]:
+    """Two fake servers that take weights."""
+    with FakeWeightServer() as first, FakeWeightServer() as second:
+        yield [first, second]

@@ -3,90 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.weight_calls import Member, MemberCalls
-from bapo_megatron.rollout.weight_service import WeightService
-from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
-from tests.rollout.weight_ranks import StubGeneration, StubPool
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-
-BUCKET: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
-PROBE = ((3, 1, 4), (1, 5))
-EXPECTED = [[LOGPROB, LOGPROB], [LOGPROB]]
-
-
-@pytest.fixture
-def servers() -> Iterator[list[FakeWeightServer]]:
-    """Two servers."""
-    with FakeWeightServer() as first, FakeWeightServer() as second:
-        yield [first, second]
-
-
-class Setting:
-    """A service with what it uses."""
-
-    def __init__(self, pool: StubPool, generation: StubGeneration, service: WeightService) -> None:
-        self.pool = pool
-        self.generation = generation
-        self.service = service
-
-    async def receive_all(self, version: int, *, join: bool = True) -> dict[str, Any]:
-        """A whole sync of two buckets; returns what ``begin`` said."""
-        opened = await self.service.begin(version)
-        if join:
-            assert await self.join() == {"failed": None}
-        for is_last in (False, True):
-            assert await self.service.receive(**BUCKET, is_last=is_last) == {"failed": None}
-        assert await self.service.finish() == {"failed": None}
-        await self.service.resume()
-        return opened
-
-    async def join(self) -> dict[str, Any]:
-        return await self.service.join("group", "127.0.0.1", 1234, "gloo")
-
-    def states(self) -> list[str]:
-        return [engine.state.value for engine in self.pool.engines]
-
-
-@contextlib.asynccontextmanager
-async def _setting(
-    servers: list[FakeWeightServer], rollout: dict[str, Any], keys: ApiKeys
-) -> AsyncIterator[Setting]:
-    config = RolloutConfig.model_validate({"health": {"timeout_s": 5, "patience_s": 20}, **rollout})
-    clients = [
-        SglangClient(server.address, keys, request_timeout_s=60, max_connections=4)
-        for server in servers
-    ]
-    pool, generation = StubPool(clients), StubGeneration()
-    service = WeightService(pool, config, generation, PROBE)
-    try:
-        yield Setting(pool, generation, service)
-    finally:
-        await service.close()
-        for client in clients:
-            await client.close()
-
-
-def _run(
-    servers: list[FakeWeightServer],
-    use: Callable[[Setting], Awaitable[None]],
-    keys: ApiKeys | None = None,
-    **rollout: Any,
-) -> None:
-    async def run() -> None:
-        async with _setting(servers, rollout, keys or ApiKeys()) as setting:
-            await use(setting)
-
-    asyncio.run(run())
+from tests.fakes.fake_weight_server import FakeWeightServer
+from tests.rollout.weight_setting import BUCKET, EXPECTED, Setting, run_sync
 
 
 def test_a_sync_pauses_generation_and_labels_only_the_last_part(
@@ -103,7 +28,7 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
         assert setting.pool.version == 7
         assert setting.generation.calls == ["pause", "resume"]
 
-    _run(servers, use)
+    run_sync(servers, use)
     for number, server in enumerate(servers):
         assert server.paths == [
             "/begin_weight_update",
@@ -138,7 +63,7 @@ def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
         assert (await setting.receive_all(1))["num_ranks"] == [2, 4]
 
     with FakeWeightServer(tensor_ranks=2) as first, FakeWeightServer(tensor_ranks=4) as second:
-        _run([first, second], use)
+        run_sync([first, second], use)
         joins = [server.calls[1][1] for server in (first, second)]
     assert [join["rank_offset"] for join in joins] == [1, 3]
     assert [join["world_size"] for join in joins] == [7, 7]
@@ -149,7 +74,7 @@ def test_older_servers_know_no_session() -> None:
         await setting.receive_all(7)
 
     with FakeWeightServer(sglang_version="0.5.20") as server:
-        _run([server], use)
+        run_sync([server], use)
         assert server.version == "7"
         assert not any("weight_update" in path for path in server.paths if "group" not in path)
 
@@ -159,7 +84,7 @@ def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
         await setting.receive_all(7)
 
     with FakeWeightServer(in_session=True) as server:
-        _run([server], use)
+        run_sync([server], use)
         assert server.version == "7"
         assert not server.in_session
 
@@ -171,7 +96,7 @@ def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -
         assert setting.states() == ["usable"]
 
     with FakeWeightServer(is_busy=is_busy) as server:
-        _run([server], use, weight_sync={"in_flight": "in_place"})
+        run_sync([server], use, weight_sync={"in_flight": "in_place"})
         # The server itself decides whether requests are running.
         assert server.paths.count("/flush_cache") == 1
 
@@ -185,7 +110,7 @@ def test_the_group_is_shared_until_a_member_is_lost(servers: list[FakeWeightServ
         assert opened["addresses"] == [servers[0].address]
         assert not opened["share_group"]
 
-    _run(servers, use)
+    run_sync(servers, use)
     assert servers[0].version == "3"
     assert servers[1].version == "2"
 
@@ -207,7 +132,7 @@ def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
         assert "wrong shape" in setting.pool.reasons[servers[1].address]
         assert setting.generation.calls == ["pause", "resume"]
 
-    _run(servers, use)
+    run_sync(servers, use)
     assert (servers[0].version, servers[1].version) == ("7", "0")
 
 
@@ -221,7 +146,7 @@ def test_servers_that_all_refuse_end_the_run_with_their_words(
         with pytest.raises(RolloutError, match=r"update_weights_from_disk.*no such directory"):
             await setting.service.load("/nowhere", 7)
 
-    _run(servers, use)
+    run_sync(servers, use)
 
 
 def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
@@ -237,7 +162,7 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
         assert not (await setting.receive_all(2))["share_group"]
         assert setting.states() == ["usable", "usable"]
 
-    _run(servers, use)
+    run_sync(servers, use)
     assert [server.version for server in servers] == ["2", "2"]
 
 
@@ -254,7 +179,7 @@ def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
         assert (await setting.receive_all(7))["addresses"] == [servers[1].address]
         assert setting.states() == ["lost", "usable"]
 
-    _run(servers, use, weight_sync={"timeout_s": 6})
+    run_sync(servers, use, weight_sync={"timeout_s": 6})
 
 
 def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
@@ -271,7 +196,7 @@ def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
         assert "lost meanwhile" in (await receiving)["failed"]
         assert (await setting.receive_all(7))["addresses"] == [servers[1].address]
 
-    _run(servers, use, health={"timeout_s": 5, "patience_s": 60})
+    run_sync(servers, use, health={"timeout_s": 5, "patience_s": 60})
 
 
 def test_a_server_that_reports_another_version_is_taken_out(
@@ -284,7 +209,7 @@ def test_a_server_that_reports_another_version_is_taken_out(
         assert setting.states() == ["lost", "usable"]
         assert "reports '0'" in setting.pool.reasons[servers[0].address]
 
-    _run(servers, use)
+    run_sync(servers, use)
 
 
 def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]) -> None:
@@ -292,7 +217,7 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
         await setting.service.load("/weights", 7)
         assert setting.states() == ["usable", "usable"]
 
-    _run(servers, use)
+    run_sync(servers, use)
     assert servers[0].calls == [
         (
             "/update_weights_from_disk",
@@ -312,7 +237,7 @@ def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> 
         assert await setting.service.take([["YQ=="], ["Yg=="]], is_last=True) == {"failed": None}
         assert await setting.service.finish() == {"failed": None}
 
-    _run(servers, use)
+    run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
     assert [p["serialized_named_tensors"] for p in payloads] == [["YQ=="], ["Yg=="]]
 
@@ -323,7 +248,7 @@ def test_pipeline_parallel_servers_are_refused_with_the_remedy() -> None:
             await setting.service.begin(7)
 
     with FakeWeightServer(pipeline_ranks=2) as server:
-        _run([server], use)
+        run_sync([server], use)
 
 
 def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -> None:
@@ -333,7 +258,7 @@ def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -
         with pytest.raises(RolloutError, match="no server took weights version 7 within"):
             await setting.service.begin(7)
 
-    _run(servers, use, health={"patience_s": 0.5})
+    run_sync(servers, use, health={"patience_s": 0.5})
 
 
 def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
@@ -345,64 +270,8 @@ def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
         assert setting.states() == ["usable"]
 
     with FakeWeightServer(keys=keys) as server:
-        _run([server], use, keys)
+        run_sync([server], use, keys)
         assert server.paths.count("/generate") == 2
-
-
-def test_servers_that_compute_as_the_trainer_does_are_kept(
-    servers: list[FakeWeightServer],
-) -> None:
-    async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        assert await setting.service.probe() == [[3, 1, 4], [1, 5]]
-        found = await setting.service.verify([[LOGPROB + 0.03, LOGPROB], [LOGPROB - 0.03]])
-        assert found == {"difference": pytest.approx(0.02)}
-        assert setting.states() == ["usable", "usable"]
-
-    _run(servers, use)
-
-
-@pytest.mark.parametrize("wrong", [LOGPROB + 0.2, float("nan"), None])
-def test_a_server_that_computes_otherwise_serves_nobody(
-    servers: list[FakeWeightServer], wrong: float | None
-) -> None:
-    servers[1].logprob = wrong
-
-    async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        assert await setting.service.verify(EXPECTED) == {"difference": 0.0}
-        assert setting.states() == ["usable", "lost"]
-        assert "log-probs differ" in setting.pool.reasons[servers[1].address]
-
-    _run(servers, use)
-
-
-def test_if_every_server_computes_otherwise_the_run_ends(
-    servers: list[FakeWeightServer],
-) -> None:
-    for server in servers:
-        server.logprob = LOGPROB + 0.2
-
-    async def use(setting: Setting) -> None:
-        await setting.receive_all(7)
-        with pytest.raises(RolloutError, match=r"no server computes as the trainer does.*0\.2"):
-            await setting.service.verify(EXPECTED)
-
-    _run(servers, use)
-
-
-def test_servers_that_end_during_the_probe_do_not_end_the_run(
-    servers: list[FakeWeightServer],
-) -> None:
-    servers[0].hanging.add("/generate")
-
-    async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
-        assert await setting.service.verify(EXPECTED) == {"difference": None}
-        assert setting.states() == ["lost"]
-        assert "does not answer the probe" in setting.pool.reasons[servers[0].address]
-
-    _run(servers[:1], use, weight_sync={"timeout_s": 1})
 
 
 def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_others_are_ended(
@@ -430,48 +299,7 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
         assert "hangs" in failures.gone[members[1]]
         assert ended == [members[1].engine.address]
 
-    _run(servers, use)
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "calls"),
-    [("abort", ["pause"]), ("retract", ["pause", "resume"])],
-)
-def test_paused_requests_go_on_before_the_probe(
-    servers: list[FakeWeightServer], in_flight: str, calls: list[str]
-) -> None:
-    async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
-        await setting.service.verify(EXPECTED)
-        assert setting.generation.calls == calls
-        await setting.service.resume()
-        assert setting.generation.calls == ["pause", "resume"]
-
-    _run(servers, use, weight_sync={"in_flight": in_flight})
-
-
-@pytest.mark.parametrize("in_flight", ["abort", "retract"])
-def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
-    servers: list[FakeWeightServer], in_flight: str
-) -> None:
-    servers[1].delay_s = 0.3
-
-    async def use(setting: Setting) -> None:
-        clock_s = asyncio.get_running_loop().time
-        started_s = clock_s()
-        await setting.service.load("/weights", 7)
-        loaded_s = clock_s() - started_s
-        await setting.service.verify(EXPECTED)
-        pause_s = (await setting.service.resume())["pause_s"]
-        assert 0.3 <= pause_s <= clock_s() - started_s
-        if in_flight == "retract":  # it goes on before the probe
-            assert pause_s == pytest.approx(loaded_s, abs=0.05)
-        assert await setting.service.resume() == {"pause_s": 0.0}
-        setting.generation.is_running = False
-        await setting.service.load("/weights", 8)
-        assert await setting.service.resume() == {"pause_s": 0.0}
-
-    _run(servers, use, weight_sync={"in_flight": in_flight})
+    run_sync(servers, use)
 
 
 def test_a_slow_server_loads_on_while_another_one_refuses(
@@ -484,5 +312,5 @@ def test_a_slow_server_loads_on_while_another_one_refuses(
         await setting.service.load("/weights", 7)
         assert setting.states() == ["lost", "usable"]
 
-    _run(servers, use, health={"timeout_s": 3, "patience_s": 60})
+    run_sync(servers, use, health={"timeout_s": 3, "patience_s": 60})
     assert servers[1].version == "7"

@@ -1,0 +1,108 @@
+"""What comparing the servers with the trainer finds, and for how long generation stands still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bapo_megatron.rollout.base import RolloutError
+from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
+from tests.rollout.weight_setting import EXPECTED, Setting, run_sync
+
+
+def test_servers_that_compute_as_the_trainer_does_are_kept(
+    servers: list[FakeWeightServer],
+) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        assert await setting.service.probe() == [[3, 1, 4], [1, 5]]
+        found = await setting.service.verify([[LOGPROB + 0.03, LOGPROB], [LOGPROB - 0.03]])
+        assert found == {"difference": pytest.approx(0.02)}
+        assert setting.states() == ["usable", "usable"]
+
+    run_sync(servers, use)
+
+
+@pytest.mark.parametrize("wrong", [LOGPROB + 0.2, float("nan"), None])
+def test_a_server_that_computes_otherwise_serves_nobody(
+    servers: list[FakeWeightServer], wrong: float | None
+) -> None:
+    servers[1].logprob = wrong
+
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        assert await setting.service.verify(EXPECTED) == {"difference": 0.0}
+        assert setting.states() == ["usable", "lost"]
+        assert "log-probs differ" in setting.pool.reasons[servers[1].address]
+
+    run_sync(servers, use)
+
+
+def test_if_every_server_computes_otherwise_the_run_ends(
+    servers: list[FakeWeightServer],
+) -> None:
+    for server in servers:
+        server.logprob = LOGPROB + 0.2
+
+    async def use(setting: Setting) -> None:
+        await setting.receive_all(7)
+        with pytest.raises(RolloutError, match=r"no server computes as the trainer does.*0\.2"):
+            await setting.service.verify(EXPECTED)
+
+    run_sync(servers, use)
+
+
+def test_servers_that_end_during_the_probe_do_not_end_therun_sync(
+    servers: list[FakeWeightServer],
+) -> None:
+    servers[0].hanging.add("/generate")
+
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        assert await setting.service.verify(EXPECTED) == {"difference": None}
+        assert setting.states() == ["lost"]
+        assert "does not answer the probe" in setting.pool.reasons[servers[0].address]
+
+    run_sync(servers[:1], use, weight_sync={"timeout_s": 1})
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "calls"),
+    [("abort", ["pause"]), ("retract", ["pause", "resume"])],
+)
+def test_paused_requests_go_on_before_the_probe(
+    servers: list[FakeWeightServer], in_flight: str, calls: list[str]
+) -> None:
+    async def use(setting: Setting) -> None:
+        await setting.service.load("/weights", 7)
+        await setting.service.verify(EXPECTED)
+        assert setting.generation.calls == calls
+        await setting.service.resume()
+        assert setting.generation.calls == ["pause", "resume"]
+
+    run_sync(servers, use, weight_sync={"in_flight": in_flight})
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "retract"])
+def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
+    servers: list[FakeWeightServer], in_flight: str
+) -> None:
+    servers[1].delay_s = 0.3
+
+    async def use(setting: Setting) -> None:
+        clock_s = asyncio.get_running_loop().time
+        started_s = clock_s()
+        await setting.service.load("/weights", 7)
+        loaded_s = clock_s() - started_s
+        await setting.service.verify(EXPECTED)
+        pause_s = (await setting.service.resume())["pause_s"]
+        assert 0.3 <= pause_s <= clock_s() - started_s
+        if in_flight == "retract":  # it goes on before the probe
+            assert pause_s == pytest.approx(loaded_s, abs=0.05)
+        assert await setting.service.resume() == {"pause_s": 0.0}
+        setting.generation.is_running = False
+        await setting.service.load("/weights", 8)
+        assert await setting.service.resume() == {"pause_s": 0.0}
+
+    run_sync(servers, use, weight_sync={"in_flight": in_flight})
