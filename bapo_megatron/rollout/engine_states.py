@@ -56,7 +56,6 @@ class EngineStates:
                     address,
                     keys,
                     request_timeout_s=config.request_timeout_s,
-                    max_connections=config.max_connections,
                 )
             )
             for address in addresses

@@ -16,8 +16,10 @@ from bapo_megatron.rollout.completion import (
     GenerateRequest,
     SamplingSettings,
 )
+from bapo_megatron.rollout.http_transport import SeparateConnections
 from bapo_megatron.rollout.sglang_dialect import OLDEST_VERSION, ServerInfo, is_supported
 from bapo_megatron.rollout.sglang_http import (
+    KEEPALIVE_EXPIRY_S,
     BrokenConnectionError,
     ServerError,
     ServerGoneError,
@@ -83,16 +85,13 @@ class _Flight:
 class SglangClient(SglangHttp):
     """One server; belongs to the event loop that uses it."""
 
-    def __init__(
-        self, address: str, keys: ApiKeys, *, request_timeout_s: float, max_connections: int
-    ) -> None:
-        """Prepare the connection pool; nothing is sent.
+    def __init__(self, address: str, keys: ApiKeys, *, request_timeout_s: float) -> None:
+        """Prepare the connections; nothing is sent.
 
         Args:
             address: ``http://host:port``.
             keys: Keys of the server.
             request_timeout_s: Longest time without an answer to a call beside generation.
-            max_connections: Connections that are kept.
         """
         super().__init__(address, keys, request_timeout_s)
         self._in_flight: dict[str, _Flight] = {}
@@ -100,7 +99,7 @@ class SglangClient(SglangHttp):
         self._is_suspended = False
         self._info: ServerInfo | None = None
         # Of its own, so that other calls never queue behind generation.
-        self._generate_http = self._make_http(max_connections, read_timeout_s=None)
+        self._generate_http = self._make_http(None, SeparateConnections(KEEPALIVE_EXPIRY_S))
 
     @property
     def num_in_flight(self) -> int:

@@ -20,7 +20,7 @@ _MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.25
 _CONNECT_TIMEOUT_S = 10.0
 # The server closes idle connections after 5 s; one that it is just closing must not be used.
-_KEEPALIVE_EXPIRY_S = 3.0
+KEEPALIVE_EXPIRY_S = 3.0
 _LONGEST_REASON = 300
 
 
@@ -50,10 +50,10 @@ class SglangHttp:
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
-        self._control_http = self._make_http(None, read_timeout_s=request_timeout_s)
+        self._control_http = self._make_http(request_timeout_s)
 
     def _make_http(
-        self, max_connections: int | None, read_timeout_s: float | None
+        self, read_timeout_s: float | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=self.address,
@@ -61,9 +61,8 @@ class SglangHttp:
             timeout=httpx.Timeout(
                 self._timeout_s, connect=_CONNECT_TIMEOUT_S, read=read_timeout_s, pool=None
             ),
-            limits=httpx.Limits(
-                max_connections=max_connections, keepalive_expiry=_KEEPALIVE_EXPIRY_S
-            ),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
+            transport=transport,
             trust_env=False,  # a proxy must not stand between trainer and server
         )
 

@@ -49,7 +49,6 @@ def with_client(
             address,
             keys or ApiKeys(),
             request_timeout_s=60.0,
-            max_connections=64,
         )
         try:
             return await use(client)

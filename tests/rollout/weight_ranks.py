@@ -136,7 +136,6 @@ class ThreadSource:
                 address,
                 self._servers.keys,
                 request_timeout_s=rollout.request_timeout_s,
-                max_connections=4,
             )
             for address in self._servers.addresses
         ]

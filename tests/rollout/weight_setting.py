@@ -51,10 +51,7 @@ async def open_setting(
     servers: list[FakeWeightServer], rollout: dict[str, Any], keys: ApiKeys
 ) -> AsyncIterator[Setting]:
     config = RolloutConfig.model_validate({"health": {"timeout_s": 5, "patience_s": 20}, **rollout})
-    clients = [
-        SglangClient(server.address, keys, request_timeout_s=60, max_connections=4)
-        for server in servers
-    ]
+    clients = [SglangClient(server.address, keys, request_timeout_s=60) for server in servers]
     pool, generation = StubPool(clients), StubGeneration()
     service = WeightService(pool, config, generation, PROBE)
     try:
