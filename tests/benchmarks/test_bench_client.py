@@ -1,10 +1,13 @@
-"""The benchmark of the client runs at a small size; what it costs is not looked at."""
+"""The benchmarks of the client run at a small size; what it costs is not looked at."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 from tests.benchmarks.bench_client import Case, Load, measure
+from tests.benchmarks.bench_connections import time_waves
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
@@ -15,3 +18,10 @@ def test_every_case_receives_tokens_from_its_server(is_incremental: bool) -> Non
     assert row.requests_per_s > 0
     assert row.core_share > 0
     assert row.rss_last_mb > 0
+
+
+@pytest.mark.parametrize("name", ["pool of httpx", "separate connections"])
+def test_waves_of_requests_are_timed_one_by_one(name: str) -> None:
+    seconds = asyncio.run(time_waves(name, num_requests=5, num_waves=2))
+    assert len(seconds) == 2
+    assert min(seconds) > 0
