@@ -27,6 +27,7 @@ MODES = {
         "rollout.async_steps=1",
         "rollout.oversample_groups=8",
         "rollout.tokens_per_step=6000",
+        "rollout.stream_tokens=8",  # else most responses come whole, and the budget is seen late
     ],
 }
 ACCURACY = "eval/heldout/avg_at_k"
@@ -47,6 +48,8 @@ class Training:
     """Held-out accuracy after the last step."""
     generated_tokens: float
     """Response tokens of the whole run."""
+    resumed_samples: float
+    """Requests of the whole run that continued a response."""
     curves: dict[str, list[float]]
     """By metric, one value per step."""
 
@@ -76,6 +79,7 @@ def train_once(data_dir: Path, settings: list[str], seed: int, steps: int) -> Tr
         seed=seed,
         accuracy=rows[-1][ACCURACY],
         generated_tokens=sum(row["rollout/generated_tokens"] for row in rows),
+        resumed_samples=sum(row["rollout/resumed_samples"] for row in rows),
         curves={name: [row[name] for row in rows] for name in CURVES},
     )
 
@@ -137,8 +141,8 @@ def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: 
         "step's budget is aborted and continued by the next weights.",
         "",
         "| | " + " | ".join(f"seed {training.seed}" for training in found["synchronous"]) + " | "
-        "mean | tokens generated | stale tokens | mean age | oldest |",
-        "|---" * (len(found["synchronous"]) + 6) + "|",
+        "mean | tokens generated | responses resumed | stale tokens | mean age | oldest |",
+        "|---" * (len(found["synchronous"]) + 7) + "|",
     ]
     for name, trainings in found.items():
         curves = [training.curves for training in trainings]
@@ -146,6 +150,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: 
         cells += [
             f"**{statistics.mean(training.accuracy for training in trainings):.1%}**",
             f"{statistics.mean(training.generated_tokens for training in trainings):,.0f}",
+            f"{statistics.mean(training.resumed_samples for training in trainings):,.0f}",
             f"{_mean_of(curves, 'rollout/stale_token_share'):.0%}",
             f"{_mean_of(curves, 'rollout/age_mean'):.1f} updates",
             f"{max(max(curve['rollout/age_max']) for curve in curves):.0f} updates",

@@ -27,7 +27,7 @@ def test_modes_are_compared_by_the_welch_standard_error_and_drawn(
         is_ahead = "rollout.async_steps=1" in settings
         accuracy = [0.80, 0.90, 0.85][seed] - (0.02 if is_ahead else 0.0)
         curves = {name: [float(is_ahead)] * steps for name in CURVES}
-        return Training(seed, accuracy, 1000.0, curves)
+        return Training(seed, accuracy, 1000.0, 12.0, curves)
 
     monkeypatch.setattr(bench_async_learning, "train_once", train_once)
     found = bench_async_learning.measure(Path("data"), seeds=3, steps=4, common=[])
@@ -38,7 +38,10 @@ def test_modes_are_compared_by_the_welch_standard_error_and_drawn(
     bench_async_learning.draw(found, picture)
     assert picture.stat().st_size > 10_000
     text = bench_async_learning.markdown({"machine": MACHINE, "steps": 4}, found, picture.name)
-    assert "| synchronous | 80.0% | 90.0% | 85.0% | **85.0%** | 1,000 | 0% | 0.0 updates |" in text
+    assert (
+        "| synchronous | 80.0% | 90.0% | 85.0% | **85.0%** | 1,000 | 12 | 0% | 0.0 updates |"
+        in text
+    )
     assert "One step ahead less synchronous: -2.0 points, standard error 4.1." in text
 
 
