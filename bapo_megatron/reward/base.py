@@ -18,6 +18,9 @@ class Score:
     """The answer as it stands in the response, shortened; empty where none was found."""
     timed_out: bool = False
     """Grading exceeded its limit of time or memory and was ended; the reward is 0."""
+    reason: str = ""
+    """Why it is right or wrong, in a word: of ``math`` a ``math_answer.Reason``, ``limit`` where a
+    limit ended it, else what the function says."""
 
 
 class RewardFunction(Protocol):
