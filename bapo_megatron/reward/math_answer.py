@@ -1,21 +1,19 @@
-r"""Right or wrong: the final answer of a response against the reference answer.
+"""Right or wrong: the final answer of a response against the reference answer.
 
-The answer is the last ``\boxed{…}`` of the response; where there is none, the last
-``<answer>…</answer>``; else what follows the last ``####`` or "answer is" / "answer:". Equal text,
-plain numbers, units, percentages and words are decided here, in microseconds; everything else is
-compared symbolically by math-verify (``math_symbolic``).
+``extraction`` finds the answer. Equal text, plain numbers, units, percentages and words are decided
+here, in microseconds; everything else is compared symbolically by math-verify (``math_symbolic``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 
 from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.extraction import ExtractedAnswer, extract_answer
 from bapo_megatron.reward.math_symbolic import (
     DEEPEST_NESTING,
     TooLargeError,
@@ -34,14 +32,6 @@ from bapo_megatron.reward.math_text import (
     words,
 )
 
-_BRACE = re.compile(
-    r"(?P<boxed>\\{1,2}(?:boxed|fbox)[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL
-)
-_FINAL_ANSWER = re.compile(
-    r"####|\banswer[ \t]+is\b|\banswer\*{0,2}[ \t]*[:=]|\bfinal[ \t]+answer\*{0,2}[ \t]*\n",
-    re.IGNORECASE,
-)
-_TAG_END, _TAG_START = "</answer>", "<answer>"
 _SENTENCE_END = re.compile(r"[.!?][*_)\"']*\s+(?=[A-Z])")
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _LEADING = re.compile(r"(?:\\?[$£€¥₹])?[\d(+.,/^*\s)%-]*\d[\d(+.,/^*\s)%-]*")
@@ -87,26 +77,17 @@ _REPORTED_FIRST = (Reason.UNIT_DIFFERS, Reason.TOO_LARGE, Reason.DIFFERENT)
 """Of several accepted answers that are all missed, the reason that is reported."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedAnswer:
-    """The final answer of a response."""
-
-    text: str
-    boxed: bool
-    r"""Whether it stood in ``\boxed{}``, so that all of it is the answer."""
-
-
-def grade_math_answer(response_text: str, answer: str) -> Score:
+def grade_math_answer(response: str, answer: str) -> Score:
     """Score 1 if the response's final answer equals the reference, else 0.
 
     Args:
-        response_text: The decoded response.
+        response: The decoded response.
         answer: The reference, or a JSON list of texts of which any is accepted.
 
     Returns:
         The score, with a ``Reason``.
     """
-    extracted = extract_answer(response_text)
+    extracted = extract_answer(response)
     if extracted is None:
         return Score(reward=0.0, answer_found=False, reason=Reason.NO_ANSWER.value)
     reason = _judge(extracted, answer)
@@ -116,44 +97,6 @@ def grade_math_answer(response_text: str, answer: str) -> Score:
         extracted=extracted.text[:_LONGEST_REPORTED],
         reason=reason.value,
     )
-
-
-def extract_answer(response_text: str) -> ExtractedAnswer | None:
-    r"""The final answer of a response, or none; linear in the response's length.
-
-    The last ``\boxed{`` whose braces close counts; an empty one is no answer.
-    """
-    boxed = _last_boxed(response_text)
-    if boxed is not None:
-        return ExtractedAnswer(boxed.strip(), boxed=True) if boxed.strip() else None
-    tag_end = response_text.rfind(_TAG_END)
-    tag_start = response_text.rfind(_TAG_START, 0, tag_end) if tag_end >= 0 else -1
-    if tag_start >= 0:
-        tagged = response_text[tag_start + len(_TAG_START) : tag_end].strip()
-        return ExtractedAnswer(tagged, boxed=True) if tagged else None
-    end = None
-    for match in _FINAL_ANSWER.finditer(response_text):
-        end = match.end()
-    if end is None:
-        return None
-    line = response_text[end:].lstrip(" \t\r\n:*").partition("\n")[0]
-    # Markdown and sentence marks around the answer are not part of it.
-    text = line.strip().strip("*").rstrip(".").strip()
-    return ExtractedAnswer(text, boxed=False) if text else None
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are no braces."""
-    last_start, last_content = -1, None
-    open_braces: list[tuple[int, bool]] = []
-    for match in _BRACE.finditer(text):
-        if match["boxed"] or match["open"]:
-            open_braces.append((match.end(), match["boxed"] is not None))
-        elif match["close"] and open_braces:
-            start, is_boxed = open_braces.pop()
-            if is_boxed and start > last_start:
-                last_start, last_content = start, (start, match.start())
-    return None if last_content is None else text[slice(*last_content)]
 
 
 def accepted_answers(answer: str) -> list[str]:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.data.prompts import parse_answer
-from bapo_megatron.reward.math_answer import extract_answer, grade_math_answer
+from bapo_megatron.reward.extraction import extract_answer
+from bapo_megatron.reward.math_answer import grade_math_answer
 
 
 @pytest.mark.parametrize(
