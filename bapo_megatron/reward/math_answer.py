@@ -190,14 +190,26 @@ def _compare_quantities(given: Quantity, wanted: Quantity) -> Reason:
         if {given.unit, wanted.unit} == {"degree", "radian"}:
             return _compare_values(_in_radians(given), _in_radians(wanted))
         return Reason.UNIT_DIFFERS
+    if "%" in (given.unit, wanted.unit) and given.unit != wanted.unit:
+        return _compare_percentages(given, wanted)
     reason = _compare_values(given.value, wanted.value)
     if reason.is_right or given.unit == wanted.unit:
         return reason
-    if "%" in (given.unit, wanted.unit):
-        return _compare_values(_in_parts(given), _in_parts(wanted))
     if "degree" in (given.unit, wanted.unit) and r"\pi" in given.value + wanted.value:
         return _compare_values(_in_radians(given), _in_radians(wanted))
     return reason
+
+
+def _compare_percentages(given: Quantity, wanted: Quantity) -> Reason:
+    """A percentage and a number: 28% is 0.28, and 28 where the question asks for percents.
+
+    Numbers up to 1 are shares: 0.5% is not 0.5.
+    """
+    reason = _compare_values(_in_parts(given), _in_parts(wanted))
+    number = as_number(wanted.value)
+    if reason.is_right or (number is not None and abs(number) <= 1):
+        return reason
+    return _compare_values(given.value, wanted.value)
 
 
 def _in_parts(amount: Quantity) -> str:

@@ -67,6 +67,9 @@ _NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?P<digits>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?P<decimals>\.\d*)?"
     r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?"
 )
+_REPEATING = re.compile(
+    r"(?P<sign>-?)(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}(?:\.\.\.|\\ldots)?"
+)
 _RATIO = re.compile(r"(?P<sign>-?)(?P<top>\d+)/(?P<bottom>\d+)")
 _LATEX_RATIO = re.compile(r"(?P<sign>-?)\\frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}")
 _MIXED = re.compile(
@@ -79,7 +82,10 @@ _UNIT = re.compile(
     r"(?P<power>\^\{?[23]\}?)?\.?",
     re.DOTALL,
 )
-_DEGREE = re.compile(r"(?P<value>.*[\d})])\s*\^\{?\s*\\(?:circ|degree)\s*\}?\s*(?P<scale>[CF]?)")
+_DEGREE = re.compile(
+    r"(?P<value>.*[\d})])\s*\^\{?\s*\\(?:circ|degree)\s*\}?\s*"
+    r"(?:\\text\{)?\s*(?P<scale>[CF]?)\s*\}?"
+)
 _PERCENT = re.compile(
     r"(?P<value>.+?)\s*(?:\\?%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))"
 )
@@ -124,7 +130,7 @@ def canonical(answer: str) -> str:
     text = " ".join(_LATEX_SPACE.sub(" ", text).replace(r"\%", "%").split())
     if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
         text = whole[1].strip()
-    return _NEEDLESS_SPACE.sub("", text).strip()
+    return _NEEDLESS_SPACE.sub("", text).strip().removeprefix("=").strip()
 
 
 def _unwrapped(text: str) -> str:
@@ -198,6 +204,9 @@ def as_number(text: str) -> Fraction | None:
     match = _NUMBER.fullmatch(text)
     if match is not None and (match["digits"] or (match["decimals"] or ".") != "."):
         return _plain_number(match)
+    match = _REPEATING.fullmatch(text)
+    if match is not None:
+        return _repeating_number(match)
     match = _RATIO.fullmatch(text) or _LATEX_RATIO.fullmatch(text)
     if match is not None:
         return _ratio(match["sign"], 0, match["top"], match["bottom"])
@@ -216,6 +225,15 @@ def _plain_number(match: re.Match[str]) -> Fraction | None:
     decimals = match["decimals"] or "."
     number = Fraction(f"{match['sign']}{digits}{decimals if decimals != '.' else ''}")
     return number * Fraction(10) ** exponent
+
+
+def _repeating_number(match: re.Match[str]) -> Fraction:
+    fixed, repeated = match["fixed"], match["repeated"]
+    scale = 10 ** len(fixed)
+    number = Fraction(int(f"{match['whole']}{fixed}" or "0"), scale) + Fraction(
+        int(repeated), scale * (10 ** len(repeated) - 1)
+    )
+    return -number if match["sign"] else number
 
 
 def _ratio(sign: str, whole: int, top: str, bottom: str) -> Fraction | None:

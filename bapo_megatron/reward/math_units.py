@@ -99,10 +99,10 @@ def known_unit(words: str, power: str = "", *, is_text: bool = True) -> str | No
     named = _named("/".join(part for part in parts if part != "per"), is_rate="per" in parts)
     if named is not None:
         return named + exponent
-    if exponent or any(part in _NO_UNITS for part in parts):
+    if power or any(part in _NO_UNITS or len(part) < _FEWEST_LETTERS for part in parts):
         return None
-    if not all(part.isalpha() for part in parts):
-        return None
+    if exponent or not all(part.isalpha() for part in parts):
+        return "" if parts in (["unit"], ["units"]) else None
     first = _named(parts[0], is_rate=False)
     return first if first is not None else ""
 
