@@ -148,8 +148,9 @@ class RewardConfig(Section):
     """Limit of a grader's address space, libraries and all; past it as past ``timeout_s``."""
     on_error: Literal["raise", "zero"] = "raise"
     """What a function that fails does: end the run, or score 0 and be counted."""
-    truncated: Literal["score", "zero"] = "score"
-    """Truncated training samples: scored like others, or 0 whatever the functions say."""
+    truncated: Literal["score", "zero", "mask"] = "score"
+    """Truncated training samples: scored like others, 0 whatever the functions say, or scored but
+    left out of the loss (they stay in the baseline of their group)."""
     overlong: OverlongConfig | None = None
     """Penalty for long training samples, or none."""
     format: FormatConfig | None = None
