@@ -174,10 +174,12 @@ def _compare_letters(given: str, wanted: str) -> Reason | None:
     wanted_letter, given_letter = choice_letter(wanted), choice_letter(given)
     if wanted_letter is not None and (given_letter or option_letter(given)):
         return right[wanted_letter == (given_letter or option_letter(given))]
+    if len(wanted) == len(given) == 1 and (wanted + given).isalpha():
+        return Reason.DIFFERENT  # math-verify takes E for e
     wanted_words, given_words = words(wanted), words(given)
     if wanted_words is None or given_words is None:
         return None
-    if wanted_words == given_words and len(wanted_words) > 1:
+    if wanted_words == given_words and (len(wanted_words) > 2 or wanted_words == "no"):
         return Reason.EQUAL_TEXT
     if are_letters(wanted) or are_letters(given) or " " in wanted_words + given_words:
         # Letters side by side would be a product to the parser, in which "on" is "no".

@@ -44,6 +44,10 @@ _VARIABLES = frozenset("abcxyzmnpqrk")
 """Letters that stand side by side as a product; other words are words."""
 _LONGEST_PRODUCT = 3
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?!=)([^=]+)")
+_NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
+_CAPITAL = re.compile(
+    r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z]|\s*[(_])"
+)
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
 _SEPARATOR = re.compile(
     r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
@@ -64,7 +68,13 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
     Raises:
         TooLargeError: One of them cannot be evaluated in reasonable time.
     """
+    if given.casefold() == wanted.casefold() or any(
+        _NUMBERS_SIDE_BY_SIDE.search(text) for text in (given, wanted)
+    ):
+        return False  # other letters; and the parser would add the numbers
     given, wanted = _SEPARATOR.sub(",", given), _SEPARATOR.sub(",", wanted)
+    # The parser takes a capital Greek letter for the small one.
+    given, wanted = (_CAPITAL.sub(r"{X_{capital\1}}", text) for text in (given, wanted))
     for text in (given, wanted):
         if nesting(text) > DEEPEST_NESTING:
             raise TooLargeError("brackets are nested too deeply")
