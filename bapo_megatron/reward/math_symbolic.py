@@ -48,6 +48,7 @@ _NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
 _CAPITAL = re.compile(
     r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z]|\s*[(_])"
 )
+_NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
 _SEPARATOR = re.compile(
     r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
@@ -111,7 +112,8 @@ def _aligned(given: str, wanted: str) -> tuple[str, str] | None:
         return bases
     given_kind, wanted_kind = _kind(given), _kind(wanted)
     kinds = {given_kind, wanted_kind}
-    if kinds == {"set", "tuple"}:
+    nested = [_NESTED_SETS.search(text) is not None for text in (given, wanted)]
+    if kinds == {"set", "tuple"} or nested[0] != nested[1]:
         return None
     if kinds == {"list"} and r"\pm" not in given + wanted and _size(given) != _size(wanted):
         return None
