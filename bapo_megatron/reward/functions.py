@@ -24,6 +24,8 @@ PARAMETERS = ("response", "answer", "sample", "row")
 
 _LONGEST_TEXT = 200
 _MOST_METRICS = 32
+_OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
+"""How the loader of libraries tells that the address space is used up."""
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -87,10 +89,10 @@ def _imported(name: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        raise LoadError(
-            f"cannot import {module_name}: {_shown(error)}; correct the name, add its directory "
-            "to PYTHONPATH, or correct the module"
-        ) from error
+        remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
+            remedy = "raise reward.memory_limit_mb"
+        raise LoadError(f"cannot import {module_name}: {_shown(error)}; {remedy}") from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:

@@ -32,18 +32,20 @@ class ShapedReward:
 class Shaping:
     """Applies ``reward.truncated``, ``overlong``, ``format`` and ``repetition``."""
 
-    def __init__(self, config: RewardConfig, max_response_tokens: int) -> None:
+    def __init__(self, config: RewardConfig, max_response_tokens: int, pool: RewardPool) -> None:
         """Keep the settings.
 
         Args:
             config: The reward section.
             max_response_tokens: L_max, the longest response.
+            pool: Searches the format's pattern, under limits.
         """
         self._config = config
         self._max_response_tokens = max_response_tokens
+        self._pool = pool
 
     async def apply(
-        self, score: Score, response: Response, token_ids_R: np.ndarray, pool: RewardPool
+        self, score: Score, response: Response, token_ids_R: np.ndarray
     ) -> ShapedReward:
         """The reward of a training sample.
 
@@ -51,7 +53,6 @@ class Shaping:
             score: What the functions gave.
             response: What they scored.
             token_ids_R: [R] response tokens.
-            pool: Searches the format's pattern, under limits.
 
         Raises:
             RewardError: No worker starts.
@@ -64,7 +65,7 @@ class Shaping:
                 len(token_ids_R), self._max_response_tokens, config.overlong
             )
         if config.format is not None:
-            is_found = await pool.matches(config.format.pattern, response.text)
+            is_found = await self._pool.matches(config.format.pattern, response.text)
             timed_out = is_found is None
             terms["format"] = config.format.reward if is_found else 0.0
         if config.repetition is not None:

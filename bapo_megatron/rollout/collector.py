@@ -123,7 +123,9 @@ class Collector:
         )
         tokenizer = load_tokenizer(run.model.path)
         renderer = ChatRenderer(tokenizer, run.data.system_prompt, run.data.prompt_suffix)
-        grader = Grader(tokenizer, rewards, Shaping(run.reward, run.rollout.max_response_tokens))
+        grader = Grader(
+            tokenizer, rewards, Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
+        )
         if for_training:
             assert run.data.train is not None, "check_config requires data.train without replay"
             prompts = load_prompts(run.data.train, renderer, run.data.max_prompt_tokens)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bapo_megatron.reward.base import Score
-    from bapo_megatron.reward.pool import RewardPool
     from bapo_megatron.reward.shaping import Shaping
     from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.types import Prompt
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 class Scorer(Protocol):
     """Scores decoded responses; ``reward.composition.Rewards`` does, in worker processes."""
-
-    @property
-    def pool(self) -> RewardPool:
-        """The worker processes, for what shaping has to search."""
-        ...
 
     async def score(self, response: Response) -> Score:
         """The reward without shaping."""
@@ -56,14 +50,14 @@ class Grader:
             RewardError: A reward function failed.
         """
         sample = pending.sample
-        response = self._decode(sample.response_token_ids, sample.prompt, sample.finish_reason)
+        text = self._decode(sample.response_token_ids)
+        num_tokens = len(sample.response_token_ids)
+        response = _response(text, sample.prompt, sample.finish_reason, num_tokens)
         score = await self._rewards.score(response)
         reward, timed_out = score.reward, score.timed_out
         components = {**score.components, **score.metrics}
         if self._shaping is not None:
-            shaped = await self._shaping.apply(
-                score, response, sample.response_token_ids, self._rewards.pool
-            )
+            shaped = await self._shaping.apply(score, response, sample.response_token_ids)
             reward, timed_out = shaped.reward, timed_out or shaped.timed_out
             components |= shaped.terms
         self.num_timeouts += timed_out
@@ -91,22 +85,47 @@ class Grader:
         Raises:
             RewardError: A reward function failed.
         """
-        response = self._decode(response_token_ids, prompt, finish_reason)
-        return response.text, await self._rewards.score(response)
+        text = self._decode(response_token_ids)
+        num_tokens = len(response_token_ids)
+        return text, await self.grade_text(text, prompt, finish_reason, num_tokens)
 
-    def _decode(
-        self, response_token_ids: np.ndarray, prompt: Prompt, finish_reason: FinishReason
-    ) -> Response:
+    async def grade_text(
+        self,
+        response_text: str,
+        prompt: Prompt,
+        finish_reason: FinishReason = FinishReason.STOP,
+        num_tokens: int = 0,
+    ) -> Score:
+        """The score of a response that was decoded before, without the shaping of training.
+
+        Args:
+            response_text: The response, without special tokens.
+            prompt: What it answers.
+            finish_reason: Why it ended, which reward functions may ask for.
+            num_tokens: How long it was, likewise.
+
+        Raises:
+            RewardError: A reward function failed.
+        """
+        return await self._rewards.score(
+            _response(response_text, prompt, finish_reason, num_tokens)
+        )
+
+    def _decode(self, response_token_ids: np.ndarray) -> str:
         text: str = self._tokenizer.decode(
             response_token_ids.tolist(),
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-        facts = SampleFacts(
-            prompt_id=prompt.prompt_id,
-            source=prompt.source,
-            prompt=prompt.text,
-            finish_reason=finish_reason.value,
-            num_tokens=len(response_token_ids),
-        )
-        return Response(text, prompt.answer, facts, prompt.row)
+        return text
+
+
+def _response(text: str, prompt: Prompt, finish_reason: FinishReason, num_tokens: int) -> Response:
+    facts = SampleFacts(
+        prompt_id=prompt.prompt_id,
+        source=prompt.source,
+        prompt=prompt.text,
+        finish_reason=finish_reason.value,
+        num_tokens=num_tokens,
+    )
+    return Response(text, prompt.answer, facts, prompt.row)

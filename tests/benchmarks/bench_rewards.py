@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -101,6 +102,14 @@ async def _keep_beating(gaps_s: list[float]) -> None:
         before_s = now_s
 
 
+async def _measure_idle(seconds: float) -> tuple[float, float]:
+    gaps_s: list[float] = []
+    beating = asyncio.create_task(_keep_beating(gaps_s))
+    await asyncio.sleep(seconds)
+    beating.cancel()
+    return 1e3 * float(np.quantile(gaps_s, 0.99)), 1e3 * max(gaps_s)
+
+
 async def _measure(case: str, load: Load) -> Row:
     items = iter(make_items(load))
     durations_s: list[float] = []
@@ -149,7 +158,9 @@ def measure(case: str, load: Load) -> Row:
     return asyncio.run(_measure(case, load))
 
 
-def _report(load: Load, rows: list[Row], machine: dict[str, Any]) -> str:
+def _report(
+    load: Load, rows: list[Row], idle_ms: tuple[float, float], machine: dict[str, Any]
+) -> str:
     packages = f"math-verify {importlib.metadata.version('math-verify')}"
     lines = [
         "# Rewards",
@@ -179,6 +190,12 @@ def _report(load: Load, rows: list[Row], machine: dict[str, Any]) -> str:
         f"{row.heartbeat_p99_ms:.1f} ms | {row.heartbeat_max_ms:.0f} ms |"
         for row in rows
     ]
+    lines += [
+        "",
+        f"Without any grading it is late by {idle_ms[0]:.1f} ms (p99), at most {idle_ms[1]:.0f} "
+        f"ms, on this machine: {machine['cpus']} cores, of which the workers take "
+        f"{load.workers}, with a load of {machine['load']:.1f} when the measurement began.",
+    ]
     names = sorted({name for row in rows for name in row.killed_names})
     if names:
         lines += ["", f"Killed: {', '.join(names)}. Every other hostile answer is refused before."]
@@ -195,12 +212,19 @@ def main() -> None:
     arguments = parser.parse_args()
     load = Load(arguments.answers, 0.01, arguments.workers, arguments.timeout_s, 2048, 8000)
     harmless = Load(arguments.answers, 0.0, arguments.workers, arguments.timeout_s, 2048, 8000)
+    machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    idle_ms = asyncio.run(_measure_idle(20.0))
     rows = [measure("no hostile answer", harmless), measure("1 % hostile", load)]
-    machine = harness.machine(torch.device("cpu"))
-    report = _report(load, rows, machine)
+    machine |= harness.machine(torch.device("cpu"))
+    report = _report(load, rows, idle_ms, machine)
     print(report)  # noqa: T201
     if arguments.out is not None:
-        values = {"machine": machine, "load": asdict(load), "rows": [asdict(row) for row in rows]}
+        values = {
+            "machine": machine,
+            "load": asdict(load),
+            "idle_heartbeat_ms": idle_ms,
+            "rows": [asdict(row) for row in rows],
+        }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
         arguments.out.with_suffix(".md").write_text(report)

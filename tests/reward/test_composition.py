@@ -88,7 +88,7 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
 
     async def grade():
         async with Rewards(config) as rewards:
-            grader = Grader(Decoder(), rewards, Shaping(config, max_response_tokens=2))
+            grader = Grader(Decoder(), rewards, Shaping(config, 2, rewards.pool))
             pending = PendingGroup.start(0, prompt, 1).samples[0]
             pending.sample.response_token_ids = np.array([7])
             pending.sample.finish_reason = FinishReason.LENGTH

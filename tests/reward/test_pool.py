@@ -193,6 +193,16 @@ def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(function, 
     assert children() == set()
 
 
+def test_a_module_that_needs_more_memory_than_it_may_have_names_the_key():
+    async def start():
+        functions = ("torch:is_tensor",)
+        async with RewardPool(1, 10, functions=functions, memory_limit_mb=300) as pool:
+            await pool.start()
+
+    with pytest.raises(RewardError, match=r"raise reward\.memory_limit_mb"):
+        asyncio.run(start())
+
+
 def test_a_killed_answer_ends_the_processes_that_its_function_started(tmp_path):
     async def grade():
         functions = (f"{OWN}:start_a_process_and_hang",)

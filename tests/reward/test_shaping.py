@@ -61,10 +61,10 @@ class Pool:
 
 
 def apply(config, text="text", num_tokens=8, finish_reason="stop", reward=1.0):
-    shaping = Shaping(RewardConfig.model_validate(config), max_response_tokens=10)
+    shaping = Shaping(RewardConfig.model_validate(config), 10, Pool())
     response = Response(text, "", SampleFacts(finish_reason=finish_reason, num_tokens=num_tokens))
     tokens = np.arange(num_tokens) % 4
-    return asyncio.run(shaping.apply(Score(reward), response, tokens, Pool()))
+    return asyncio.run(shaping.apply(Score(reward), response, tokens))
 
 
 def test_without_settings_nothing_is_added():

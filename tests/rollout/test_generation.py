@@ -54,8 +54,6 @@ class Rewards:
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
 
-    pool: Any = None
-
     async def score(self, response: Response) -> Score:
         await asyncio.sleep(self.delay_s)
         is_even = len(response.text.split()) % 2 == 0
