@@ -217,7 +217,7 @@ def test_any_text_has_a_score_and_the_same_one_again(response, reference):
         assert score == grade_math_answer(text, reference)
 
 
-@_FAST
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=5, unique=True), st.randoms())
 def test_sets_are_equal_in_any_order_and_points_in_one_order(numbers, random):
     shuffled = random.sample(numbers, len(numbers))

@@ -14,8 +14,8 @@ from bapo_megatron.reward import pool as pool_module
 from bapo_megatron.reward.base import RewardError, Score
 from bapo_megatron.reward.pool import RewardPool
 
-HANGING = r"\boxed{\int_0^1 e^{x^x} dx}"
-"""sympy looks for this integral, which has no closed form, for minutes."""
+HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
+"""sympy writes out this product, which no machine ends."""
 TIMED_OUT = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
 OWN = "tests.reward.own_functions"
 
