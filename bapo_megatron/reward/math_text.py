@@ -89,6 +89,8 @@ _DEGREE = re.compile(
 _PERCENT = re.compile(
     r"(?P<value>.+?)\s*(?:\\?%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))"
 )
+_SUM = re.compile(r".[+-]|\\$")
+"""In what stands before a percent sign, which then belongs to the last part alone."""
 _CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
 _CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
 _OPTION = re.compile(r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s))[\s:]*(?=\S)(?P<rest>.+)")
@@ -152,7 +154,7 @@ def _unwrapped(text: str) -> str:
 def quantity(text: str) -> Quantity:
     r"""Split a canonical text into value and unit; words that are no known unit are dropped.
 
-    Only what follows a value is a unit, and a single letter only in ``\\text{}``: ``3t`` is a
+    Only what follows a value is a unit, and a single letter only in ``\text{}``: ``3t`` is a
     product.
     """
     money = _CURRENCY.fullmatch(text)
@@ -161,7 +163,7 @@ def quantity(text: str) -> Quantity:
         if inner.unit in ("", known_unit(money["mark"])):
             return Quantity(money["sign"] + inner.value, known_unit(money["mark"]) or "")
     percent = _PERCENT.fullmatch(text)
-    if percent is not None and not percent["value"].endswith("\\"):
+    if percent is not None and not _SUM.search(percent["value"]):
         return Quantity(percent["value"], "%")
     degree = _DEGREE.fullmatch(text)
     if degree is not None:
@@ -214,6 +216,8 @@ def as_number(text: str) -> Fraction | None:
     if match is None:
         return None
     top, bottom = match["top"] or match["latex_top"], match["bottom"] or match["latex_bottom"]
+    if int(top) >= int(bottom):
+        return None  # rather a product
     return _ratio(match["sign"], int(match["whole"]), top, bottom)
 
 

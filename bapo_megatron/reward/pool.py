@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
+from bapo_megatron.reward.functions import BUILT_IN
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -100,6 +101,8 @@ class RewardPool:
         if not isinstance(response, Response):
             response = Response(response, answer)
         function = function or self._functions[0]
+        if function in BUILT_IN:  # these need neither, and a row may be large
+            response = Response(response.text, response.answer)
         reply = await self._request(
             {
                 "function": function,
