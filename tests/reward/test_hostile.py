@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron.reward.pool import RewardPool
 from tests.reward.hostile import HOSTILE, code
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 MEMORY_LIMIT_MB = 768
 
 
@@ -56,7 +56,7 @@ def test_no_hostile_answer_earns_anything(outcomes):
 
 
 def test_every_hostile_answer_takes_a_bounded_time(outcomes):
-    start_limit_s = 8.0  # a worker that was killed is started again, on a busy machine
+    start_limit_s = 20.0  # a worker that was killed is started again, on a busy machine
 
     slow = {name: s for name, (_, s) in outcomes[0].items() if s > TIMEOUT_S + start_limit_s}
 
@@ -66,7 +66,7 @@ def test_every_hostile_answer_takes_a_bounded_time(outcomes):
 def test_few_hostile_answers_need_the_hard_limit(outcomes):
     killed = [name for name, (score, _) in outcomes[0].items() if score.timed_out]
 
-    assert len(killed) <= 6, killed
+    assert len(killed) <= 8, killed
 
 
 def test_workers_keep_to_their_memory(outcomes):
