@@ -139,19 +139,26 @@ class RewardPool:
         return bool(reply["matches"])
 
     async def _request(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """A worker's reply, or none where a limit was exceeded."""
+        """A worker's reply, or none where a limit was exceeded, or two workers died of it."""
+        reply = await self._try(request)
+        if reply is None:  # it may have been ended from outside
+            reply = await self._try(request)
+        return None if reply is None or LIMIT in reply else reply
+
+    async def _try(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """A worker's reply, ``{"limit": true}`` after a limit, or none where the worker died."""
         worker = await self._idle.get()
         try:
             if worker is None or worker.returncode is not None:
                 worker = await self._start()
             self._refuse_if_closed()
-            reply = None
+            reply: dict[str, Any] | None = {LIMIT: True}
             with contextlib.suppress(TimeoutError):
                 # Not wait_for: in Python 3.11 it loses a cancellation that comes with the reply.
                 async with asyncio.timeout(self._timeout_s):
                     reply = await _ask(worker, request)
             self._refuse_if_closed()
-            if reply is None:
+            if reply is None or LIMIT in reply:
                 self.num_killed += 1
                 await self._end(worker)
                 worker = None

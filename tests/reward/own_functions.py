@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -62,6 +63,13 @@ def no_reward():
 def hang():
     while True:
         time.sleep(1)
+
+
+def count_tries(response):
+    with Path(response).open("a") as stream:
+        stream.write(f"{os.getpid()}\n")
+    time.sleep(0.5)
+    return 7.0
 
 
 def eat_memory():

@@ -102,7 +102,7 @@ def test_a_function_that_exceeds_a_limit_or_dies_scores_zero_and_is_counted(name
 
     assert score == Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
     assert after.reward == 9.0
-    assert num_killed == 1
+    assert num_killed == (2 if name == "end_the_process" else 1)  # death is tried twice
 
 
 @pytest.mark.parametrize(

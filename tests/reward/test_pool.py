@@ -140,6 +140,22 @@ def test_a_worker_that_is_killed_between_answers_is_replaced():
     assert asyncio.run(grade()).reward == 1.0
 
 
+def test_an_answer_whose_worker_is_killed_from_outside_is_graded_by_another(tmp_path):
+    tries = tmp_path / "tries"
+    tries.touch()
+
+    async def grade():
+        async with RewardPool(1, 10, functions=(f"{OWN}:count_tries",)) as pool:
+            grading = asyncio.create_task(pool.score(str(tries), ""))
+            while not tries.read_text():
+                await asyncio.sleep(0.01)
+            os.kill(children().pop(), signal.SIGKILL)
+            return await grading
+
+    assert asyncio.run(grade()) == Score(reward=7.0)
+    assert len(set(tries.read_text().split())) == 2
+
+
 def test_text_that_no_pipe_likes_arrives_whole():
     async def grade():
         async with RewardPool(workers=1, timeout_s=10) as pool:
