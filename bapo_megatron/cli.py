@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bapo_megatron.cli_grade import grade
 from bapo_megatron.interruption import end_by_exception
 from bapo_megatron.parent import end_with_parent
 from bapo_megatron.telemetry.console import uncut_console
@@ -289,6 +290,9 @@ def plan(
     show_plan(run_config, options, config_file=model_config, check=check, as_json=as_json)
 
 
+app.command()(grade)
+
+
 @app.command("config")
 def show_config(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None,
@@ -339,9 +343,10 @@ def _is_usage(error: Exception) -> bool:
 
 
 def _is_users(error: Exception) -> bool:
+    from bapo_megatron.reward.base import RewardError
     from bapo_megatron.rollout.base import RolloutError
 
-    if _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError):
+    if _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError | RewardError):
         return True
     if not isinstance(error, RuntimeError):
         return False

@@ -69,7 +69,10 @@ class Sample:
     response_text: str = ""
     """Decoded response (special tokens left out); filled when the sample is finished."""
     reward: float = 0.0
-    """Reward of the finished response."""
+    """Reward of the finished response, shaping included."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """Where it comes from: what each reward function gave, without its weight, what shaping added,
+    and metrics of functions (``<function>/<metric>``)."""
     answer_found: bool = False
     """Whether an answer could be extracted from the response, right or wrong."""
 
@@ -96,6 +99,8 @@ class RolloutStats:
     """Samples left unfinished in the buffer when the batch was complete."""
     reward_timeouts: int = 0
     """Answers scored 0 because grading them took too long."""
+    reward_errors: int = 0
+    """Answers scored 0 because a reward function failed on them (``reward.on_error: zero``)."""
     replayed_groups: int = 0
     """Groups of the batch that an earlier batch held already."""
     equal_reward_groups: int = 0

@@ -16,6 +16,7 @@ from bapo_megatron.config.check_model import (
     check_model,
     check_positions,
 )
+from bapo_megatron.config.check_reward import check_rewards, check_shaping
 from bapo_megatron.config.check_rollout import (
     check_own_servers,
     check_servers,
@@ -66,6 +67,8 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
         check_servers(hf_config, config.rollout)
         check_weight_sync(config.rollout, config.parallel)
+        check_rewards(config.reward)
+        check_shaping(config.reward, config.rollout.max_response_tokens)
     if config.eval.every_steps and not config.eval.sets:
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
@@ -86,6 +89,7 @@ def check_eval_config(config: RunConfig) -> None:
     """
     hf_config = check_model(config.model)
     check_servers(hf_config, config.rollout)
+    check_rewards(config.reward)
     if not config.eval.sets:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
@@ -113,6 +117,8 @@ def check_generate_config(config: RunConfig) -> None:
     _check_dataset(config.data.train, "data.train")
     check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_servers(hf_config, config.rollout)
+    check_rewards(config.reward)
+    check_shaping(config.reward, config.rollout.max_response_tokens)
 
 
 def check_serve_config(config: RunConfig) -> None:

@@ -1,16 +1,178 @@
-"""Configuration of the rewards."""
+r"""Configuration of the rewards (docs/rewards.md)."""
 
 from __future__ import annotations
 
-from pydantic import Field
+import ipaddress
+import re
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.section import Section
 
+BUILT_IN_FUNCTIONS = ("math",)
+"""Reward functions that need no module."""
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
+"""What may be added to the rewards of training samples, by the names of its keys and metrics."""
+
+_OWN_METRICS = (
+    "mean",
+    "solved_groups",
+    "mixed_groups",
+    "answer_found_share",
+    "timeouts",
+    "errors",
+    *SHAPING_TERMS,
+)
+"""``reward/…`` metrics that no function may take the name of."""
+
+
+class HttpRewardConfig(Section):
+    """How an HTTP service is asked."""
+
+    batch_size: int = Field(32, ge=1)
+    """Most responses of one request."""
+    connections: int = Field(4, ge=1)
+    """Requests in flight at a time."""
+    gather_s: float = Field(0.02, ge=0)
+    """Wait this long for further responses before a request is sent."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest time without an answer to one request."""
+    patience_s: float = Field(300.0, ge=0)
+    """Repeat a request for this long, with growing pauses, when the connection fails or the service
+    answers 5xx, 408, 425 or 429; then the run ends."""
+    token_variable: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """Environment variable with the service's bearer token; empty: none is sent."""
+
+
+class RewardFunctionConfig(Section):
+    """One reward function."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")
+    """Its name in metrics: ``reward/<name>``."""
+    weight: float = 1.0
+    """Factor of its reward in the sum."""
+    function: str | None = None
+    """``math``, or ``package.module:function``; runs in the worker processes."""
+    url: str | None = None
+    """Of an HTTP service, in place of ``function``."""
+    http: HttpRewardConfig = HttpRewardConfig()
+    """Settings of ``url``."""
+
+    @field_validator("function")
+    @classmethod
+    def _function_can_be_named(cls, function: str | None) -> str | None:
+        if function is None or function in BUILT_IN_FUNCTIONS or _FUNCTION.fullmatch(function):
+            return function
+        raise ValueError(
+            f"must be {', '.join(BUILT_IN_FUNCTIONS)} or package.module:function, got "
+            f"'{function}'; put a colon before the function's name"
+        )
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.function is None) == (self.url is None):
+            given = "neither" if self.function is None else "both"
+            raise ValueError(f"needs either function or url, got {given}; give one of them")
+        if self.url is None:
+            return self
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"url must be http://host… or https://host…, got '{self.url}'; correct it"
+            )
+        if parts.username or parts.password:
+            raise ValueError(
+                "url must hold no password, since it is logged; name a variable with a token: "
+                "http.token_variable"
+            )
+        if self.http.token_variable and parts.scheme == "http" and not _is_loopback(parts.hostname):
+            raise ValueError(
+                "url must be https, or on this machine, with http.token_variable, got "
+                f"'{self.url}': the token would cross the network unencrypted; use https"
+            )
+        return self
+
+
+class OverlongConfig(Section):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13)."""
+
+    buffer_tokens: int = Field(ge=1)
+    """L_cache: the penalty grows over this many tokens before ``rollout.max_response_tokens``."""
+    penalty: float = Field(1.0, gt=0)
+    """The penalty at the limit."""
+
+
+class FormatConfig(Section):
+    """A reward for the form of a response."""
+
+    pattern: str | None = None
+    """Regular expression that is searched for; null: a closed \\boxed{…} with something in it."""
+    reward: float
+    """What a response earns that has it."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"is no regular expression ({error}); correct it") from error
+        return pattern
+
+
+class RepetitionConfig(Section):
+    """A penalty for repeated n-grams (arXiv 2502.03373, Appendix C.2)."""
+
+    ngram_tokens: int = Field(40, ge=1)
+    """n, in tokens."""
+    penalty: float = Field(gt=0)
+    """What a response would lose all of whose n-grams are repetitions."""
+
 
 class RewardConfig(Section):
-    """Grading of finished responses."""
+    """Grading of finished responses (docs/rewards.md)."""
 
+    functions: tuple[RewardFunctionConfig, ...] = Field(
+        (RewardFunctionConfig(name="math", function="math"),), min_length=1
+    )
+    """What is added up, each with its weight; the first one says which answer was found."""
     workers: int = Field(2, ge=1)
     """Grader processes."""
     timeout_s: float = Field(5.0, gt=0)
-    """Time limit of one answer; past it the answer scores 0 and is counted."""
+    """Time limit of one answer and function; past it the answer scores 0 and is counted."""
+    memory_limit_mb: int = Field(2048, ge=256)
+    """Limit of a grader's address space, libraries and all; past it as past ``timeout_s``."""
+    on_error: Literal["raise", "zero"] = "raise"
+    """What a function that fails does: end the run, or score 0 and be counted."""
+    truncated: Literal["score", "zero", "mask"] = "score"
+    """Truncated training samples: scored like others, 0 whatever the functions say, or scored but
+    left out of the loss (they stay in the baseline of their group)."""
+    overlong: OverlongConfig | None = None
+    """Penalty for long training samples, or none."""
+    format: FormatConfig | None = None
+    """Reward for the form of training samples, or none."""
+    repetition: RepetitionConfig | None = None
+    """Penalty for repetitions in training samples, or none."""
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> Self:
+        names = [entry.name for entry in self.functions]
+        for name in names:
+            if name in _OWN_METRICS:
+                raise ValueError(
+                    f"functions: the name '{name}' is that of a metric of the run; choose another"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"functions: the name '{name}' occurs twice; choose another")
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -47,6 +47,10 @@ _VALUE_COLUMNS = {
 }
 
 
+_JSON_COLUMNS = ("reward_components",)
+"""Text columns that hold JSON; older dumps have none of them."""
+
+
 class DumpError(ValueError):
     """A file that is no intact rollout dump; the message is one line with its name."""
 
@@ -76,6 +80,8 @@ def dump_bytes(batch: RolloutBatch) -> bytes:
     columns = {
         name: pa.array(_values(samples, name), kind) for name, kind in _VALUE_COLUMNS.items()
     }
+    for name in _JSON_COLUMNS:
+        columns[name] = pa.array([json.dumps(value) for value in _values(samples, name)])
     for name, kind in _TOKEN_COLUMNS.items():
         columns[name] = _list_column(_values(samples, name), kind)
     about = {
@@ -114,6 +120,8 @@ def read_batch(source: Path | bytes) -> RolloutBatch:
         ) from error
     about = _about(table, name)
     columns = {column: _read_column(table, column, name) for column in _columns()}
+    for column in _JSON_COLUMNS:
+        columns[column] = _read_json_column(table, column, name)
     batch = RolloutBatch(
         step=about["step"],
         version=about["version"],
@@ -187,6 +195,18 @@ def _read_column(table: Any, column: str, name: str) -> list[Any]:
     return np.split(flat, offsets[1:-1] - offsets[0]) if len(stored) else []
 
 
+def _read_json_column(table: Any, column: str, name: str) -> list[Any]:
+    """One value per row; empty mappings where the file is older than the column."""
+    if column not in table.column_names:
+        return [{} for _ in range(len(table))]
+    try:
+        return [json.loads(value) for value in table[column].to_pylist()]
+    except (ValueError, TypeError) as error:
+        raise DumpError(
+            f"{name}: column '{column}' must hold JSON ({error}); write the dump again"
+        ) from error
+
+
 def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
     """Samples of consecutive rows with one ``group_id``; they share one ``Prompt``."""
     rows = [
@@ -230,6 +250,7 @@ def _sample(row: dict[str, Any], prompt: Prompt, name: str) -> Sample:
         finish_reason=finish_reason,
         response_text=row["response_text"],
         reward=row["reward"],
+        reward_components=row["reward_components"],
         answer_found=row["answer_found"],
     )
 

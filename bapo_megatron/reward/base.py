@@ -1,9 +1,10 @@
-"""The border between responses and their scores."""
+"""What a reward function gets and returns (docs/rewards.md)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,26 +13,69 @@ class Score:
 
     reward: float
     """What the response earns: 1 for a right answer, 0 else, unless the function says more."""
-    answer_found: bool
+    answer_found: bool = True
     """Whether an answer could be extracted, right or wrong."""
     extracted: str = ""
     """The answer as it stands in the response, shortened; empty where none was found."""
     timed_out: bool = False
     """Grading exceeded its limit of time or memory and was ended; the reward is 0."""
+    reason: str = ""
+    """Why it is right or wrong, in a word: of ``math`` a ``math_answer.Reason``, ``limit`` where a
+    limit ended it, ``error`` where the function failed, else what the function says."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """What each reward function gave, by its name and without its weight."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of a function; of a composition, with the function's name and a slash."""
+    failed: bool = False
+    """A function failed on this response, and ``reward.on_error: zero`` made it 0."""
 
 
-class RewardFunction(Protocol):
-    """Grades one response; called in a worker process, where it may take long or crash."""
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What a reward function may know of a response beside its text."""
 
-    def __call__(self, response_text: str, answer: str) -> Score:
-        """Score a response by the reference answer.
+    prompt_id: str = ""
+    source: str = ""
+    """Name of the data set."""
+    prompt: str = ""
+    """The rendered prompt, as text."""
+    finish_reason: str = "stop"
+    """``stop``, or ``length`` for a truncated response."""
+    num_tokens: int = 0
+    """Tokens of the response."""
 
-        Args:
-            response_text: The decoded response; anything a model can write.
-            answer: The reference answer, as ``Prompt.answer`` holds it.
-        """
-        ...
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the response reached the limit of its length."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response with everything that may be used to score it."""
+
+    text: str
+    """The decoded response; anything a model can write."""
+    answer: str
+    """The reference answer, as ``Prompt.answer`` holds it."""
+    sample: SampleFacts = SampleFacts()
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the prompt's row in its data file."""
+
+
+Result = float | Score | Mapping[str, Any]
+"""What a reward function may return: a number, a ``Score``, or a mapping with ``reward`` and
+further numbers, which become metrics."""
+
+RewardFunction = Callable[..., Result | Awaitable[Result]]
+"""Scores one response, in a worker process, where it may take long or crash. It is called with
+those of ``response``, ``answer``, ``sample`` and ``row`` that its parameters name; it may be
+``async``."""
 
 
 class RewardError(RuntimeError):
     """Grading cannot go on; the message is one line that says what to do."""
+
+
+class FunctionFailedError(RewardError):
+    """A reward function raised an error, or returned what is no reward."""

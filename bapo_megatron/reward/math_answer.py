@@ -1,101 +1,105 @@
-r"""Right or wrong: the final answer of a response against the reference answer.
+"""Right or wrong: the final answer of a response against the reference answer.
 
-The answer is the last ``\boxed{…}`` of the response, or, where there is none, what follows the last
-``####`` or "answer is" / "answer:". Equal text and equal plain numbers are decided here, in
-microseconds; everything else is compared symbolically by math-verify, which may take for ever on
-hostile input: only the worker's limits (``pool.RewardPool``) bound it.
+``extraction`` finds the answer. Equal text, plain numbers, units, percentages and words are decided
+here, in microseconds; everything else is compared symbolically by math-verify (``math_symbolic``).
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
-
-from math_verify import parse, verify
 
 from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.extraction import ExtractedAnswer, extract_answer
+from bapo_megatron.reward.math_symbolic import (
+    DEEPEST_NESTING,
+    TooLargeError,
+    are_letters,
+    is_equal_symbolically,
+    nesting,
+)
+from bapo_megatron.reward.math_text import (
+    Quantity,
+    as_number,
+    canonical,
+    choice_letter,
+    option_letter,
+    quantity,
+    without_option,
+    words,
+)
 
-# It warns that its own time limits are off, which is meant: the worker's stand above them.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-_BRACE = re.compile(r"(?P<boxed>\\{1,2}boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_FINAL_ANSWER = re.compile(r"####|\banswer[ \t]+is\b|\banswer[ \t]*[:=]", re.IGNORECASE)
-_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]|~")
-_NEEDLESS_SPACE = re.compile(r"(?<!\w) | (?!\w)")
-_SIZING = re.compile(r"\\(?:left|right)(?![A-Za-z])")
-_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
+_SENTENCE_END = re.compile(r"[.!?][*_)\"']*\s+(?=[A-Z])")
+_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_LEADING = re.compile(r"(?:\\?[$£€¥₹])?[\d(+.,/^*\s)%-]*\d[\d(+.,/^*\s)%-]*")
+_FILLERS = re.compile(
+    r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|given by"
+    r"|:|=)\s*,?\s*)+",
+    re.IGNORECASE,
+)
 _LONGEST_ANSWER = 1000
 """Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
 _LONGEST_REPORTED = 200
+_DECIMALS = 6
+_RELATIVE_TOLERANCE = Fraction(1, 10_000)
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedAnswer:
-    """The final answer of a response."""
+class Reason(StrEnum):
+    """Why a math answer is right or wrong: ``Score.reason``."""
 
-    text: str
-    boxed: bool
-    r"""Whether it stood in ``\boxed{}``, so that all of it is the answer."""
+    EQUAL_TEXT = "equal_text"
+    """The same spelling, after what typesetting allows to vary."""
+    EQUAL_NUMBER = "equal_number"
+    """Plain numbers of equal value."""
+    EQUAL_VALUE = "equal_value"
+    """math-verify finds them equal."""
+    DIFFERENT = "different"
+    """None of these."""
+    UNIT_DIFFERS = "unit_differs"
+    """Both have a unit, and not the same one; units are not converted."""
+    NO_ANSWER = "no_answer"
+    """Nothing in the response is marked as its answer."""
+    TOO_LONG = "too_long"
+    """The answer has more than 1,000 characters."""
+    TOO_LARGE = "too_large"
+    """Its numbers, powers or brackets are too large to be evaluated."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it scores 1."""
+        return self in (Reason.EQUAL_TEXT, Reason.EQUAL_NUMBER, Reason.EQUAL_VALUE)
 
 
-def grade_math_answer(response_text: str, answer: str) -> Score:
+_REPORTED_FIRST = (Reason.UNIT_DIFFERS, Reason.TOO_LARGE, Reason.DIFFERENT)
+"""Of several accepted answers that are all missed, the reason that is reported."""
+
+
+def grade_math_answer(response: str, answer: str) -> Score:
     """Score 1 if the response's final answer equals the reference, else 0.
 
     Args:
-        response_text: The decoded response.
+        response: The decoded response.
         answer: The reference, or a JSON list of texts of which any is accepted.
+
+    Returns:
+        The score, with a ``Reason``.
     """
-    extracted = extract_answer(response_text)
+    extracted = extract_answer(response)
     if extracted is None:
-        return Score(reward=0.0, answer_found=False)
-    is_right = len(extracted.text) <= _LONGEST_ANSWER and any(
-        _is_equal(extracted, accepted) for accepted in _accepted_answers(answer)
-    )
+        return Score(reward=0.0, answer_found=False, reason=Reason.NO_ANSWER.value)
+    reason = _judge(extracted, answer)
     return Score(
-        reward=float(is_right), answer_found=True, extracted=extracted.text[:_LONGEST_REPORTED]
+        reward=float(reason.is_right),
+        answer_found=True,
+        extracted=extracted.text[:_LONGEST_REPORTED],
+        reason=reason.value,
     )
 
 
-def extract_answer(response_text: str) -> ExtractedAnswer | None:
-    r"""The final answer of a response, or none; linear in the response's length.
-
-    The last ``\boxed{`` whose braces close counts; an empty one is no answer.
-    """
-    boxed = _last_boxed(response_text)
-    if boxed is not None:
-        return ExtractedAnswer(boxed.strip(), boxed=True) if boxed.strip() else None
-    end = None
-    for match in _FINAL_ANSWER.finditer(response_text):
-        end = match.end()
-    if end is None:
-        return None
-    line = response_text[end:].lstrip(" \t\r\n:*").partition("\n")[0]
-    # Markdown and sentence marks around the answer are not part of it.
-    text = line.strip().strip("*").rstrip(".").strip()
-    return ExtractedAnswer(text, boxed=False) if text else None
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are no braces."""
-    last_start, last_content = -1, None
-    open_braces: list[tuple[int, bool]] = []
-    for match in _BRACE.finditer(text):
-        if match["boxed"] or match["open"]:
-            open_braces.append((match.end(), match["boxed"] is not None))
-        elif match["close"] and open_braces:
-            start, is_boxed = open_braces.pop()
-            if is_boxed and start > last_start:
-                last_start, last_content = start, (start, match.start())
-    return None if last_content is None else text[slice(*last_content)]
-
-
-def _accepted_answers(answer: str) -> list[str]:
+def accepted_answers(answer: str) -> list[str]:
     """The alternatives of a JSON list of texts, else the answer itself."""
     if answer.startswith('["'):
         try:
@@ -107,34 +111,140 @@ def _accepted_answers(answer: str) -> list[str]:
     return [answer]
 
 
-def _is_equal(extracted: ExtractedAnswer, reference: str) -> bool:
-    given, wanted = _normalised(extracted.text), _normalised(reference)
+def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
+    if len(extracted.text) > _LONGEST_ANSWER:
+        return Reason.TOO_LONG
+    candidates = [extracted.text] if extracted.boxed else _sentence_answers(extracted.text)
+    reasons = []
+    for candidate in candidates:
+        for accepted in accepted_answers(answer):
+            reason = _compare(candidate, accepted)
+            if reason.is_right:
+                return reason
+            reasons.append(reason)
+    return min(reasons, key=_REPORTED_FIRST.index)
+
+
+def _sentence_answers(line: str) -> list[str]:
+    """What may be meant by the rest of a sentence: all of it, or what it begins with.
+
+    Nothing that stands further behind counts: "7, not 5" is not 5.
+    """
+    sentence = _SENTENCE_END.split(line, maxsplit=1)[0].strip().strip("*").rstrip(".").strip()
+    sentence = _FILLERS.sub("", sentence)
+    candidates = [sentence]
+    math = _MATH.search(sentence)
+    if math is not None:
+        candidates.append(next(group for group in math.groups() if group))
+    elif (leading := _LEADING.match(sentence)) is not None:
+        candidates.append(leading[0].strip().rstrip(" ,.+-*/^("))
+    return candidates
+
+
+def _compare(given_text: str, wanted_text: str) -> Reason:
+    """Why two answers are equal or not."""
+    given, (wanted, wanted_parts) = canonical(given_text), _reference(wanted_text)
     if given == wanted:
-        return True
-    if _NUMBER.fullmatch(given) and _NUMBER.fullmatch(wanted):
-        return _number(given) == _number(wanted)
-    return _is_equal_symbolically(extracted, reference)
-
-
-def _normalised(answer: str) -> str:
-    """One spelling of what typesetting allows to vary; never changes the value."""
-    text = answer.strip().removesuffix(".")
-    text = text.replace(r"\$", "").replace("$", "")
-    text = _FRACTION.sub(r"\\frac", _SIZING.sub("", _LATEX_SPACE.sub("", text)))
-    return _NEEDLESS_SPACE.sub("", " ".join(text.split()))
-
-
-def _number(text: str) -> Fraction:
-    return Fraction(text.replace(",", ""))
-
-
-def _is_equal_symbolically(extracted: ExtractedAnswer, reference: str) -> bool:
-    given = rf"\boxed{{{extracted.text}}}" if extracted.boxed else extracted.text
-    return bool(verify(_parse(rf"\boxed{{{reference}}}"), _parse(given), timeout_seconds=None))
+        return Reason.EQUAL_TEXT
+    if len(wanted) > _LONGEST_ANSWER:
+        return Reason.DIFFERENT
+    if max(nesting(given), nesting(wanted)) > DEEPEST_NESTING:
+        return Reason.TOO_LARGE
+    if (reason := _compare_letters(given, wanted)) is not None:
+        return reason
+    given_parts = quantity(without_option(given))
+    try:
+        return _compare_quantities(given_parts, wanted_parts)
+    except TooLargeError:
+        return Reason.TOO_LARGE
 
 
 @lru_cache(maxsize=256)
-def _parse(text: str) -> list[Any]:
-    """Parsed by math-verify; cached, since all responses of a group share the reference."""
-    parsed: list[Any] = parse(text, parsing_timeout=None)
-    return parsed
+def _reference(text: str) -> tuple[str, Quantity]:
+    """A reference's canonical text and its parts; all responses of a group share it."""
+    wanted = canonical(text)
+    if len(wanted) > _LONGEST_ANSWER:
+        return wanted, Quantity(wanted)
+    return wanted, quantity(without_option(wanted))
+
+
+def _compare_letters(given: str, wanted: str) -> Reason | None:
+    """Choices and words; none where they are neither."""
+    right = {True: Reason.EQUAL_TEXT, False: Reason.DIFFERENT}
+    wanted_letter, given_letter = choice_letter(wanted), choice_letter(given)
+    if wanted_letter is not None and (given_letter or option_letter(given)):
+        return right[wanted_letter == (given_letter or option_letter(given))]
+    if len(wanted) == len(given) == 1 and (wanted + given).isalpha():
+        return Reason.DIFFERENT  # math-verify takes E for e
+    wanted_words, given_words = words(wanted), words(given)
+    if wanted_words is None or given_words is None:
+        return None
+    if wanted_words == given_words and (len(wanted_words) > 2 or wanted_words == "no"):
+        return Reason.EQUAL_TEXT
+    if are_letters(wanted) or are_letters(given) or " " in wanted_words + given_words:
+        # Letters side by side would be a product to the parser, in which "on" is "no".
+        return Reason.DIFFERENT
+    return None
+
+
+def _compare_quantities(given: Quantity, wanted: Quantity) -> Reason:
+    if given.unit and wanted.unit and given.unit != wanted.unit:
+        if {given.unit, wanted.unit} == {"degree", "radian"}:
+            return _compare_values(_in_radians(given), _in_radians(wanted))
+        return Reason.UNIT_DIFFERS
+    if "%" in (given.unit, wanted.unit) and given.unit != wanted.unit:
+        return _compare_percentages(given, wanted)
+    reason = _compare_values(given.value, wanted.value)
+    if reason.is_right or given.unit == wanted.unit:
+        return reason
+    if "degree" in (given.unit, wanted.unit) and r"\pi" in given.value + wanted.value:
+        return _compare_values(_in_radians(given), _in_radians(wanted))
+    return reason
+
+
+def _compare_percentages(given: Quantity, wanted: Quantity) -> Reason:
+    """A percentage and a number: 28% is 0.28, and 28 where the question asks for percents.
+
+    Numbers up to 1 are shares: 0.5% is not 0.5.
+    """
+    reason = _compare_values(_in_parts(given), _in_parts(wanted))
+    number = as_number(wanted.value)
+    if reason.is_right or (number is not None and abs(number) <= 1):
+        return reason
+    return _compare_values(given.value, wanted.value)
+
+
+def _in_parts(amount: Quantity) -> str:
+    """A percentage as a part of 1."""
+    return rf"\frac{{{amount.value}}}{{100}}" if amount.unit == "%" else amount.value
+
+
+def _in_radians(angle: Quantity) -> str:
+    return rf"\frac{{{angle.value}}}{{180}}\pi" if angle.unit == "degree" else angle.value
+
+
+def _compare_values(given: str, wanted: str) -> Reason:
+    if given == wanted:
+        return Reason.EQUAL_TEXT
+    given_number, wanted_number = as_number(given), as_number(wanted)
+    if given_number is not None and wanted_number is not None:
+        is_equal = given_number == wanted_number or (
+            ("." in given) != ("." in wanted) and _is_rounded(given_number, wanted_number)
+        )
+        return Reason.EQUAL_NUMBER if is_equal else Reason.DIFFERENT
+    is_equal = is_equal_symbolically(_evaluated(given), _evaluated(wanted))
+    return Reason.EQUAL_VALUE if is_equal else Reason.DIFFERENT
+
+
+def _is_rounded(one: Fraction, other: Fraction) -> bool:
+    """A fraction and a decimal that agree in six decimals, as math-verify compares them."""
+    is_near = abs(one - other) <= _RELATIVE_TOLERANCE * max(abs(one), abs(other))
+    return is_near and round(one, _DECIMALS) == round(other, _DECIMALS)
+
+
+def _evaluated(value: str) -> str:
+    """A number in the parser's spelling: thousands and powers of ten written out."""
+    number = as_number(value)
+    if number is None or "." in value:
+        return value
+    return str(number) if number.denominator == 1 else f"{number.numerator}/{number.denominator}"

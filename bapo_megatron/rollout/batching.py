@@ -43,6 +43,7 @@ class _Marks:
     regenerated_samples: int = 0
     lost_requests: int = 0
     reward_timeouts: int = 0
+    reward_errors: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
 
@@ -273,6 +274,7 @@ class BatchCollector:
             resumed_samples=totals.resumed_samples - before.resumed_samples,
             unfinished_samples=left_over.num_unfinished_samples,
             reward_timeouts=totals.reward_timeouts - before.reward_timeouts,
+            reward_errors=totals.reward_errors - before.reward_errors,
             replayed_groups=len(replayed),
             equal_reward_groups=dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
             filled_groups=num_filled,
@@ -301,6 +303,7 @@ class BatchCollector:
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
             reward_timeouts=self._grader.num_timeouts,
+            reward_errors=self._grader.num_errors,
             dropped=dict(self._buffer.dropped),
         )
 

@@ -104,6 +104,7 @@ def _sample_to_json(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason.value,
         "response_text": sample.response_text,
         "reward": sample.reward,
+        "reward_components": sample.reward_components,
         "answer_found": sample.answer_found,
     }
 
@@ -118,6 +119,7 @@ def _samples_from_json(saved: dict[str, Any]) -> list[Sample]:
             finish_reason=FinishReason(sample["finish_reason"]),
             response_text=sample["response_text"],
             reward=sample["reward"],
+            reward_components=sample.get("reward_components", {}),  # older checkpoints have none
             answer_found=sample["answer_found"],
             **{name: _decode(sample[name], dtype) for name, dtype in _ARRAYS.items()},
         )

@@ -31,7 +31,8 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import PromptStream, load_prompts
 from bapo_megatron.reward.base import RewardError
-from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
@@ -101,13 +102,17 @@ class Collector:
 
         Raises:
             RolloutError: The port of a server is in use.
+            RewardError: A reward function cannot be loaded.
             ValueError: A data row or the tokenizer cannot be used.
             OSError: A file cannot be read.
         """
         self._config = run = RunConfig.model_validate(config)
+        # First, because a reward function that cannot be loaded should cost no server's start.
+        rewards = await self._stack.enter_async_context(Rewards(run.reward))
+        await rewards.start()
         if run.rollout.timeline:
             self.timeline = Timeline()
-        if not run.rollout.servers:  # first, because they take longest
+        if not run.rollout.servers:  # early, because they take longest
             self._supervisor = ServerSupervisor(
                 run.model, run.rollout, run_dir=run.run_dir, seed=run.seed, device=device
             )
@@ -118,8 +123,9 @@ class Collector:
         )
         tokenizer = load_tokenizer(run.model.path)
         renderer = ChatRenderer(tokenizer, run.data.system_prompt, run.data.prompt_suffix)
-        rewards = RewardPool(run.reward.workers, run.reward.timeout_s)
-        grader = Grader(tokenizer, await self._stack.enter_async_context(rewards))
+        grader = Grader(
+            tokenizer, rewards, Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
+        )
         if for_training:
             assert run.data.train is not None, "check_config requires data.train without replay"
             prompts = load_prompts(run.data.train, renderer, run.data.max_prompt_tokens)

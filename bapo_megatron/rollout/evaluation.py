@@ -122,7 +122,9 @@ class Evaluator:
             return_logprobs=False,
         )
         assert completion is not None, "evaluations are never drained"
-        text, score = await self._grader.grade(completion.token_ids, prompt.answer)
+        text, score = await self._grader.grade(
+            completion.token_ids, prompt, completion.finish_reason
+        )
         return _Answer(
             prompt_id=prompt.prompt_id,
             index=index,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.config.reward import SHAPING_TERMS
 from bapo_megatron.types import FinishReason, StepMetrics
 
 if TYPE_CHECKING:
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
     from bapo_megatron.types import (
         ClipBounds,
         EvalResult,
+        Group,
         RolloutBatch,
         RolloutStats,
+        Sample,
         UpdateResult,
     )
 
 MAX_PREFIX = "max:"
 """Sums whose name starts with this are maxima: they are reduced with max instead of added."""
+
+_ROUNDING = 1e-9
 
 BEFORE_TRAINING = -1
 """The step of an evaluation that comes before the first one."""
@@ -109,15 +114,35 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     num_groups, num_samples = len(batch.groups), len(samples)
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
-        "reward/solved_groups": sum(min(group) >= 1.0 for group in rewards) / num_groups,
+        "reward/solved_groups": sum(_is_solved(group) for group in batch.groups) / num_groups,
         "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
         "reward/timeouts": float(batch.stats.reward_timeouts),
+        "reward/errors": float(batch.stats.reward_errors),
+        **_component_metrics(samples),
         "rollout/response_tokens_mean": sum(lengths) / num_samples,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": truncated / num_samples,
         **_work_metrics(batch.stats),
     }
+
+
+def _is_solved(group: Group) -> bool:
+    """Whether all its responses are right, whatever shaping makes of their rewards."""
+    scores = (
+        sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
+        for sample in group.samples
+    )
+    return min(scores) >= 1.0 - _ROUNDING
+
+
+def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of reward functions, shaping and their metrics, each over the samples that have it."""
+    sums: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward_components.items():
+            sums.setdefault(name, []).append(value)
+    return {f"reward/{name}": math.fsum(sums[name]) / len(sums[name]) for name in sorted(sums)}
 
 
 def _work_metrics(stats: RolloutStats) -> dict[str, float]:

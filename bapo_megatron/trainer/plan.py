@@ -19,6 +19,7 @@ from bapo_megatron.algorithm.loss import Denominators, token_weights
 from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
+from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,12 @@ class Layout:
 
 
 def plan_step(
-    batch: RolloutBatch, config: AlgorithmConfig, staleness: StalenessConfig, layout: Layout
+    batch: RolloutBatch,
+    config: AlgorithmConfig,
+    staleness: StalenessConfig,
+    layout: Layout,
+    *,
+    masks_truncated: bool = False,
 ) -> tuple[PlannedUpdate, ...]:
     """Divide a batch into the updates of one epoch; further epochs repeat them.
 
@@ -71,6 +77,7 @@ def plan_step(
         config: The algorithm section.
         staleness: Which tokens are too old to train.
         layout: How samples become this rank's micro-batches.
+        masks_truncated: Whether no token of a truncated response trains.
 
     Raises:
         ValueError: a response is longer than a micro-batch, or the groups do not divide into
@@ -79,6 +86,11 @@ def plan_step(
     samples = batch.samples
     advantage_B = batch_advantages(batch, config)
     masks_B = [trainable_mask(sample.versions, batch.version, staleness) for sample in samples]
+    if masks_truncated:
+        masks_B = [
+            mask_R & (sample.finish_reason is not FinishReason.LENGTH)
+            for sample, mask_R in zip(samples, masks_B, strict=True)
+        ]
     trained_B = np.array([np.count_nonzero(mask_R) for mask_R in masks_B])
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):

@@ -81,6 +81,7 @@ class Run:
             temperature=config.rollout.temperature,
             staleness=config.rollout.staleness,
             layout=layout,
+            masks_truncated=config.reward.truncated == "mask",
         )
         self.progress = Progress()
         self.saver = CheckpointSaver(_checkpoint_root(config), config.checkpoint)

@@ -59,6 +59,7 @@ class BatchTrainer:
         temperature: float,
         staleness: StalenessConfig,
         layout: Layout,
+        masks_truncated: bool = False,
     ) -> None:
         """Prepare for batches.
 
@@ -69,12 +70,14 @@ class BatchTrainer:
             temperature: Sampling temperature of the rollouts; logits are divided by it.
             staleness: Which tokens are too old to train.
             layout: How samples become this rank's micro-batches.
+            masks_truncated: Whether no token of a truncated response trains.
         """
         self._policy = policy
         self._config = config
         self._groups = policy.groups
         self._staleness = staleness
         self._layout = layout
+        self._masks_truncated = masks_truncated
         self._stage = LossStage(
             config,
             ops,
@@ -96,7 +99,13 @@ class BatchTrainer:
             NonFiniteError: with ``on_nonfinite: raise``, naming sample, position and value.
             ValueError: the batch does not fit the configuration.
         """
-        updates = plan_step(batch, self._config, self._staleness, self._layout)
+        updates = plan_step(
+            batch,
+            self._config,
+            self._staleness,
+            self._layout,
+            masks_truncated=self._masks_truncated,
+        )
         updates_before = self._policy.num_updates
         if self._config.behaviour == "recomputed":
             num_samples = len(batch.samples)

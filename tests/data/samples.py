@@ -27,6 +27,7 @@ def make_sample(
         finish_reason=FinishReason.STOP,
         response_text=f"It is \\boxed{{{base}}} – naïve\n",
         reward=float(index % 2),
+        reward_components={"math": float(index % 2), "style/words": 7.25 + index},
         answer_found=index != 1,
     )
 
@@ -45,6 +46,7 @@ def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
         resumed_samples=2,
         unfinished_samples=3,
         reward_timeouts=1,
+        reward_errors=3,
         replayed_groups=1,
         equal_reward_groups=4,
         filled_groups=2,

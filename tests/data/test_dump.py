@@ -74,6 +74,15 @@ def test_a_dump_from_before_a_statistic_was_counted_reads_as_zero():
     assert (stats.replayed_groups, stats.dropped_groups) == (0, {})
 
 
+def test_a_dump_from_before_rewards_had_components_is_read_without_them():
+    content = rewritten(lambda table: table.drop_columns(["reward_components"]))
+
+    samples = read_batch(content).samples
+
+    assert [sample.reward_components for sample in samples] == [{}] * len(samples)
+    assert [sample.reward for sample in samples] == [s.reward for s in make_batch().samples]
+
+
 def test_samples_of_a_group_share_one_prompt():
     group = read_batch(dump_bytes(make_batch(group_size=3))).groups[1]
 

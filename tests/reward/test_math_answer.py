@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import json
 import time
+from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bapo_megatron.data.prompts import parse_answer
-from bapo_megatron.reward.math_answer import extract_answer, grade_math_answer
+from bapo_megatron.reward.extraction import extract_answer
+from bapo_megatron.reward.math_answer import grade_math_answer
 
 
 @pytest.mark.parametrize(
@@ -99,17 +103,20 @@ def test_an_answer_in_a_sentence_is_compared_by_its_value():
     assert grade_math_answer("The answer is 19 dollars.", "18").reward == 0.0
 
 
-def test_every_sampled_gsm8k_reference_grades_itself_and_no_other(shared_data):
-    lines = (shared_data / "gsm8k_train.jsonl").read_text().splitlines()
-    references = [parse_answer(json.loads(line)["answer"]) for line in lines[:: len(lines) // 200]]
-    assert len(references) >= 200
+@pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
+def test_every_gsm8k_solution_grades_its_own_answer_and_no_other(shared_data, name):
+    solutions = [
+        json.loads(line)["answer"]
+        for line in (shared_data / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert len(solutions) == {"gsm8k_train": 7473, "gsm8k_test": 1319}[name]
 
-    for reference in references:
+    for solution in solutions:
+        reference = parse_answer(solution)
         wrong = str(int(reference.replace(",", "")) + 1)
-        boxed, plain = rf"So \boxed{{{reference}}}", f"So\n#### {reference}"
-        assert grade_math_answer(boxed, reference).reward == 1.0
-        assert grade_math_answer(plain, reference).reward == 1.0
-        assert grade_math_answer(boxed, wrong).reward == 0.0
+        assert grade_math_answer(solution, reference).reward == 1.0
+        assert grade_math_answer(rf"So \boxed{{{reference}}}", reference).reward == 1.0
+        assert grade_math_answer(solution, wrong).reward == 0.0
         assert grade_math_answer(rf"So \boxed{{{wrong}}}", reference).reward == 0.0
 
 
@@ -133,3 +140,89 @@ def test_extraction_is_linear_in_a_hostile_megabyte(response):
 
     # A quadratic scan of a million characters takes hours.
     assert time.process_time() - start_s < 10
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "reason"),
+    [
+        (r"\boxed{ 1/2}", "1/2", "equal_text"),
+        (r"\boxed{1,000}", "1000.0", "equal_number"),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "equal_value"),
+        (r"\boxed{3}", "4", "different"),
+        (r"\boxed{5\text{ km}}", r"5\text{ m}", "unit_differs"),
+        ("I cannot say", "4", "no_answer"),
+        (r"\boxed{" + "1+" * 600 + "1}", "4", "too_long"),
+        (r"\boxed{9^{9^{9^{9}}}}", "4", "too_large"),
+        (r"\boxed{" + "(" * 60 + "4" + ")" * 60 + "}", "4", "too_large"),
+    ],
+)
+def test_the_reason_says_why(response, reference, reason):
+    assert grade_math_answer(response, reference).reason == reason
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9^{9^{9^{9}}}", "10^{10^{10}}", "1000000!", "(10^9)!", r"\binom{10^9}{10^8}",
+     "(x+y+z+w)^{50}", "{" * 200 + "2" + "}" * 200, "((" * 100 + "2" + "))" * 100,
+     "2^{2^{2^{2^{2^{2}}}}}", r"10^{10^{5}}\cdot 10^{10^{5}}"],
+)  # fmt: skip
+def test_what_nobody_can_evaluate_is_refused_at_once(answer):
+    start_s = time.process_time()
+
+    score = grade_math_answer(rf"\boxed{{{answer}}}", "1")
+
+    assert (score.reward, score.reason) == (0.0, "too_large")
+    assert time.process_time() - start_s < 5
+
+
+def test_a_reference_longer_than_any_number_python_reads_is_compared_as_text():
+    digits = "7" * 5000
+
+    assert grade_math_answer(r"\boxed{7}", digits).reward == 0.0
+    assert grade_math_answer(rf"#### {digits}", digits).reward == 0.0  # the answer is too long
+
+
+_FAST = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@_FAST
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_integers_are_right_if_and_only_if_they_are_equal(one, other):
+    for spelling in (f"{one}", f"{one:,}", f"{one}.0", f"${one}$", rf"{one}\text{{ apples}}"):
+        assert grade_math_answer(rf"\boxed{{{spelling}}}", str(one)).reward == 1.0
+        assert grade_math_answer(rf"\boxed{{{spelling}}}", str(other)).reward == float(one == other)
+
+
+@_FAST
+@given(st.integers(-999, 999), st.integers(1, 999), st.integers(-999, 999), st.integers(1, 999))
+def test_fractions_are_right_if_and_only_if_they_are_equal(top, bottom, other_top, other_bottom):
+    reference = f"{top}/{bottom}"
+    is_equal = Fraction(top, bottom) == Fraction(other_top, other_bottom)
+
+    for spelling in (
+        rf"\frac{{{other_top}}}{{{other_bottom}}}",
+        f"{other_top}/{other_bottom}",
+        rf"\dfrac{{{2 * other_top}}}{{{2 * other_bottom}}}",
+    ):
+        score = grade_math_answer(rf"\boxed{{{spelling}}}", reference)
+        assert score.reward == float(is_equal)
+
+
+@_FAST
+@given(st.text(max_size=60), st.text(max_size=20))
+def test_any_text_has_a_score_and_the_same_one_again(response, reference):
+    for text in (response, rf"\boxed{{{response}}}", f"the answer is {response}"):
+        score = grade_math_answer(text, reference)
+        assert score.reward in (0.0, 1.0)
+        assert score == grade_math_answer(text, reference)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.integers(-50, 50), min_size=2, max_size=5, unique=True), st.randoms())
+def test_sets_are_equal_in_any_order_and_points_in_one_order(numbers, random):
+    shuffled = random.sample(numbers, len(numbers))
+    point, other = (",".join(map(str, values)) for values in (numbers, shuffled))
+
+    assert grade_math_answer(rf"\boxed{{\{{{other}\}}}}", rf"\{{{point}\}}").reward == 1.0
+    is_same = numbers == shuffled
+    assert grade_math_answer(rf"\boxed{{({other})}}", f"({point})").reward == float(is_same)

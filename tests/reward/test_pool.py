@@ -14,8 +14,10 @@ from bapo_megatron.reward import pool as pool_module
 from bapo_megatron.reward.base import RewardError, Score
 from bapo_megatron.reward.pool import RewardPool
 
-HANGING = r"\boxed{9^{9^{9^{9}}}}"
-"""math-verify evaluates this power, which no machine ends."""
+HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
+"""sympy writes out this product, which no machine ends."""
+TIMED_OUT = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
+OWN = "tests.reward.own_functions"
 
 
 def children() -> set[int]:
@@ -50,7 +52,9 @@ def test_answers_are_graded_concurrently_and_closing_leaves_no_process():
     scores = asyncio.run(grade())
 
     assert [score.reward for score in scores] == [1.0, 0.0] * 25
-    assert scores[7] == Score(reward=0.0, answer_found=True, extracted="7", timed_out=False)
+    assert scores[7] == Score(
+        reward=0.0, answer_found=True, extracted="7", timed_out=False, reason="different"
+    )
     assert children() == set()
 
 
@@ -67,7 +71,7 @@ def test_a_hanging_answer_scores_zero_and_its_worker_is_replaced():
     first, hanging, again, before, after, replaced = asyncio.run(grade())
 
     assert first.reward == again.reward == 1.0
-    assert hanging == Score(reward=0.0, answer_found=False, timed_out=True)
+    assert hanging == TIMED_OUT
     assert after == set()
     assert len(before) == len(replaced) == 1
     assert before != replaced
@@ -112,18 +116,16 @@ def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_t
     asyncio.run(grade())
 
 
-def test_an_answer_that_needs_too_much_memory_does_not_break_the_pool(monkeypatch):
-    monkeypatch.setattr(pool_module, "MEMORY_LIMIT_BYTES", 256 << 20)
-
+def test_an_answer_that_needs_too_much_memory_does_not_break_the_pool():
     async def grade():
-        async with RewardPool(workers=1, timeout_s=60) as pool:
+        async with RewardPool(workers=1, timeout_s=60, memory_limit_mb=256) as pool:
             # Each open brace is remembered: some 400 MB.
             greedy = await pool.score("{" * 4_000_000, "1")
             return greedy, await pool.score(r"\boxed{1}", "1")
 
     greedy, after = asyncio.run(grade())
 
-    assert greedy == Score(reward=0.0, answer_found=False, timed_out=True)
+    assert greedy == TIMED_OUT
     assert after.reward == 1.0
 
 
@@ -135,7 +137,23 @@ def test_a_worker_that_is_killed_between_answers_is_replaced():
             await asyncio.sleep(0.2)
             return await pool.score(r"\boxed{1}", "1")
 
-    assert asyncio.run(grade()) == Score(reward=1.0, answer_found=True, extracted="1")
+    assert asyncio.run(grade()).reward == 1.0
+
+
+def test_an_answer_whose_worker_is_killed_from_outside_is_graded_by_another(tmp_path):
+    tries = tmp_path / "tries"
+    tries.touch()
+
+    async def grade():
+        async with RewardPool(1, 10, functions=(f"{OWN}:count_tries",)) as pool:
+            grading = asyncio.create_task(pool.score(str(tries), ""))
+            while not tries.read_text():
+                await asyncio.sleep(0.01)
+            os.kill(children().pop(), signal.SIGKILL)
+            return await grading
+
+    assert asyncio.run(grade()) == Score(reward=7.0)
+    assert len(set(tries.read_text().split())) == 2
 
 
 def test_text_that_no_pipe_likes_arrives_whole():
@@ -144,26 +162,98 @@ def test_text_that_no_pipe_likes_arrives_whole():
             odd = "\x00\n\r\u2028 \ud800 naïve " + "x" * 2_000_000 + r"\boxed{π}"
             return await pool.score(odd, "π")
 
-    assert asyncio.run(grade()) == Score(reward=1.0, answer_found=True, extracted="π")
+    score = asyncio.run(grade())
+    assert (score.reward, score.extracted) == (1.0, "π")
 
 
 def test_a_faulty_reward_function_is_an_error_not_a_zero():
     async def grade():
         async with RewardPool(workers=1, timeout_s=10) as pool:
-            with pytest.raises(RewardError, match="reward function 'math' failed: TypeError"):
-                await pool.score(None, "1")
+            with pytest.raises(RewardError, match="reward function 'math' failed: AttributeError"):
+                await pool.score(r"\boxed{1}", None)
             return await pool.score(r"\boxed{1}", "1")
 
     assert asyncio.run(grade()).reward == 1.0
 
 
-def test_a_worker_that_cannot_start_is_an_error():
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
     async def grade():
-        async with RewardPool(workers=1, timeout_s=10, function="no such function") as pool:
+        async with RewardPool(workers=1, timeout_s=10) as pool:
             await pool.score("", "")
 
     with pytest.raises(RewardError, match=r"a reward worker ended while it started.*exit code 1"):
         asyncio.run(grade())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("no_such_module_here:grade", "cannot import no_such_module_here: ModuleNotFoundError"),
+        (f"{OWN}:missing", f"module {OWN} has no 'missing'; name one of its functions"),
+        (f"{OWN}:NOT_CALLABLE", "must name a function, got int"),
+        (f"{OWN}:wrong_parameter", "asks for 'completion', but is called with response, answer"),
+        ("tests.reward.broken_module:grade", r"cannot import tests.reward.broken_module: ZeroDiv"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(function, message):
+    async def start():
+        async with RewardPool(workers=1, timeout_s=10, functions=(function,)) as pool:
+            await pool.start()
+
+    with pytest.raises(RewardError, match=message) as raised:
+        asyncio.run(start())
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"reward function '{function}' ")
+    assert children() == set()
+
+
+def test_a_module_that_needs_more_memory_than_it_may_have_names_the_key():
+    async def start():
+        functions = ("torch:is_tensor",)
+        async with RewardPool(1, 10, functions=functions, memory_limit_mb=300) as pool:
+            await pool.start()
+
+    with pytest.raises(RewardError, match=r"raise reward\.memory_limit_mb"):
+        asyncio.run(start())
+
+
+def test_a_killed_answer_ends_the_processes_that_its_function_started(tmp_path):
+    async def grade():
+        functions = (f"{OWN}:start_a_process_and_hang",)
+        async with RewardPool(workers=1, timeout_s=1.5, functions=functions) as pool:
+            return await pool.score(str(tmp_path / "pid"), "")
+
+    assert asyncio.run(grade()) == TIMED_OUT
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid))
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_a_function_prints_or_reads_does_not_disturb_the_messages(capfd):
+    async def grade():
+        functions = (f"{OWN}:print_and_read",)
+        async with RewardPool(workers=1, timeout_s=10, functions=functions) as pool:
+            return [(await pool.score("text", str(number))).reward for number in range(3)]
+
+    assert asyncio.run(grade()) == [0.0, 1.0, 2.0]
+    assert "printed by a function" in capfd.readouterr().err
+
+
+def test_a_pattern_that_never_ends_is_stopped_and_the_pool_goes_on():
+    async def search():
+        async with RewardPool(workers=1, timeout_s=1) as pool:
+            bait = await pool.matches(r"^(a+)+$", "a" * 40 + "!")
+            return bait, await pool.matches(r"\d+", "a1"), await pool.matches(r"\d", "a")
+
+    assert asyncio.run(search()) == (None, True, False)
 
 
 def test_a_closed_pool_refuses_answers_and_ends_those_in_progress():
@@ -210,7 +300,7 @@ def test_workers_die_with_a_killed_parent_even_while_they_hang():
 
 def test_workers_import_no_torch():
     program = (
-        "import sys, bapo_megatron.reward.worker, bapo_megatron.reward.registry\n"
+        "import sys, bapo_megatron.reward.worker, bapo_megatron.reward.math_answer\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )
 

@@ -25,7 +25,7 @@ TOTAL_STEPS = 10
 class Rewards:
     """Equal rewards in the groups of ``equal``, else one right response per group."""
 
-    num_timeouts = 0
+    num_timeouts = num_errors = 0
 
     def __init__(self, equal: Sequence[int]) -> None:
         self._equal = equal

@@ -33,6 +33,7 @@ def _filled() -> RolloutBuffer:
         pending.append(_completion(0, 3, 1, "stop"), 8)
         pending.sample.response_text = "fine\n"
         pending.sample.reward = 1.0
+        pending.sample.reward_components = {"math": 1.0, "overlong": -0.25}
         pending.sample.answer_found = True
         pending.is_scored = True
     groups[1].samples[0].append(_completion(20, 2, 1), 8)

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.prompts import PromptStream
-from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.engine_pool import EnginePool
@@ -54,10 +54,10 @@ class Rewards:
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
 
-    async def score(self, response_text: str, answer: str) -> Score:
+    async def score(self, response: Response) -> Score:
         await asyncio.sleep(self.delay_s)
-        is_even = len(response_text.split()) % 2 == 0
-        return Score(float(is_even), answer_found=True, timed_out=answer == "7")
+        is_even = len(response.text.split()) % 2 == 0
+        return Score(float(is_even), answer_found=True, timed_out=response.answer == "7")
 
 
 class Setup:
@@ -265,7 +265,7 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
                 # An evaluation that goes on meanwhile has its own.
-                await setup.grader.grade(np.array([1]), "7")
+                await setup.grader.grade(np.array([1]), Prompt("p:7", (1,), "7", ""))
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
 
     asyncio.run(run())

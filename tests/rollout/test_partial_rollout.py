@@ -39,7 +39,7 @@ PROMPTS = [Prompt(f"p:{number}", (3, 20 + number, 77, 4), "", "") for number in 
 class PatientGrader:
     """Lets a batch be complete only while another response is in the middle."""
 
-    num_timeouts = 0
+    num_timeouts = num_errors = 0
     batches: BatchCollector
     num_groups = 0
     """Groups of all batches so far; those after them wait for their scores."""

@@ -36,7 +36,7 @@ PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
 class RewardsByGroup:
     """Every third group has equal rewards; scores arrive when the test says so."""
 
-    num_timeouts = 0
+    num_timeouts = num_errors = 0
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[None]] = []

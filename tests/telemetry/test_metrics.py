@@ -55,6 +55,38 @@ def _sample(group_id: int, index: int, length: int, reward: float) -> Sample:
     )
 
 
+def test_components_are_means_over_the_samples_that_have_them() -> None:
+    batch = _batch()
+    terms = [
+        {"math": 0.0, "judge": 0.5},
+        {"math": 1.0, "overlong": -0.5},
+        {"math": 1.0, "judge": 0.25, "judge/clarity": 3.0},
+        {"math": 1.0},
+    ]
+    for sample, components in zip(batch.samples, terms, strict=True):
+        sample.reward_components = components
+    batch.samples[2].reward, batch.samples[3].reward = 1.0, 1.0
+
+    values = step_metrics(batch, [], 0.1, {}).values
+
+    assert values["reward/math"] == 0.75
+    assert values["reward/judge"] == 0.375
+    assert values["reward/judge/clarity"] == 3.0
+    assert values["reward/overlong"] == -0.5
+    assert values["reward/errors"] == 0.0
+
+
+def test_a_group_is_solved_whatever_shaping_adds() -> None:
+    batch = _batch()
+    for sample in batch.groups[1].samples:
+        sample.reward = 1.0 + 0.1 - 0.7
+        sample.reward_components = {"math": 1.0, "format": 0.1, "overlong": -0.7}
+    batch.samples[0].reward = 1.5
+    batch.samples[0].reward_components = {"math": 0.0, "format": 1.5}
+
+    assert step_metrics(batch, [], 0.1, {}).values["reward/solved_groups"] == 0.5
+
+
 def _batch() -> RolloutBatch:
     groups = (
         Group(0, (_sample(0, 0, 1, 0.0), _sample(0, 1, 4, 1.0))),

@@ -144,3 +144,22 @@ def test_tokens_that_do_not_train_give_no_gradient() -> None:
     (update,) = _plan({"max_age": 3, "measure": "token"}, batch)
     assert update.trained_tokens == 3
     assert not update.has_gradient
+
+
+def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baseline() -> None:
+    batch = _batch()
+    batch.samples[0].finish_reason = FinishReason.LENGTH
+    config = AlgorithmConfig(advantage="grpo_no_std")
+
+    (kept,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
+    (masked,) = plan_step(batch, config, StalenessConfig(), ONE_RANK, masks_truncated=True)
+
+    assert (kept.trained_tokens, masked.trained_tokens) == (15, 13)
+    (micro_batch,) = masked.micro_batches
+    advantages = dict(
+        zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
+    )
+    third = pytest.approx(-1 / 3)
+    assert advantages == {1: third, 2: third, 3: pytest.approx(2 / 3), 4: third, 5: third}
+    # token_mean: each of the 13 tokens that train has the same weight.
+    assert _weights_by_sample(masked)[1] == [pytest.approx(1 / 13)] * 4

@@ -1,0 +1,71 @@
+r"""Which part of a response is its answer.
+
+It is the last ``\boxed{…}``; where there is none, the last ``<answer>…</answer>``; else what
+follows the last ``####``, "answer is", "answer:" or "final answer" up to the end of its line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_BRACE = re.compile(
+    r"(?P<boxed>\\{1,2}(?:boxed|fbox)[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL
+)
+_FINAL_ANSWER = re.compile(
+    r"####|\banswer[ \t]+is\b|\banswer\*{0,2}[ \t]*[:=]|\bfinal[ \t]+answer\*{0,2}[ \t]*\n",
+    re.IGNORECASE,
+)
+_TAG_END, _TAG_START = "</answer>", "<answer>"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedAnswer:
+    """The final answer of a response."""
+
+    text: str
+    boxed: bool
+    r"""Whether it stood in ``\boxed{}``, so that all of it is the answer."""
+
+
+def extract_answer(response: str) -> ExtractedAnswer | None:
+    r"""The final answer of a response, or none; linear in the response's length.
+
+    The last ``\boxed{`` whose braces close counts; an empty one is no answer.
+    """
+    boxed = last_boxed(response)
+    if boxed is not None:
+        return ExtractedAnswer(boxed.strip(), boxed=True) if boxed.strip() else None
+    tag_end = response.rfind(_TAG_END)
+    tag_start = response.rfind(_TAG_START, 0, tag_end) if tag_end >= 0 else -1
+    if tag_start >= 0:
+        tagged = response[tag_start + len(_TAG_START) : tag_end].strip()
+        return ExtractedAnswer(tagged, boxed=True) if tagged else None
+    end = None
+    for match in _FINAL_ANSWER.finditer(response):
+        end = match.end()
+    if end is None:
+        return None
+    line = response[end:].lstrip(" \t\r\n:*").partition("\n")[0]
+    # Markdown and sentence marks around the answer are not part of it.
+    text = line.strip().strip("*").rstrip(".").strip()
+    return ExtractedAnswer(text, boxed=False) if text else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are no braces."""
+    last_start, last_content = -1, None
+    open_braces: list[tuple[int, bool]] = []
+    for match in _BRACE.finditer(text):
+        if match["boxed"] or match["open"]:
+            open_braces.append((match.end(), match["boxed"] is not None))
+        elif match["close"] and open_braces:
+            start, is_boxed = open_braces.pop()
+            if is_boxed and start > last_start:
+                last_start, last_content = start, (start, match.start())
+    return None if last_content is None else text[slice(*last_content)]
+
+
+def has_closed_box(text: str) -> bool:
+    r"""Whether the last closed ``\boxed{…}`` holds something; false where there is none."""
+    return bool((last_boxed(text) or "").strip())

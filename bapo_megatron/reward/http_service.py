@@ -1,0 +1,199 @@
+"""Rewards from an HTTP service: batches, repeated on failures that may pass (docs/rewards.md).
+
+    POST url
+    → [{"response": …, "answer": …, "sample": {…}, "row": {…}}, …]
+    ← [1.0, {"reward": 0.5, "clarity": 0.7}, …]
+
+one result per response, in order, each as a Python function may return it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from bapo_megatron.reward.base import RewardError
+from bapo_megatron.reward.functions import as_score
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.reward import HttpRewardConfig
+    from bapo_megatron.reward.base import Response, Score
+
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_LONGEST_REASON = 200
+_RETRIED_STATUS = (408, 425, 429)
+"""Beside 5xx: the service asks to come again."""
+
+
+class HttpReward:
+    """One service; belongs to the event loop that first calls ``score``."""
+
+    def __init__(self, name: str, url: str, config: HttpRewardConfig) -> None:
+        """Prepare the connections; nothing is sent.
+
+        Args:
+            name: The component's name, for messages.
+            url: Where batches are posted.
+            config: Sizes, limits, and the variable with the token.
+
+        Raises:
+            RewardError: The variable that should hold the token is not set.
+        """
+        self._name, self._url, self._config = name, url, config
+        self._waiting: deque[tuple[Response, asyncio.Future[Score]]] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+        self._http = httpx.AsyncClient(
+            headers=_headers(name, config.token_variable),
+            timeout=config.timeout_s,
+            limits=httpx.Limits(max_connections=config.connections),
+            trust_env=False,  # a proxy would see responses and token
+        )
+
+    async def close(self) -> None:
+        """End requests in flight; scores that are waited for raise ``RewardError``."""
+        senders = list(self._senders)
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+        self._fail(self._waiting, RewardError(f"reward '{self._name}': the service was closed"))
+        await self._http.aclose()
+
+    async def score(self, response: Response) -> Score:
+        """Score one response, in a batch with others that wait.
+
+        Raises:
+            RewardError: The service did not answer for ``patience_s``, or answers nonsense.
+        """
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._waiting.append((response, future))
+        if len(self._senders) < self._config.connections:
+            sender = asyncio.create_task(self._send_waiting())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return await future
+
+    async def _send_waiting(self) -> None:
+        """Send batch after batch until nothing waits."""
+        await asyncio.sleep(self._config.gather_s)  # so that a batch has more than the first
+        while self._waiting:
+            size = min(self._config.batch_size, len(self._waiting))
+            batch = [self._waiting.popleft() for _ in range(size)]
+            batch = [(response, future) for response, future in batch if not future.done()]
+            if not batch:
+                continue
+            try:
+                scores = await self._send([response for response, _ in batch])
+            except RewardError as error:
+                self._fail(batch, error)
+            except BaseException:
+                self._fail(batch, RewardError(f"reward '{self._name}': the service was closed"))
+                raise
+            else:
+                for (_, future), score in zip(batch, scores, strict=True):
+                    if not future.done():
+                        future.set_result(score)
+
+    @staticmethod
+    def _fail(waiting: Any, error: RewardError) -> None:
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits gets it; nobody may be left to
+
+    async def _send(self, responses: list[Response]) -> list[Score]:
+        body = await asyncio.to_thread(_encode, responses)
+        end_s = time.monotonic() + self._config.patience_s
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            problem, reply = await self._try(body)
+            if reply is not None:
+                return await asyncio.to_thread(self._scores, reply, len(responses))
+            if time.monotonic() + backoff_s > end_s:
+                raise RewardError(
+                    f"reward '{self._name}': {self._url} gave no scores for "
+                    f"{self._config.patience_s:g} s ({problem}); see the service's log, or raise "
+                    "http.patience_s"
+                )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+
+    async def _try(self, body: bytes) -> tuple[str, bytes | None]:
+        """Why there is no answer, or the answer.
+
+        Raises:
+            RewardError: The service refuses: repeating the request would not help.
+        """
+        try:
+            reply = await self._http.post(
+                self._url, content=body, headers={"Content-Type": "application/json"}
+            )
+        except httpx.TimeoutException:
+            return f"no answer within {self._config.timeout_s:g} s", None
+        except httpx.TransportError as error:
+            return str(error) or type(error).__name__, None
+        if reply.status_code == httpx.codes.OK:
+            return "", reply.content
+        problem = f"HTTP {reply.status_code}: {_first_words(reply.text)}"
+        if reply.is_server_error or reply.status_code in _RETRIED_STATUS:
+            return problem, None
+        hint = "; set the variable of http.token_variable to its token" * (
+            reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+        )
+        raise RewardError(
+            f"reward '{self._name}': {self._url} refuses ({problem}){hint or '; correct the url'}"
+        )
+
+    def _scores(self, reply: bytes, num_responses: int) -> list[Score]:
+        place = f"reward '{self._name}': unusable answer of {self._url}"
+        try:
+            results = json.loads(reply)
+        except ValueError as error:
+            raise RewardError(f"{place}: no JSON ({error}); correct the service") from error
+        if not isinstance(results, list) or len(results) != num_responses:
+            got = f"{len(results)} results" if isinstance(results, list) else "no list"
+            raise RewardError(
+                f"{place}: must be a list of {num_responses} results, got {got}; correct the "
+                "service"
+            )
+        try:
+            return [as_score(result) for result in results]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RewardError(f"{place}: {error}; correct the service") from error
+
+
+def _headers(name: str, token_variable: str) -> dict[str, str]:
+    if not token_variable:
+        return {}
+    token = os.environ.get(token_variable, "")
+    if not token:
+        raise RewardError(
+            f"reward '{name}': the environment variable {token_variable} must hold the service's "
+            "token, and is not set; set it, or leave http.token_variable empty"
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _encode(responses: list[Response]) -> bytes:
+    return json.dumps(
+        [
+            {
+                "response": response.text,
+                "answer": response.answer,
+                "sample": asdict(response.sample),
+                "row": dict(response.row),
+            }
+            for response in responses
+        ]
+    ).encode()
+
+
+def _first_words(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_REASON] or "no text"

@@ -1,0 +1,314 @@
+r"""Comparison by math-verify, with guards where it is more generous than mathematics.
+
+math-verify's parser takes ``R`` for ``r``, a list for a point in any order, and numbers below
+10⁻⁶ for 0; its comparison evaluates every power. Each guard below answers one of these. What is
+left may still take for ever: only the worker's limits (``pool.RewardPool``) bound it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import (
+    ConversionConfig,
+    NormalizationConfig,
+    latex2sympy,
+    normalize_latex,
+)
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
+from math_verify.parser import get_last_eq
+
+# It warns that its own time limits are off, which is meant: the worker's stand above them.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+DEEPEST_NESTING = 24
+"""Brackets within brackets; the parser's time grows exponentially with them."""
+
+_MOST_DIGITS = 20_000
+"""Of an integer that the comparison would write out."""
+_MOST_TERMS = 5_000
+"""Of a power of a sum that simplification would expand."""
+_RELATIVE_TOLERANCE = 1e-4
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+)
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_OPEN, _CLOSE = "([{", ")]}"
+_VARIABLES = frozenset("abcxyzmnpqrk")
+"""Letters that stand side by side as a product; other words are words."""
+_LONGEST_PRODUCT = 3
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?!=)([^=]+)")
+_NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
+_CAPITAL = re.compile(
+    r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z]|\s*[(_])"
+)
+_NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
+_BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
+_SEPARATOR = re.compile(
+    r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
+)
+
+
+class TooLargeError(ValueError):
+    """Evaluating the answer would take longer than any answer is worth."""
+
+
+def is_equal_symbolically(given: str, wanted: str) -> bool:
+    """Whether two canonical answers without units have the same value.
+
+    Args:
+        given: The response's.
+        wanted: The reference's; it decides whether an equation or a set was asked for.
+
+    Raises:
+        TooLargeError: One of them cannot be evaluated in reasonable time.
+    """
+    if given.casefold() == wanted.casefold() or any(
+        _NUMBERS_SIDE_BY_SIDE.search(text) for text in (given, wanted)
+    ):
+        return False  # other letters; and the parser would add the numbers
+    given, wanted = _SEPARATOR.sub(",", given), _SEPARATOR.sub(",", wanted)
+    # The parser takes a capital Greek letter for the small one.
+    given, wanted = (_CAPITAL.sub(r"{X_{capital\1}}", text) for text in (given, wanted))
+    for text in (given, wanted):
+        if nesting(text) > DEEPEST_NESTING:
+            raise TooLargeError("brackets are nested too deeply")
+    aligned = _aligned(given, wanted)
+    if aligned is None:
+        return False
+    left, right = (_parse(text) for text in aligned)
+    if left is None or right is None:
+        return False
+    for expression in (left, right):
+        if not _is_affordable(expression):
+            raise TooLargeError("the numbers are too large")
+    closed = [part for part in (left, right) if _is_closed_relation(part)]
+    if len(closed) == 2 or any(part.doit() == sympy.false for part in closed):
+        return False  # 1 = 1 says nothing about 2 = 2, nor 3 = 5 about 5
+    return bool(verify([right], [left], timeout_seconds=None)) and _is_close(left, right)
+
+
+def nesting(text: str) -> int:
+    """The greatest depth of brackets."""
+    depth = deepest = 0
+    for char in text:
+        if char in _OPEN:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in _CLOSE:
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _aligned(given: str, wanted: str) -> tuple[str, str] | None:
+    """Both in the same form of collection; none where these cannot be equal."""
+    if (bases := _in_bases(given, wanted)) is not None:
+        return bases
+    given_kind, wanted_kind = _kind(given), _kind(wanted)
+    kinds = {given_kind, wanted_kind}
+    nested = [_NESTED_SETS.search(text) is not None for text in (given, wanted)]
+    if kinds == {"set", "tuple"} or nested[0] != nested[1]:
+        return None
+    if kinds == {"list"} and r"\pm" not in given + wanted and _size(given) != _size(wanted):
+        return None
+    if "list" in kinds and kinds & {"set", "tuple"}:
+        if given_kind == "list":
+            return _bracketed(given, wanted_kind), wanted
+        return given, _bracketed(wanted, given_kind)
+    return given, wanted
+
+
+def _in_bases(given: str, wanted: str) -> tuple[str, str] | None:
+    """Numerals such as ``204_5``: with two bases by value, with one the digits alone."""
+    left, right = _BASE.fullmatch(given), _BASE.fullmatch(wanted)
+    if left is not None and right is not None:
+        values = [_in_base(*match.groups()) for match in (left, right)]
+        if None not in values:
+            return str(values[0]), str(values[1])
+    if left is not None and left[1].isdigit() and wanted.isdigit():
+        return left[1], wanted
+    if right is not None and right[1].isdigit() and given.isdigit():
+        return given, right[1]
+    return None
+
+
+def _in_base(digits: str, base: str) -> int | None:
+    try:
+        return int(digits, int(base)) if int(base) > 1 else None
+    except ValueError:
+        return None
+
+
+def _kind(text: str) -> str:
+    """``set``, ``tuple`` (intervals and points), ``list`` (without brackets) or ``single``."""
+    parts = _split(text)
+    if len(parts) > 1:
+        return "list"
+    if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text):
+        return "set"
+    inner = text[1:-1]
+    is_bracketed = text[:1] in ("(", "[") and text[-1:] in (")", "]") and _closes_at_end(text)
+    return "tuple" if is_bracketed and len(_split(inner)) > 1 else "single"
+
+
+def _closes_at_end(text: str) -> bool:
+    depth = 0
+    for position, char in enumerate(text):
+        depth += (char in _OPEN) - (char in _CLOSE)
+        if depth == 0 and char in _CLOSE:
+            return position == len(text) - 1
+    return False
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas and semicolons outside of brackets; thousands stay whole."""
+    parts, depth, start = [], 0, 0
+    for position, char in enumerate(text):
+        depth += (char in _OPEN) - (char in _CLOSE)
+        if depth == 0 and char in ",;" and not _is_thousands(text, position):
+            parts.append(text[start:position])
+            start = position + 1
+    return [*parts, text[start:]]
+
+
+def _is_thousands(text: str, comma: int) -> bool:
+    before = re.search(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{3})*$", text[:comma])
+    return bool(before and re.match(r",\d{3}(?!\d)", text[comma:]))
+
+
+def _size(text: str) -> int:
+    return len(_split(text))
+
+
+def _bracketed(text: str, kind: str) -> str:
+    """A list as the set or point that it is compared with."""
+    parts = _split(text)
+    assignments = [_ASSIGNMENT.fullmatch(part) for part in parts]
+    if all(assignments):
+        pairs = [(match[1], match[2]) for match in assignments if match]
+        if {name for name, _ in pairs} <= set("xyz"):
+            pairs.sort(key=lambda pair: pair[0])
+        parts = [value for _, value in pairs]
+    joined = ",".join(parts)
+    return rf"\{{{joined}\}}" if kind == "set" else f"({joined})"
+
+
+def are_letters(text: str) -> bool:
+    """Whether bare letters are a word or a name, not a product of variables."""
+    plain = re.fullmatch(r"[A-Za-z]{2,}", text)
+    return plain is not None and not (len(text) <= _LONGEST_PRODUCT and set(text) <= _VARIABLES)
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> Any:
+    """The expression, or none; cached, since all responses of a group share the reference."""
+    try:
+        latex = normalize_latex(text, _NORMALIZATION)
+        try:
+            return _convert(latex)
+        except Exception:  # noqa: BLE001 - the parser raises many kinds
+            last = get_last_eq(latex)
+            return None if last == latex else _convert(last)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - no mathematics that the parser knows
+        return None
+
+
+def _convert(latex: str) -> Any:
+    return latex2sympy(
+        latex,
+        is_real=not should_treat_as_complex(latex),
+        convert_degrees=False,
+        normalization_config=None,
+        conversion_config=_CONVERSION,
+    )
+
+
+def _is_closed_relation(expression: Any) -> bool:
+    return isinstance(expression, sympy.core.relational.Relational) and not (
+        expression.free_symbols
+    )
+
+
+def _is_close(left: Any, right: Any) -> bool:
+    """Rounding to six decimals makes small numbers equal; they must be near each other as well."""
+    if not (_is_number(left) and _is_number(right)):
+        return True
+    if not (left.has(sympy.Float) or right.has(sympy.Float)):
+        return True
+    one, other = abs(complex(left.doit().evalf())), abs(complex(right.doit().evalf()))
+    largest = max(one, other)
+    if largest == 0 or not math.isfinite(largest):
+        return True
+    return abs(one - other) <= _RELATIVE_TOLERANCE * largest
+
+
+def _is_number(expression: Any) -> bool:
+    return isinstance(expression, sympy.Expr) and not expression.free_symbols
+
+
+def _is_affordable(expression: Any) -> bool:
+    """Whether numbers stay below ``_MOST_DIGITS`` digits and powers below ``_MOST_TERMS`` terms."""
+    if isinstance(expression, sympy.MatrixBase):
+        return all(_is_affordable(entry) for entry in expression)
+    if not isinstance(expression, sympy.Basic):
+        return True
+    return _digits(expression) <= _MOST_DIGITS
+
+
+def _digits(node: Any) -> float:
+    """An upper estimate of the decimal digits that evaluating a tree may write."""
+    if isinstance(node, sympy.Integer):
+        return int(node).bit_length() * math.log10(2) + 1
+    if isinstance(node, sympy.Rational):
+        return _digits(sympy.Integer(node.p)) + _digits(sympy.Integer(node.q))
+    if isinstance(node, sympy.Float | sympy.Symbol | sympy.NumberSymbol) or not node.args:
+        return 17
+    parts = [_digits(part) for part in node.args]
+    if max(parts) > _MOST_DIGITS:
+        return math.inf
+    if isinstance(node, sympy.Pow):
+        return _power_digits(node, parts)
+    if isinstance(node, sympy.factorial):
+        size = _magnitude(node.args[0])
+        return size * max(1.0, math.log10(max(size, 1.0)))
+    if isinstance(node, sympy.binomial):
+        return _magnitude(node.args[0])
+    return sum(parts)
+
+
+def _power_digits(node: Any, parts: list[float]) -> float:
+    base, exponent = node.args
+    size = _magnitude(exponent)
+    if base.free_symbols:
+        terms = len(base.args) if isinstance(base, sympy.Add) else 1
+        if terms == 1:
+            return parts[0]
+        if size > 1 and math.lgamma(size + terms) - math.lgamma(size + 1) - math.lgamma(
+            terms
+        ) > math.log(_MOST_TERMS):
+            return math.inf
+        return parts[0] * max(size, 1)
+    return parts[0] * max(size, 1.0)
+
+
+def _magnitude(node: Any) -> float:
+    """An upper estimate of the absolute value; 1 for symbols, infinite beyond any use."""
+    if node.free_symbols:
+        return 1.0
+    if isinstance(node, sympy.Number):
+        return abs(float(node)) if _digits(node) < 300 else math.inf
+    if _digits(node) > 300:
+        return math.inf
+    try:
+        value = abs(complex(node.doit().evalf(5)))
+    except (TypeError, ValueError, OverflowError):
+        return math.inf
+    return value if math.isfinite(value) else math.inf

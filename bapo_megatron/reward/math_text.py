@@ -1,0 +1,276 @@
+r"""The spelling of answers: one form for what typesetting, units and Unicode allow to vary.
+
+Nothing here evaluates anything. Whatever is rewritten keeps its value; where that is not sure, the
+text is left as it is, and the comparison decides.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+from bapo_megatron.reward.math_units import known_unit, scale_of
+
+LONGEST_NUMBER = 1000
+"""Digits of a number that is compared exactly; Python refuses far longer ones."""
+
+_LARGEST_EXPONENT = 1000
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_SYMBOLS = str.maketrans(
+    {
+        **dict.fromkeys("−‐‑‒–﹣", "-"),
+        **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " "),
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": "/",
+        "∕": "/",
+        "⁄": "/",
+        "±": r"\pm ",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∅": r"\emptyset ",
+        "∈": r"\in ",
+        "°": r"^\circ ",
+        "º": r"^\circ ",
+        "√": r"\sqrt ",
+        "½": r"\frac{1}{2}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    }
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_ROOT = re.compile(r"\\sqrt\s+(\d+|[A-Za-z])")
+_LATEX_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
+_NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
+    r"|operatorname)\s*\{([^{}]*)\}"
+)
+_NEEDLESS_SPACE = re.compile(r"(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (?=\\)")
+_BRACED_COMMA = re.compile(r"\s*\{\s*,\s*\}\s*")
+_MATH_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_NUMBER = re.compile(
+    r"(?P<sign>[+-]?)(?P<digits>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?P<decimals>\.\d*)?"
+    r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?"
+)
+_REPEATING = re.compile(
+    r"(?P<sign>-?)(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}(?:\.\.\.|\\ldots)?"
+)
+_RATIO = re.compile(r"(?P<sign>-?)(?P<top>\d+)/(?P<bottom>\d+)")
+_LATEX_RATIO = re.compile(r"(?P<sign>-?)\\frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}")
+_MIXED = re.compile(
+    r"(?P<sign>-?)(?P<whole>\d+)(?: (?P<top>\d+)/(?P<bottom>\d+)"
+    r"|\\frac\{(?P<latex_top>\d+)\}\{(?P<latex_bottom>\d+)\})"
+)
+_UNIT = re.compile(
+    r"(?P<value>.*[\d\w})\]!|])\s*"
+    r"(?:\\text\{(?P<text>[^{}]*)\}|(?<![A-Za-z])(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
+    r"(?P<power>\^\{?[23]\}?)?\.?",
+    re.DOTALL,
+)
+_DEGREE = re.compile(
+    r"(?P<value>.*[\d})])\s*\^\{?\s*\\(?:circ|degree)\s*\}?\s*"
+    r"(?:\\text\{)?\s*(?P<scale>[CF]?)\s*\}?"
+)
+_PERCENT = re.compile(
+    r"(?P<value>.+?)\s*(?:\\?%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))"
+)
+_SUM = re.compile(r".[+-]|\\$")
+"""In what stands before a percent sign, which then belongs to the last part alone."""
+_CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
+_CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
+_OPTION = re.compile(r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s))[\s:]*(?=\S)(?P<rest>.+)")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '.,-]+[^\W\d_]+)*[.!]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """An answer in parts."""
+
+    value: str
+    """Without its unit."""
+    unit: str = ""
+    """Canonical name of a known unit, ``%`` for percentages; empty for none or an unknown one."""
+
+
+def plain_unicode(text: str) -> str:
+    """ASCII digits, full-width forms and signs as LaTeX; marks that show nothing are dropped."""
+    if text.isascii():
+        return text
+    shown = "".join(
+        str(unicodedata.decimal(char)) if char.isdecimal() else char
+        for char in text.translate(_FULL_WIDTH)
+        if unicodedata.category(char) != "Cf"
+    )
+    shown = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", shown)
+    return _ROOT.sub(r"\\sqrt{\1}", shown.translate(_SYMBOLS))
+
+
+def canonical(answer: str) -> str:
+    r"""One spelling of an answer; ``\text{…}`` stands for every command of upright text."""
+    text = plain_unicode(answer).strip()
+    text = _unwrapped(text)
+    text = text.removesuffix(".").strip() if not text.endswith("..") else text
+    text = _FRACTION.sub(r"\\frac", _SIZING.sub("", text))
+    text = text.replace(r"\varnothing", r"\emptyset")
+    text = _TEXT.sub(r"\\text{\1}", _BRACED_COMMA.sub(",", text))
+    text = _NEGATIVE_SPACE.sub("", text)
+    text = " ".join(_LATEX_SPACE.sub(" ", text).replace(r"\%", "%").split())
+    if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
+        text = whole[1].strip()
+    return _NEEDLESS_SPACE.sub("", text).strip().removeprefix("=").strip()
+
+
+def _unwrapped(text: str) -> str:
+    """Without the marks of mathematics and boxes around all of it."""
+    for _ in range(4):
+        before = text
+        for start, end in _MATH_MARKS:
+            inner = text[len(start) : -len(end)]
+            is_whole = len(text) > len(start) + len(end) and start not in inner and end not in inner
+            if is_whole and text.startswith(start) and text.endswith(end):
+                text = inner.strip()
+        boxed = re.fullmatch(r"\\(?:boxed|fbox)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}", text)
+        text = boxed[1].strip() if boxed else text
+        if text == before:
+            break
+    return _DOLLAR.sub("", text)
+
+
+def quantity(text: str) -> Quantity:
+    r"""Split a canonical text into value and unit; words that are no known unit are dropped.
+
+    Only what follows a value is a unit, and a single letter only in ``\text{}``: ``3t`` is a
+    product.
+    """
+    money = _CURRENCY.fullmatch(text)
+    if money is not None:
+        inner = quantity(money["value"])
+        if inner.unit in ("", known_unit(money["mark"])):
+            return Quantity(money["sign"] + inner.value, known_unit(money["mark"]) or "")
+    percent = _PERCENT.fullmatch(text)
+    if percent is not None and not _SUM.search(percent["value"]):
+        return Quantity(percent["value"], "%")
+    degree = _DEGREE.fullmatch(text)
+    if degree is not None:
+        return Quantity(
+            degree["value"], {"C": "celsius", "F": "fahrenheit"}.get(degree["scale"], "degree")
+        )
+    match = _UNIT.fullmatch(text)
+    if match is None:
+        return Quantity(text)
+    return _with_unit(text, match)
+
+
+def _with_unit(text: str, match: re.Match[str]) -> Quantity:
+    words = match["text"] if match["text"] is not None else match["plain"]
+    is_text = match["text"] is not None
+    value = match["value"].strip()
+    scale = scale_of(words)
+    if scale is not None and (number := as_number(value)) is not None:
+        product = number * scale[0]
+        rest = Quantity(_shown(product))
+        return quantity(rf"{rest.value}\text{{{scale[1]}}}") if scale[1] else rest
+    unit = known_unit(words, match["power"] or "", is_text=is_text)
+    if unit is None:
+        return Quantity(text)
+    return Quantity(value, unit)
+
+
+def _shown(number: Fraction) -> str:
+    return (
+        str(number)
+        if number.denominator == 1
+        else rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+    )
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact value of a plain number, fraction or mixed number; none for anything else."""
+    if len(text) > LONGEST_NUMBER:
+        return None
+    match = _NUMBER.fullmatch(text)
+    if match is not None and (match["digits"] or (match["decimals"] or ".") != "."):
+        return _plain_number(match)
+    match = _REPEATING.fullmatch(text)
+    if match is not None:
+        return _repeating_number(match)
+    match = _RATIO.fullmatch(text) or _LATEX_RATIO.fullmatch(text)
+    if match is not None:
+        return _ratio(match["sign"], 0, match["top"], match["bottom"])
+    match = _MIXED.fullmatch(text)
+    if match is None:
+        return None
+    top, bottom = match["top"] or match["latex_top"], match["bottom"] or match["latex_bottom"]
+    if int(top) >= int(bottom):
+        return None  # rather a product
+    return _ratio(match["sign"], int(match["whole"]), top, bottom)
+
+
+def _plain_number(match: re.Match[str]) -> Fraction | None:
+    exponent = int(match["exponent"] or 0)
+    if abs(exponent) > _LARGEST_EXPONENT:
+        return None
+    digits = (match["digits"] or "0").replace(",", "").replace(" ", "")
+    decimals = match["decimals"] or "."
+    number = Fraction(f"{match['sign']}{digits}{decimals if decimals != '.' else ''}")
+    return number * Fraction(10) ** exponent
+
+
+def _repeating_number(match: re.Match[str]) -> Fraction:
+    fixed, repeated = match["fixed"], match["repeated"]
+    scale = 10 ** len(fixed)
+    number = Fraction(int(f"{match['whole']}{fixed}" or "0"), scale) + Fraction(
+        int(repeated), scale * (10 ** len(repeated) - 1)
+    )
+    return -number if match["sign"] else number
+
+
+def _ratio(sign: str, whole: int, top: str, bottom: str) -> Fraction | None:
+    if int(bottom) == 0:
+        return None
+    number = whole + Fraction(int(top), int(bottom))
+    return -number if sign else number
+
+
+def choice_letter(text: str) -> str | None:
+    r"""The letter of a multiple-choice answer such as ``B``, ``(b)``, ``\text{B}``; else none."""
+    match = _CHOICE.fullmatch(text)
+    if match is None:
+        return None
+    letter: str = next(group for group in match.groups() if group)
+    return letter.upper()
+
+
+def without_option(text: str) -> str:
+    r"""What follows the letter in ``\text{(B)} 12``; the text itself where there is none."""
+    match = _OPTION.fullmatch(text)
+    return match["rest"].strip() if match is not None else text
+
+
+def option_letter(text: str) -> str | None:
+    r"""The letter in ``\text{(B)} 12``."""
+    match = _OPTION.fullmatch(text)
+    return None if match is None else match[1] or match[2]
+
+
+def words(text: str) -> str | None:
+    """A text of words alone in one spelling: case and marks do not count; else none."""
+    plain = " ".join(_TEXT.sub(r" \1 ", text).split())
+    if _WORDS.fullmatch(plain) is None:
+        return None
+    return " ".join(re.findall(r"[^\W\d_]+", plain.casefold()))

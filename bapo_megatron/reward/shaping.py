@@ -1,0 +1,116 @@
+"""What training adds to the rewards of the functions; evaluations are scored without it.
+
+R = response tokens of one sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.reward import OverlongConfig, RewardConfig
+    from bapo_megatron.reward.base import Response, Score
+    from bapo_megatron.reward.pool import RewardPool
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedReward:
+    """The reward that training uses, and where it comes from."""
+
+    reward: float
+    """Σ weight · function, plus every term of ``terms``."""
+    terms: dict[str, float]
+    """What shaping added, by name; a term that is not configured is not there."""
+    timed_out: bool = False
+    """The format's pattern exceeded a limit and counts as not found."""
+
+
+class Shaping:
+    """Applies ``reward.truncated``, ``overlong``, ``format`` and ``repetition``."""
+
+    def __init__(self, config: RewardConfig, max_response_tokens: int, pool: RewardPool) -> None:
+        """Keep the settings.
+
+        Args:
+            config: The reward section.
+            max_response_tokens: L_max, the longest response.
+            pool: Searches the format's pattern, under limits.
+        """
+        self._config = config
+        self._max_response_tokens = max_response_tokens
+        self._pool = pool
+
+    async def apply(
+        self, score: Score, response: Response, token_ids_R: np.ndarray
+    ) -> ShapedReward:
+        """The reward of a training sample.
+
+        Args:
+            score: What the functions gave.
+            response: What they scored.
+            token_ids_R: [R] response tokens.
+
+        Raises:
+            RewardError: No worker starts.
+        """
+        config, terms, timed_out = self._config, {}, False
+        if config.truncated == "zero":
+            terms["truncated"] = -score.reward if response.sample.is_truncated else 0.0
+        if config.overlong is not None:
+            terms["overlong"] = overlong_penalty(
+                len(token_ids_R), self._max_response_tokens, config.overlong
+            )
+        if config.format is not None:
+            is_found = await self._pool.matches(config.format.pattern, response.text)
+            timed_out = is_found is None
+            terms["format"] = config.format.reward if is_found else 0.0
+        if config.repetition is not None:
+            # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy lets others run.
+            share = await asyncio.to_thread(
+                repeated_share, token_ids_R, config.repetition.ngram_tokens
+            )
+            terms["repetition"] = -config.repetition.penalty * share
+        return ShapedReward(score.reward + sum(terms.values()), terms, timed_out)
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, config: OverlongConfig) -> float:
+    """DAPO's soft overlong punishment times ``penalty`` (arXiv 2503.14476, Eq. 13).
+
+        0                                  where |y| ≤ L_max − L_cache
+        (L_max − L_cache − |y|) / L_cache  up to L_max
+        −1                                 beyond it
+
+    Args:
+        num_tokens: |y|.
+        max_tokens: L_max.
+        config: L_cache is ``buffer_tokens``.
+    """
+    exceeding = num_tokens - (max_tokens - config.buffer_tokens)
+    return -config.penalty * min(max(exceeding / config.buffer_tokens, 0.0), 1.0)
+
+
+def repeated_share(token_ids_R: np.ndarray, ngram_tokens: int) -> float:
+    """1 − |distinct n-grams| / |n-grams|; 0 for a response without an n-gram.
+
+    The measure of Yeo et al. (arXiv 2502.03373, Appendix C.2), of tokens instead of words.
+
+    Args:
+        token_ids_R: [R].
+        ngram_tokens: n.
+    """
+    num_ngrams = len(token_ids_R) - ngram_tokens + 1
+    if num_ngrams < 1:
+        return 0.0
+    codes = np.unique(token_ids_R, return_inverse=True)[1].astype(np.int64)
+    # Codes of n-grams from those of two shorter ones, overlapping where n is no power of 2.
+    length = 1
+    while length < ngram_tokens:
+        step = min(length, ngram_tokens - length)
+        pairs = codes[:-step] * (codes.max() + 1) + codes[step:]
+        codes = np.unique(pairs, return_inverse=True)[1].astype(np.int64)
+        length += step
+    return 1.0 - (int(codes.max()) + 1) / num_ngrams

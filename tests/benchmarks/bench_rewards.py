@@ -1,0 +1,234 @@
+"""What grading costs: ten thousand answers, one in a hundred of them hostile.
+
+Answers are those of the hand-labelled pairs behind a long reasoning, and hostile ones that try to
+hang or exhaust the grader. They are graded by the pool that trains, while a task in the same event
+loop, which stands for generation, notes how late it is woken.
+
+    python -m tests.benchmarks.bench_rewards --out docs/benchmarks/rewards_cpu_202611
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bapo_megatron.reward.pool import RewardPool
+from tests.benchmarks import harness
+from tests.reward.hostile import HOSTILE
+
+_PAIRS = Path(__file__).parents[1] / "reward" / "answer_pairs.jsonl"
+_TICK_S = 0.002
+_REASONING = "First, we note that the sum of the two is known, so $a + b = 12$ and $b = 5$. "
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is graded, and under which limits."""
+
+    answers: int
+    hostile_share: float
+    workers: int
+    timeout_s: float
+    memory_limit_mb: int
+    reasoning_characters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one load cost."""
+
+    case: str
+    answers: int
+    hostile: int
+    wall_s: float
+    answers_per_s: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    killed: int
+    killed_names: dict[str, int]
+    wrong: int
+    heartbeat_p99_ms: float
+    heartbeat_max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    response: str
+    answer: str
+    reward: float | None
+    """What it should earn; none for pairs that are known limits."""
+    hostile: str = ""
+
+
+def make_items(load: Load) -> list[_Item]:
+    """The answers in a seeded order."""
+    generator = random.Random(0)
+    pairs = [json.loads(line) for line in _PAIRS.read_text().splitlines()]
+    reasoning = _REASONING * (load.reasoning_characters // len(_REASONING))
+    num_hostile = round(load.answers * load.hostile_share)
+    names = list(HOSTILE)
+    items = [
+        _Item(HOSTILE[names[number % len(names)]], "42", 0.0, names[number % len(names)])
+        for number in range(num_hostile)
+    ]
+    for _ in range(load.answers - num_hostile):
+        pair = generator.choice(pairs)
+        reward = None if "known_limit" in pair else float(pair["equal"])
+        items.append(_Item(reasoning + pair["response"], pair["answer"], reward))
+    generator.shuffle(items)
+    return items
+
+
+async def _keep_beating(gaps_s: list[float]) -> None:
+    """Note how much later than asked for the loop wakes this task."""
+    before_s = time.perf_counter()
+    while True:
+        await asyncio.sleep(_TICK_S)
+        now_s = time.perf_counter()
+        gaps_s.append(now_s - before_s - _TICK_S)
+        before_s = now_s
+
+
+async def _measure_idle(seconds: float) -> tuple[float, float]:
+    gaps_s: list[float] = []
+    beating = asyncio.create_task(_keep_beating(gaps_s))
+    await asyncio.sleep(seconds)
+    beating.cancel()
+    return 1e3 * float(np.quantile(gaps_s, 0.99)), 1e3 * max(gaps_s)
+
+
+async def _measure(case: str, load: Load) -> Row:
+    items = iter(make_items(load))
+    durations_s: list[float] = []
+    gaps_s: list[float] = []
+    killed: Counter[str] = Counter()
+    wrong = 0
+    async with RewardPool(
+        load.workers, load.timeout_s, memory_limit_mb=load.memory_limit_mb
+    ) as pool:
+        await asyncio.gather(*(pool.score(r"\boxed{1+1}", "2") for _ in range(load.workers)))
+
+        async def grade() -> None:
+            nonlocal wrong
+            for item in items:
+                start_s = time.perf_counter()
+                score = await pool.score(item.response, item.answer)
+                durations_s.append(time.perf_counter() - start_s)
+                if score.timed_out:
+                    killed[item.hostile or item.answer] += 1
+                wrong += item.reward is not None and score.reward != item.reward
+
+        beating = asyncio.create_task(_keep_beating(gaps_s))
+        start_s = time.perf_counter()
+        await asyncio.gather(*(grade() for _ in range(load.workers)))
+        wall_s = time.perf_counter() - start_s
+        beating.cancel()
+    return Row(
+        case=case,
+        answers=load.answers,
+        hostile=round(load.answers * load.hostile_share),
+        wall_s=wall_s,
+        answers_per_s=load.answers / wall_s,
+        p50_ms=1e3 * float(np.quantile(durations_s, 0.5)),
+        p99_ms=1e3 * float(np.quantile(durations_s, 0.99)),
+        max_ms=1e3 * max(durations_s),
+        killed=killed.total(),
+        killed_names=dict(killed),
+        wrong=wrong,
+        heartbeat_p99_ms=1e3 * float(np.quantile(gaps_s, 0.99)),
+        heartbeat_max_ms=1e3 * max(gaps_s),
+    )
+
+
+def measure(case: str, load: Load) -> Row:
+    """Grade a load in an event loop of its own."""
+    return asyncio.run(_measure(case, load))
+
+
+def _report(
+    load: Load, rows: list[Row], idle_ms: tuple[float, float], machine: dict[str, Any]
+) -> str:
+    packages = f"math-verify {importlib.metadata.version('math-verify')}"
+    lines = [
+        "# Rewards",
+        "",
+        f"{machine['date']}, commit {machine['commit']}, {machine['processor']}; Python "
+        f"{machine['python']}, {packages}.",
+        "",
+        f"    {machine['command']}",
+        "",
+        f"{load.answers:,} answers, graded by {load.workers} worker processes with a limit of "
+        f"{load.timeout_s:g} s and {load.memory_limit_mb:,} MB each; a response has some "
+        f"{load.reasoning_characters:,} characters of reasoning before one of the "
+        "hand-labelled answers of tests/reward/answer_pairs.jsonl. Hostile ones are those of "
+        "tests/reward/hostile.py: towers of powers, megabytes of braces, bait for regular "
+        "expressions, integrals without an end. The time of an answer is that from the call to "
+        "the score, and of one that is killed the limit; the start of the next worker falls to "
+        "the answer after it. The heartbeat is a task in the event loop that asks for the scores; "
+        "its delay is what grading could add to generation.",
+        "",
+        "|  | answers/s | p50 | p99 | longest | killed | graded wrong | heartbeat late, p99 | "
+        "at most |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.case} | {row.answers_per_s:,.0f} | {row.p50_ms:.1f} ms | {row.p99_ms:.0f} ms | "
+        f"{row.max_ms:,.0f} ms | {row.killed} of {row.hostile} hostile | {row.wrong} | "
+        f"{row.heartbeat_p99_ms:.1f} ms | {row.heartbeat_max_ms:.0f} ms |"
+        for row in rows
+    ]
+    lines += [
+        "",
+        f"Without any grading it is late by {idle_ms[0]:.1f} ms (p99), at most {idle_ms[1]:.0f} "
+        f"ms, on this machine: {machine['cpus']} cores, of which the workers take "
+        f"{load.workers}, with a load of {machine['load']:.1f} when the measurement began.",
+    ]
+    names = sorted({name for row in rows for name in row.killed_names})
+    if names:
+        lines += ["", f"Killed: {', '.join(names)}. Every other hostile answer is refused before."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure without and with hostile answers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser.add_argument("--answers", type=int, default=10_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--timeout-s", type=float, default=5.0)
+    arguments = parser.parse_args()
+    load = Load(arguments.answers, 0.01, arguments.workers, arguments.timeout_s, 2048, 8000)
+    harmless = Load(arguments.answers, 0.0, arguments.workers, arguments.timeout_s, 2048, 8000)
+    machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    idle_ms = asyncio.run(_measure_idle(20.0))
+    rows = [measure("no hostile answer", harmless), measure("1 % hostile", load)]
+    machine |= harness.machine(torch.device("cpu"))
+    report = _report(load, rows, idle_ms, machine)
+    print(report)  # noqa: T201
+    if arguments.out is not None:
+        values = {
+            "machine": machine,
+            "load": asdict(load),
+            "idle_heartbeat_ms": idle_ms,
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(report)
+
+
+if __name__ == "__main__":
+    main()

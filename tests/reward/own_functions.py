@@ -1,0 +1,92 @@
+"""Reward functions of a user, good and bad; the workers import this module."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bapo_megatron.reward.base import Score
+
+NOT_CALLABLE = 7
+_LOOPS = set()
+
+
+def length(response):
+    return len(response)
+
+
+async def slow_length(response, answer):
+    _LOOPS.add(id(asyncio.get_running_loop()))
+    await asyncio.sleep(0.01)
+    assert len(_LOOPS) == 1, "one loop for all answers, so that clients can be kept"
+    return float(len(response) + len(answer))
+
+
+def everything(response, answer, sample, row):
+    return {
+        "reward": 0.25,
+        "reason": f"{response} {answer} {sample.prompt_id} {sample.source} {sample.prompt}",
+        "extracted": f"{sample.finish_reason} {sample.is_truncated}",
+        "level": row["level"],
+        "tokens": sample.num_tokens,
+    }
+
+
+def a_score(response, **_others):
+    return Score(reward=0.5, answer_found=False, extracted=response, metrics={"seen": 1})
+
+
+def wrong_parameter(completion):
+    return 0.0
+
+
+def raises(response):
+    raise RuntimeError(f"cannot\nscore {response}")
+
+
+def not_finite():
+    return float("nan")
+
+
+def no_number():
+    return "one"
+
+
+def no_reward():
+    return {"score": 1.0}
+
+
+def hang():
+    while True:
+        time.sleep(1)
+
+
+def count_tries(response):
+    with Path(response).open("a") as stream:
+        stream.write(f"{os.getpid()}\n")
+    time.sleep(0.5)
+    return 7.0
+
+
+def eat_memory():
+    return len(bytearray(8 << 30))
+
+
+def end_the_process():
+    sys.exit(0)
+
+
+def start_a_process_and_hang(response):
+    child = subprocess.Popen(["sleep", "600"])
+    Path(response).write_text(str(child.pid))
+    hang()
+
+
+def print_and_read(answer):
+    print("printed by a function", flush=True)  # noqa: T201
+    assert sys.stdin.read() == ""
+    return int(answer)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bapo_megatron.reward.base import (
+    FunctionFailedError,
+    Response,
+    RewardError,
+    SampleFacts,
+    Score,
+)
+from bapo_megatron.reward.functions import as_score
+from bapo_megatron.reward.pool import RewardPool
+
+OWN = "tests.reward.own_functions"
+GIVEN = Response(
+    "some text",
+    "42",
+    SampleFacts("train:7", "gsm8k", "What?", "length", num_tokens=12),
+    {"level": 3},
+)
+NAMES = (
+    "slow_length",
+    "everything",
+    "a_score",
+    "raises",
+    "not_finite",
+    "no_number",
+    "no_reward",
+    "length",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What each function gives, twice, from one worker that has them all."""
+
+    async def ask():
+        found = {}
+        functions = tuple(f"{OWN}:{name}" for name in NAMES)
+        async with RewardPool(workers=1, timeout_s=10, functions=functions) as pool:
+            for name in (*NAMES, *NAMES):
+                try:
+                    found[name] = await pool.score(GIVEN, function=f"{OWN}:{name}")
+                except RewardError as error:
+                    found[name] = error
+            assert pool.num_killed == 0
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_a_function_gets_what_its_parameters_name_and_may_return_a_number(outcomes):
+    assert outcomes["length"] == Score(reward=9.0)
+
+
+def test_a_coroutine_is_awaited_in_one_loop_for_all_answers(outcomes):
+    assert outcomes["slow_length"] == Score(reward=11.0)
+
+
+def test_a_function_gets_the_sample_and_the_row_and_may_return_metrics(outcomes):
+    assert outcomes["everything"] == Score(
+        reward=0.25,
+        reason="some text 42 train:7 gsm8k What?",
+        extracted="length True",
+        metrics={"level": 3.0, "tokens": 12.0},
+    )
+
+
+def test_a_function_may_return_a_score(outcomes):
+    assert outcomes["a_score"] == Score(
+        reward=0.5, answer_found=False, extracted="some text", metrics={"seen": 1.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "failed: RuntimeError: cannot score some text; correct it, or set"),
+        ("not_finite", "failed: ValueError: 'reward' must be finite, got nan"),
+        ("no_number", "failed: ValueError: 'reward' must be a number, got str"),
+        ("no_reward", r"failed: ValueError: it returned a mapping without 'reward' \(keys: score"),
+    ],
+)
+def test_a_function_that_fails_is_named_with_its_reason(outcomes, name, message):
+    assert isinstance(outcomes[name], FunctionFailedError)
+    with pytest.raises(FunctionFailedError, match=message):
+        raise outcomes[name]
+
+
+@pytest.mark.parametrize("name", ["hang", "eat_memory", "end_the_process"])
+def test_a_function_that_exceeds_a_limit_or_dies_scores_zero_and_is_counted(name):
+    async def ask():
+        functions = (f"{OWN}:{name}", f"{OWN}:length")
+        async with RewardPool(1, timeout_s=1, functions=functions) as pool:
+            score = await pool.score(GIVEN)
+            return score, await pool.score(GIVEN, function=f"{OWN}:length"), pool.num_killed
+
+    score, after, num_killed = asyncio.run(ask())
+
+    assert score == Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
+    assert after.reward == 9.0
+    assert num_killed == (2 if name == "end_the_process" else 1)  # death is tried twice
+
+
+@pytest.mark.parametrize(
+    ("result", "reward"), [(True, 1.0), (0, 0.0), (-0.5, -0.5), ({"reward": 2}, 2.0)]
+)
+def test_numbers_of_every_kind_are_rewards(result, reward):
+    assert as_score(result) == Score(reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "must be a number, got NoneType"),
+        ([1.0], "must be a number, got list"),
+        (float("inf"), "must be finite"),
+        ({"reward": 1, "note": "fine"}, "'note' must be a number, got str"),
+        ({"reward": 1, "a/b": 1}, "metric names must be letters"),
+        ({"reward": 1, **{f"m{n}": n for n in range(33)}}, "returned 33 metrics, at most 32"),
+        (Score(float("nan")), "must be finite"),
+    ],
+)
+def test_what_is_no_reward_is_refused(result, message):
+    with pytest.raises(ValueError, match=message):
+        as_score(result)

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from bapo_megatron.config.reward import HttpRewardConfig
+from bapo_megatron.reward import http_service
+from bapo_megatron.reward.base import Response, RewardError, SampleFacts
+from bapo_megatron.reward.http_service import HttpReward
+
+
+class Service:
+    """A reward service: the length of each response, after some failures."""
+
+    def __init__(self, failures=(), results=None):
+        self.failures = list(failures)
+        self.results = results or (lambda batch: [len(item["response"]) for item in batch])
+        self.batches = []
+        self.tokens = set()
+
+    def answer(self, handler):
+        length = int(handler.headers["Content-Length"])
+        batch = json.loads(handler.rfile.read(length))
+        self.tokens.add(handler.headers.get("Authorization"))
+        if self.failures:
+            failure = self.failures.pop(0)
+            if failure == "break":
+                handler.connection.shutdown(socket.SHUT_RDWR)
+                handler.close_connection = True
+                return
+            handler.send_response(failure)
+            content = b"out of\norder"
+        else:
+            self.batches.append(batch)
+            handler.send_response(200)
+            result = self.results(batch)
+            content = result if isinstance(result, bytes) else json.dumps(result).encode()
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+
+@contextlib.contextmanager
+def serving(service):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            service.answer(self)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/score"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(url, num_responses, **config):
+    async def run():
+        reward = HttpReward("judge", url, HttpRewardConfig.model_validate(config))
+        try:
+            return await asyncio.gather(
+                *(
+                    reward.score(Response("x" * n, str(n), SampleFacts(num_tokens=n), {"n": n}))
+                    for n in range(num_responses)
+                )
+            )
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def _quick_repetitions(monkeypatch):
+    monkeypatch.setattr(http_service, "_FIRST_BACKOFF_S", 0.01)
+
+
+def test_responses_are_sent_in_batches_and_each_gets_its_own_score():
+    service = Service()
+    with serving(service) as url:
+        scores = ask(url, 50, batch_size=8, connections=2)
+
+    assert [score.reward for score in scores] == [float(n) for n in range(50)]
+    sizes = [len(batch) for batch in service.batches]
+    assert sum(sizes) == 50
+    assert max(sizes) == 8
+    assert len(sizes) <= 9
+    item = next(item for batch in service.batches for item in batch if item["row"]["n"] == 3)
+    assert (item["response"], item["answer"], item["sample"]["num_tokens"]) == ("xxx", "3", 3)
+
+
+def test_a_result_may_have_metrics_and_a_reason():
+    result = {"reward": 0.5, "reason": "clear", "clarity": 0.7}
+    with serving(Service(results=lambda batch: [result for _ in batch])) as url:
+        (score,) = ask(url, 1)
+
+    assert (score.reward, score.reason, score.metrics) == (0.5, "clear", {"clarity": 0.7})
+
+
+def test_failures_that_may_pass_are_repeated():
+    service = Service(failures=[503, "break", 429, 500])
+    with serving(service) as url:
+        scores = ask(url, 3)
+
+    assert [score.reward for score in scores] == [0.0, 1.0, 2.0]
+    assert service.failures == []
+
+
+def test_a_service_that_stays_away_is_one_line_after_the_patience():
+    with (
+        serving(Service(failures=[503] * 1000)) as url,
+        pytest.raises(RewardError, match=r"gave no scores for 0.1 s \(HTTP 503: out of order\)"),
+    ):
+        ask(url, 1, patience_s=0.1)
+
+
+def test_nobody_there_is_one_line_that_names_the_service():
+    with pytest.raises(RewardError, match=r"reward 'judge': http://127.0.0.1:1/x gave no scores"):
+        ask("http://127.0.0.1:1/x", 1, patience_s=0.05)
+
+
+def test_an_answer_that_takes_too_long_is_repeated_and_then_told():
+    release = threading.Event()
+    service = Service(results=lambda batch: release.wait(5) and [0 for _ in batch])
+    with serving(service) as url:
+        with pytest.raises(RewardError, match=r"no answer within 0.1 s"):
+            ask(url, 1, timeout_s=0.1, patience_s=0.3)
+        release.set()
+    assert len(service.batches) >= 2
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(404, "refuses .HTTP 404: out of order.; correct the url"), (401, "token_variable")],
+)
+def test_a_refusal_is_not_repeated(status, message):
+    service = Service(failures=[status, 500])
+    with serving(service) as url, pytest.raises(RewardError, match=message):
+        ask(url, 1)
+    assert service.failures == [500]
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (lambda batch: [1.0], "must be a list of 2 results, got 1 results"),
+        (lambda batch: {"rewards": []}, "must be a list of 2 results, got no list"),
+        (lambda batch: [1.0, "x"], "'reward' must be a number, got str"),
+        (lambda batch: [1.0, None], "'reward' must be a number, got NoneType"),
+        (lambda batch: b"[1.0, NaN]", "'reward' must be finite"),
+        (lambda batch: b"<html>", "no JSON"),
+    ],
+)
+def test_an_answer_of_another_form_is_one_line(results, message):
+    with serving(Service(results=results)) as url, pytest.raises(RewardError, match=message):
+        ask(url, 2)
+
+
+def test_the_token_comes_from_the_environment_and_is_never_logged(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("JUDGE_TOKEN", "very-secret")
+    service = Service(failures=[500])
+    with serving(service) as url:
+        ask(url, 1, token_variable="JUDGE_TOKEN")
+
+    assert service.tokens == {"Bearer very-secret"}
+    assert "very-secret" not in caplog.text
+
+
+def test_a_missing_token_is_one_line(monkeypatch):
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    with pytest.raises(RewardError, match="the environment variable JUDGE_TOKEN must hold"):
+        ask("http://127.0.0.1:1/x", 1, token_variable="JUDGE_TOKEN")
+
+
+def test_closing_ends_what_waits():
+    release = threading.Event()
+    service = Service(results=lambda batch: release.wait(5) and [0 for _ in batch])
+
+    async def run(url):
+        reward = HttpReward("judge", url, HttpRewardConfig(batch_size=1, connections=1))
+        tasks = [asyncio.create_task(reward.score(Response("x", ""))) for _ in range(3)]
+        while not service.batches:
+            await asyncio.sleep(0.01)
+        await reward.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with serving(service) as url:
+        outcomes = asyncio.run(run(url))
+        release.set()
+
+    assert [type(outcome) for outcome in outcomes] == [RewardError] * 3

@@ -1,0 +1,77 @@
+"""Rewards through the collector process: from the configuration to the batch that trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.collector_client import CollectorClient
+from tests.fakes.fake_sglang import FakeSglang
+from tests.rollout.helpers import descendants
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.rollout.helpers import MakeConfig
+
+OWN = "tests.reward.own_functions"
+
+
+def with_rewards(config: RunConfig, **reward: Any) -> RunConfig:
+    return RunConfig.model_validate({**config.model_dump(mode="json"), "reward": reward})
+
+
+def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_path: Path) -> None:
+    with FakeSglang(stop_at=20) as fake:
+        config = with_rewards(
+            make_config(servers=(fake.address,), max_response_tokens=40),
+            workers=1,
+            functions=[
+                {"name": "math", "function": "math"},
+                {"name": "length", "function": f"{OWN}:length", "weight": 0.5},
+                {"name": "bad", "function": f"{OWN}:raises", "weight": 3.0},
+            ],
+            on_error="zero",
+            overlong={"buffer_tokens": 40},
+            repetition={"ngram_tokens": 2, "penalty": 0.25},
+        )
+        client = CollectorClient(config, on_progress=lambda text: None)
+        try:
+            client.start()
+            client.sync_weights(tmp_path, 1)
+            batch = client.collect(0)
+        finally:
+            client.close()
+
+    assert batch is not None
+    assert batch.stats.reward_errors == len(batch.samples)
+    assert batch.stats.reward_timeouts == 0
+    for sample in batch.samples:
+        parts = sample.reward_components
+        assert list(parts) == ["math", "length", "bad", "overlong", "repetition"]
+        assert parts["length"] == len(sample.response_text)
+        assert parts["bad"] == 0.0
+        assert parts["overlong"] == pytest.approx(-len(sample.response_token_ids) / 40)
+        wanted = parts["math"] + 0.5 * parts["length"] + parts["overlong"] + parts["repetition"]
+        assert sample.reward == pytest.approx(wanted)
+
+
+def test_a_function_that_is_not_there_ends_the_run_before_a_server_is_started(
+    make_config: MakeConfig,
+) -> None:
+    before = descendants()
+    functions = [{"name": "mine", "function": "not_there:grade"}]
+    config = with_rewards(make_config(), workers=1, functions=functions)
+    client = CollectorClient(config, on_progress=lambda text: None)
+    try:
+        client.start()
+        with pytest.raises(RolloutError, match="reward function 'not_there:grade' cannot import"):
+            client.wait_ready()
+        names = {" ".join(process.cmdline()) for process in descendants() - before}
+        assert not any("sglang" in name for name in names)
+    finally:
+        client.close()
+    assert not (config.run_dir / "logs" / "server.log").exists()
