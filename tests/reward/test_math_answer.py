@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bapo_megatron.data.prompts import parse_answer
+from bapo_megatron.data.schemas import parse_answer
 from bapo_megatron.reward.math_answer import extract_answer, grade_math_answer
 
 

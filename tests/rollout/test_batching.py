@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.dump import DumpError
-from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan, merge
