@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Group
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
@@ -229,10 +230,8 @@ def _print_prompt(
     if console.is_terminal:
         text = Text(prompt.text)
         text.highlight_words(special_tokens, "bold magenta")
-        console.print(
-            Panel(text, title=escape(about), subtitle=escape(row), title_align="left"),
-            highlight=False,
-        )
+        content = Group(text, Text(f"row: {row}", style="dim"))
+        console.print(Panel(content, title=escape(about), title_align="left"), highlight=False)
         return
     longest = max((len(run) for run in re.findall("`+", prompt.text)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -9,11 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.overlap import find_overlaps, log_overlaps, normalise
-from bapo_megatron.data.prompts import PromptSet, SetReport
 from bapo_megatron.types import Prompt
+from tests.data.prompt_sets import make_prompt_set
 from tests.data.rows import rendered
 
-REPORT = SetReport("", "columns", 0, 0, "", 0, 0, 0, False, 0, "", ())
 SKYWORK_SUFFIX = " Let's think step by step and output the final answer within \\boxed{}."
 
 
@@ -24,7 +23,7 @@ def prompts(name, questions):
 def overlaps(train, evaluation):
     """Of training set t and evaluation set e with these questions."""
     return find_overlaps(
-        [PromptSet("t", prompts("t", train), REPORT)], [("e", prompts("e", evaluation))]
+        [make_prompt_set("t", prompts("t", train))], [("e", prompts("e", evaluation))]
     )
 
 
@@ -84,7 +83,7 @@ def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
 
 
 def test_every_pair_of_sets_with_a_common_prompt_is_reported(caplog):
-    sets = [PromptSet(name, prompts(name, qs), REPORT) for name, qs in (("a", "xy"), ("b", "yz"))]
+    sets = [make_prompt_set(name, prompts(name, qs)) for name, qs in (("a", "xy"), ("b", "yz"))]
     evaluation = [("e", prompts("e", "y")), ("f", prompts("f", "zz")), ("g", prompts("g", "q"))]
 
     with caplog.at_level(logging.WARNING):

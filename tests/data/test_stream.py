@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.prompts import PromptSet, SetReport
 from bapo_megatron.data.stream import PromptMixture, PromptStream
 from bapo_megatron.types import Prompt
-
-REPORT = SetReport("", "columns", 0, 0, "", 0, 0, 0, False, 0, "", ())
+from tests.data.prompt_sets import make_prompt_set
 
 weights = st.one_of(
     st.integers(1, 20).map(float),
@@ -32,7 +30,7 @@ def make_prompts(count: int, name: str = "a") -> list[Prompt]:
 
 def make_mixture(sets: list[tuple[int, float]], seed: int = 0, shuffle: bool = True):
     named = [
-        PromptSet(f"s{number}", tuple(make_prompts(size, f"s{number}")), REPORT, weight)
+        make_prompt_set(f"s{number}", make_prompts(size, f"s{number}"), weight)
         for number, (size, weight) in enumerate(sets)
     ]
     return PromptMixture(named, seed, shuffle)
@@ -188,7 +186,7 @@ def test_a_position_that_was_saved_before_there_were_mixtures_is_resumed():
 def test_a_lone_set_may_get_another_name_or_weight():
     mixture = make_mixture([(7, 2.0)], seed=3)
     take(mixture, 4)
-    renamed = PromptMixture([PromptSet("other", tuple(make_prompts(7, "s0")), REPORT)], 3, True)
+    renamed = PromptMixture([make_prompt_set("other", make_prompts(7, "s0"))], 3, True)
 
     renamed.restore(mixture.state())
 
