@@ -152,10 +152,32 @@ def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]
 
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
-    """Log what the reports of sets warn about, a record per line."""
+    """Log what a user should know about the sets of a mixture, a record per line."""
     for prompt_set in prompt_sets:
         for line in prompt_set.report.warnings():
             _LOG.warning("%s", line)
+    for line in shared_prompts(prompt_sets):
+        _LOG.warning("%s", line)
+
+
+def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
+    """A line for each set with prompts that an earlier set of the mixture has, as rendered."""
+    lines = []
+    first_of: dict[str, tuple[str, str]] = {}
+    for prompt_set in prompt_sets:
+        own: dict[str, str] = {}
+        for prompt in prompt_set.prompts:
+            own.setdefault(prompt.text, prompt.prompt_id)
+        shared = [text for text in own if text in first_of]
+        if shared:
+            name, prompt_id = first_of[shared[0]]
+            lines.append(
+                f"training set '{prompt_set.name}': {len(shared)} of {len(own)} prompts are in an "
+                f"earlier set too, the first: {own[shared[0]]} is {prompt_id} of '{name}'"
+            )
+        for text, prompt_id in own.items():
+            first_of.setdefault(text, (prompt_set.name, prompt_id))
+    return lines
 
 
 def load_set(

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import find_overlaps
-from bapo_megatron.data.prompts import load_set, load_train_sets
+from bapo_megatron.data.prompts import load_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class DataReport:
     """What ``data show`` prints."""
 
     sets: tuple[SetSummary, ...]
+    shared: tuple[str, ...]
+    """About prompts that several training sets have, one line each."""
     overlaps: tuple[Overlap, ...]
     prompts: dict[str, tuple[ShownPrompt, ...]]
     """By use: the first draws of training, and the first prompts of each evaluation set."""
@@ -89,7 +91,7 @@ class DataReport:
     def warnings(self) -> list[str]:
         """What a user should know, one line each."""
         own = [line for each in self.sets for line in each.report.warnings()]
-        return own + [overlap.warning() for overlap in self.overlaps]
+        return [*own, *self.shared] + [overlap.warning() for overlap in self.overlaps]
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
@@ -151,6 +153,7 @@ def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
         prompts[f"eval: {prompt_set.name}"] = tuple(_shown(p, renderer) for p in first)
     return DataReport(
         sets=tuple(summaries),
+        shared=tuple(shared_prompts(train_sets)),
         overlaps=tuple(find_overlaps(train_sets, [(s.name, s.prompts) for s in eval_sets])),
         prompts=prompts,
         special_tokens=tuple(

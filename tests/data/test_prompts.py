@@ -13,7 +13,10 @@ from bapo_megatron.data.prompts import (
     load_prompts,
     load_set,
     load_train_sets,
+    shared_prompts,
 )
+from bapo_megatron.types import Prompt
+from tests.data.prompt_sets import make_prompt_set
 from tests.data.rows import DAPO, rendered, write_jsonl
 
 GOOD = {"prompt": "x", "answer": "1"}
@@ -185,6 +188,22 @@ def test_dapo_s_repeated_prompts_are_rendered_once_and_can_be_dropped(tmp_path, 
     assert (len(kept.prompts), kept.report.num_duplicates) == (300, 297)
     assert len({id(p.token_ids) for p in kept.prompts}) == 3
     assert [p.row["extra_info"]["index"] for p in dropped.prompts] == ["0", "1", "2"]
+
+
+def test_prompts_that_several_sets_of_a_mixture_have_are_reported():
+    sets = [
+        make_prompt_set(name, [Prompt(f"{name}:{i}", (1,), "", text) for i, text in texts])
+        for name, texts in (
+            ("a", enumerate("xyx")),
+            ("b", enumerate("zyyx")),
+            ("c", enumerate("w")),
+        )
+    ]
+
+    assert shared_prompts(sets) == [
+        "training set 'b': 2 of 3 prompts are in an earlier set too, the first: b:1 is a:1 of 'a'"
+    ]
+    assert shared_prompts(sets[:1]) == []
 
 
 def test_each_training_set_follows_the_rules_of_the_data_section(tmp_path, tokenizer):

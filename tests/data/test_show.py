@@ -140,7 +140,7 @@ def test_the_command_prints_json(config_file, capsys):
     assert report["sets"][0]["tokens"].keys() == {"min", "median", "p95", "max"}
     assert report["overlaps"][0]["num_eval_prompts"] == 1
     assert report["prompts"]["train"][0]["text"] == rendered("What is 0+1?")
-    assert len(report["warnings"]) == 5
+    assert len(report["warnings"]) == 6
 
 
 def test_what_is_missing_is_named(config_file, capsys):
