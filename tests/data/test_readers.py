@@ -145,7 +145,13 @@ def test_a_set_of_the_hub_is_loaded_once_and_then_read_without_a_network(tmp_pat
     with FakeHub(
         {"acme/sums": {"data/train.jsonl": [GSM8K] * 3, "data/test.jsonl": [GSM8K]}}
     ) as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.address,
+            "HF_HOME": str(tmp_path),
+            "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+            "NO_PROXY": "127.0.0.1",
+        }
 
         def read(*settings, **variables):
             result = subprocess.run(
