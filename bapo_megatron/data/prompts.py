@@ -203,7 +203,7 @@ def load_set(
         DataError: A row cannot be used (``raise``), or no prompt is left.
         OSError: A file cannot be opened.
     """
-    loading = _Loading(dataset, renderer)
+    loading = _Loading(dataset, renderer, drops_duplicates=on_duplicate == "drop")
     for row in read_rows(dataset):
         try:
             loading.add(row)
@@ -211,7 +211,7 @@ def load_set(
             if on_bad_row == "raise":
                 raise
             loading.bad.append(str(error))
-    return loading.finish(max_prompt_tokens, on_duplicate == "drop", weight)
+    return loading.finish(max_prompt_tokens, weight)
 
 
 @dataclass(slots=True)
@@ -220,6 +220,7 @@ class _Loading:
 
     dataset: DatasetConfig
     renderer: ChatRenderer
+    drops_duplicates: bool
     row_format: RowFormat | None = None
     num_rows: int = 0
     bad: list[str] = field(default_factory=list)
@@ -246,10 +247,13 @@ class _Loading:
             )
         self.row_format = row_format
         example = row_format.read(row, self.dataset.row_columns, self.dropped_columns)
+        num_texts = len(self.text_of)
         text = self._text(row, example.question, row_format.prompt_column)
-        self.read.append((row.prompt_id, text, example.answer, example.rest))
+        is_dropped = self.drops_duplicates and len(self.text_of) == num_texts
+        rest = {} if is_dropped else example.rest  # a gigabyte in a set that repeats its prompts
+        self.read.append((row.prompt_id, text, example.answer, rest))
 
-    def finish(self, max_prompt_tokens: int, drops_duplicates: bool, weight: float) -> PromptSet:
+    def finish(self, max_prompt_tokens: int, weight: float) -> PromptSet:
         """The set.
 
         Raises:
@@ -273,7 +277,7 @@ class _Loading:
                 num_duplicates += 1
                 if first.answer != answer:
                     contradictions.setdefault(text, _contradiction(first, prompt))
-                if drops_duplicates:
+                if self.drops_duplicates:
                     continue
             prompts.append(prompt)
         report = SetReport(
@@ -285,7 +289,7 @@ class _Loading:
             num_too_long=num_too_long,
             max_prompt_tokens=max_prompt_tokens,
             num_duplicates=num_duplicates,
-            duplicates_dropped=drops_duplicates,
+            duplicates_dropped=self.drops_duplicates,
             num_contradictions=len(contradictions),
             first_contradiction=next(iter(contradictions.values()), ""),
             dropped_columns=tuple(sorted(self.dropped_columns)),
