@@ -129,6 +129,13 @@ def test_the_seed_changes_the_order_within_sets_and_not_the_sets_of_the_draws():
     assert [source(x) for x in one[:6]] == ["s0", "s0", "s1"] * 2
 
 
+def test_of_the_open_windows_the_one_that_closes_first_is_taken():
+    # By hand, of 8 draws: s0 [0, 8); s1 [0, 4), [4, 8); s2 [0, 2), [1, 4), [3, 5), [4, 7), [6, 8).
+    ids = take(make_mixture([(9, 1.0), (9, 2.0), (9, 5.0)]), 16)
+
+    assert [source(x) for x in ids] == ["s2", "s1", "s2", "s2", "s2", "s0", "s1", "s2"] * 2
+
+
 def test_two_sets_of_one_size_have_different_orders():
     ids = take(make_mixture([(30, 1.0), (30, 1.0)]), 60)
     rows = [[x.partition(":")[2] for x in ids if source(x) == name] for name in ("s0", "s1")]
