@@ -9,17 +9,17 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from bapo_megatron import cli_data
 from bapo_megatron.cli_grade import grade
+from bapo_megatron.cli_options import ConfigArgument, OverridesArgument
+from bapo_megatron.cli_options import load as _load
 from bapo_megatron.interruption import end_by_exception
 from bapo_megatron.parent import end_with_parent
 from bapo_megatron.telemetry.console import uncut_console
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -31,17 +31,7 @@ app = typer.Typer(
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: rollout.temperature=0.6"),
-]
-
-
-def _load(config: Path, overrides: list[str] | None) -> RunConfig:
-    from bapo_megatron.config.load import load_config
-
-    return load_config(config, overrides or [])
+app.add_typer(cli_data.app, name="data")
 
 
 @app.command()

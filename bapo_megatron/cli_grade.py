@@ -31,7 +31,7 @@ def grade(
 ) -> None:
     """Score the responses in FILE by the code that trains: a JSON line per line, in order."""
     rewards = _reward_config(config, overrides or [])
-    from bapo_megatron.data.prompts import parse_answer
+    from bapo_megatron.data.schemas import parse_answer
     from bapo_megatron.reward.grade_file import grade_file
     from bapo_megatron.telemetry.progress import ProgressLine
 

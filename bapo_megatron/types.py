@@ -37,7 +37,7 @@ class Prompt:
     """One rendered prompt, ready for the engine."""
 
     prompt_id: str
-    """``<file name>:<row>``, unique within a data set and stable between runs."""
+    """``<file name or Hub id>:<row>``, unique within a data set and stable between runs."""
     token_ids: tuple[int, ...]
     """The rendered chat template, tokenised once; never re-tokenised later."""
     answer: str

@@ -10,6 +10,7 @@ import importlib.util
 import math
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.config.check_data import check_dataset, check_rendering, check_train_data
 from bapo_megatron.config.check_model import (
     check_heads,
     check_layers,
@@ -29,12 +30,8 @@ from bapo_megatron.config.multiples import packing_multiples
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.config.data import DataConfig, DatasetConfig
     from bapo_megatron.config.megatron import ParallelConfig
     from bapo_megatron.config.schema import LogConfig, RunConfig
-
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""File formats of prompts."""
 
 
 def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
@@ -62,7 +59,8 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         _check_replay(config.replay.dumps, config.train.steps)
     else:
         _check_batch(config)
-        _check_train_data(config.data)
+        check_train_data(config.data, "unless replay is set")
+        check_rendering(config.data)
         _check_budget(config)
         check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
         check_servers(hf_config, config.rollout)
@@ -90,6 +88,7 @@ def check_eval_config(config: RunConfig) -> None:
     hf_config = check_model(config.model)
     check_servers(hf_config, config.rollout)
     check_rewards(config.reward)
+    check_rendering(config.data)
     if not config.eval.sets:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
@@ -111,10 +110,9 @@ def check_generate_config(config: RunConfig) -> None:
             f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
             "exist already; set replay.dumps=null"
         )
-    if config.data.train is None:
-        raise ConfigError("data.train: needed to generate, got null; set data.train.path=FILE")
+    check_train_data(config.data, "to generate")
+    check_rendering(config.data)
     hf_config = check_model(config.model)
-    _check_dataset(config.data.train, "data.train")
     check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_servers(hf_config, config.rollout)
     check_rewards(config.reward)
@@ -212,27 +210,6 @@ def _check_replay(dumps: Path, steps: int) -> None:
         )
 
 
-def _check_train_data(data: DataConfig) -> None:
-    if data.train is None:
-        raise ConfigError(
-            "data.train: needed unless replay is set, got null; set data.train.path=FILE"
-        )
-    _check_dataset(data.train, "data.train")
-
-
-def _check_dataset(dataset: DatasetConfig, key: str) -> None:
-    if not dataset.path.is_file():
-        raise ConfigError(
-            f"{key}.path: no such file '{dataset.path}'; "
-            "paths are relative to the current directory"
-        )
-    if dataset.path.suffix not in DATA_SUFFIXES:
-        raise ConfigError(
-            f"{key}.path: must end in {', '.join(DATA_SUFFIXES)}, got '{dataset.path}'; "
-            "convert the file"
-        )
-
-
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -253,8 +230,8 @@ def _check_budget(config: RunConfig) -> None:
 def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
     evaluation = config.eval
     for number, dataset in enumerate(evaluation.sets):
-        _check_dataset(dataset, f"eval.sets[{number}]")
-    refuse_twice("eval.sets", [s.name or s.path.stem for s in evaluation.sets])
+        check_dataset(dataset, f"eval.sets[{number}]")
+    refuse_twice("eval.sets", [dataset.label for dataset in evaluation.sets])
     if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
         raise ConfigError(
             "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "

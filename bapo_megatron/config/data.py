@@ -1,37 +1,143 @@
-"""Configuration of prompt files."""
+"""Configuration of prompts: where they come from and how they are rendered."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import UNION_TAGS, Section
+
+WILDCARDS = frozenset("*?[")
+"""In a file name they make it a pattern."""
+
+RowFormatName = Literal["auto", "columns", "verl", "gsm8k", "math"]
+"""How a row holds question and answer (docs/data.md)."""
 
 
 class DatasetConfig(Section):
-    """One file of prompts."""
+    """One set of prompts: a file, several files, or a data set of the Hugging Face Hub."""
 
-    path: Path
-    """jsonl, json or parquet."""
-    prompt_column: str = "prompt"
-    """Column with the question: a string, or chat messages (a list of role/content)."""
-    answer_column: str = "answer"
+    path: Path | None = None
+    """jsonl, json or parquet; ``*``, ``?`` and ``[]`` in the file's name match several files."""
+    hub: str = ""
+    """Instead of ``path``: an id on the Hugging Face Hub, such as ``openai/gsm8k``."""
+    subset: str = ""
+    """The data set's subset on the Hub (``main`` of GSM8K), where it has several."""
+    split: str = ""
+    """The data set's split on the Hub: ``train``, ``test`` … or a slice, ``train[:1000]``."""
+    row_format: RowFormatName = "auto"
+    """Where question and answer stand: ``verl`` (also Skywork-OR1 and DAPO-Math), ``gsm8k``,
+    ``math``, ``columns`` (those below); ``auto`` recognises it from the first row's columns."""
+    prompt_column: str | None = None
+    """Column with the question: a string, or chat messages (a list of role/content). Either column
+    implies ``row_format: columns``, whose defaults are ``prompt`` and ``answer``."""
+    answer_column: str | None = None
     """Column with the reference answer; ``reward_model.ground_truth`` reaches into a struct."""
+    row_columns: tuple[str, ...] | None = None
+    """Other columns that reward functions are given; all of them if null. They stay in memory."""
     name: str = ""
-    """Name in metrics (``eval/<name>/…``); the file's stem if empty."""
+    """Name in metrics (``eval/<name>/…``, ``data/<name>/…``); if empty, the file's stem or the last
+    part of the Hub's id."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if (self.path is None) == (not self.hub):
+            got = "neither" if self.path is None else f"'{self.path}' and '{self.hub}'"
+            raise ValueError(f"must have path or hub, got {got}; set one of them")
+        if self.hub and not self.split:
+            raise ValueError(
+                f"must have a split with hub = '{self.hub}', got none; set split, such as train"
+            )
+        if not self.hub and (self.subset or self.split):
+            raise ValueError(
+                f"must have subset and split only with hub, got '{self.subset or self.split}' with "
+                "path; leave them out"
+            )
+        if self.is_pattern and not self.name:
+            raise ValueError(
+                f"must have a name, since path = '{self.path}' matches several files; set name"
+            )
+        if self.row_format not in ("auto", "columns") and (
+            self.prompt_column or self.answer_column
+        ):
+            raise ValueError(
+                "must have prompt_column and answer_column only with row_format auto or columns, "
+                f"got them with {self.row_format}; leave out one or the other"
+            )
+        return self
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether ``path`` matches several files."""
+        return self.path is not None and not WILDCARDS.isdisjoint(self.path.name)
+
+    def files(self) -> list[Path]:
+        """The files that ``path`` names, in the order of their names; none for a set of the Hub.
+
+        A pattern that matches nothing has no files; a path without one is not looked for.
+        """
+        if self.path is None or not self.is_pattern:
+            return [] if self.path is None else [self.path]
+        return sorted(self.path.parent.glob(self.path.name))
+
+    @property
+    def label(self) -> str:
+        """The set's name in metrics and messages."""
+        if self.name:
+            return self.name
+        return self.hub.rpartition("/")[2] if self.path is None else self.path.stem
+
+
+class TrainSetConfig(DatasetConfig):
+    """One set of training prompts."""
+
+    weight: float = Field(1.0, gt=0)
+    """In a list of sets: its share of the drawn prompts is its weight over the sum of all."""
+
+
+def _kind_of(value: Any) -> str:
+    return "<list>" if isinstance(value, list | tuple) else "<set>"
+
+
+assert set(UNION_TAGS) == {"<list>", "<set>"}
+
+TrainSets = Annotated[
+    Annotated[TrainSetConfig, Tag("<set>")]
+    | Annotated[tuple[TrainSetConfig, ...], Tag("<list>"), Field(min_length=1)],
+    Discriminator(_kind_of),
+]
+"""One set, or a list of them."""
 
 
 class DataConfig(Section):
     """Training prompts."""
 
-    train: DatasetConfig | None = None
-    """The training file; needed unless ``replay`` is set."""
+    train: TrainSets | None = None
+    """The training prompts, one set or a list of sets; needed unless ``replay`` is set."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are left out and counted."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """What becomes of a training row that cannot be used: end with its place and reason, or leave
+    it out and count it. Evaluation sets are read whole, or not at all."""
+    on_duplicate: Literal["keep", "drop"] = "keep"
+    """What becomes of training rows whose rendered prompt an earlier row of the set has; they are
+    counted either way."""
     system_prompt: str = ""
     """Put before the question as a system message, unless empty."""
     prompt_suffix: str = ""
     """Appended to the question ("Put your answer in \\boxed{}."), unless empty."""
+    chat_template: Path | None = None
+    """A Jinja file that takes the place of the tokenizer's chat template."""
+    chat_template_arguments: dict[str, Any] = Field({})
+    """Values for the template's variables, such as ``enable_thinking: false``."""
     shuffle: bool = True
-    """Shuffle each epoch with the run's seed."""
+    """Shuffle each epoch of each set with the run's seed."""
+
+    @property
+    def train_sets(self) -> tuple[TrainSetConfig, ...]:
+        """The training sets; none where ``train`` is null."""
+        if self.train is None:
+            return ()
+        return self.train if isinstance(self.train, tuple) else (self.train,)

@@ -105,6 +105,8 @@ def _annotation_name(annotation: Any) -> str:
     if annotation in _TYPE_NAMES:
         return _TYPE_NAMES[annotation]
     arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return "mapping"
     if get_origin(annotation) is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if get_origin(annotation) in (Union, types.UnionType):

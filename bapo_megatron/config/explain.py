@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.describe import describe_keys, nested_section
+from bapo_megatron.config.section import UNION_TAGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,12 +33,14 @@ def explain(
     # A misspelt key also leaves the right one missing: report what is there before what is not.
     rank = {"extra_forbidden": 0, "missing": 2}
     details = min(error.errors(), key=lambda entry: rank.get(entry["type"], 1))
-    location = details["loc"]
+    location = tuple(part for part in details["loc"] if part not in UNION_TAGS)
     place, key = place_of(location), _dotted(location)
     if details["type"] == "extra_forbidden":
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
     generic_key = re.sub(r"\[\d+\]", "[]", key)
-    known = next((k for k in describe_keys(root) if k.name == generic_key), None)
+    # Keys of what is one section or a list of them are listed as those of one.
+    names = (generic_key, re.sub(r"\[\d*\]", "", key))
+    known = next((k for k in describe_keys(root) if k.name in names), None)
     if details["type"] == "missing":
         about = f" ({known.description})" if known else ""
         return f"{place}: missing key '{key}'{about}; add it"

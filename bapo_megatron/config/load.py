@@ -1,7 +1,8 @@
 """Reading a run's configuration: YAML files, inheritance, dotted overrides, validation.
 
 A file may name the file it builds on, relative to its own directory: ``inherit: base.yaml``. Files
-are merged from the base up and then the overrides, in their order; a list is replaced as a whole.
+are merged from the base up and then the overrides, in their order; a list is replaced as a whole,
+and so is a section by a list or a list by a section.
 ``${key}`` and ``${oc.env:NAME}`` are resolved by OmegaConf. Paths inside a configuration are
 relative to the current working directory.
 """
@@ -63,7 +64,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     layers = [*_read_files(path, []), *(_parse_override(override) for override in overrides)]
     try:
-        merged = OmegaConf.merge(*(layer.settings for layer in layers))
+        merged = _merge(layers)
         settings = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         remedy = "correct this key"
@@ -118,6 +119,27 @@ def _validate(
         return section.model_validate_json(json.dumps(settings), strict=True)
     except ValidationError as error:
         raise ConfigError(explain(error, section, place_of)) from error
+
+
+def _merge(layers: Sequence[_Layer]) -> Any:
+    """All layers in one, the later above the earlier."""
+    merged = OmegaConf.create()
+    for layer in layers:
+        _leave_to(merged, OmegaConf.to_container(layer.settings))
+        merged = OmegaConf.merge(merged, layer.settings)
+    return merged
+
+
+def _leave_to(merged: Any, settings: Any) -> None:
+    """Remove the lists that become sections, and the reverse: OmegaConf cannot merge those."""
+    for key, value in settings.items():
+        if OmegaConf.is_interpolation(merged, key) or not isinstance(value, dict | list):
+            continue
+        below = merged.get(key)
+        if OmegaConf.is_dict(below) and isinstance(value, dict):
+            _leave_to(below, value)
+        elif OmegaConf.is_config(below) and OmegaConf.is_list(below) != isinstance(value, list):
+            del merged[key]
 
 
 def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:

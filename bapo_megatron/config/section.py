@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+UNION_TAGS = ("<set>", "<list>")
+"""What validation puts between the keys of a value that is one section or a list of them."""
+
 
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys."""

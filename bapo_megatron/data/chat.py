@@ -1,22 +1,35 @@
-"""Rendering questions by the tokenizer's chat template, tokenised exactly once."""
+"""Rendering questions by a chat template, tokenised exactly once."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from bapo_megatron.config.data import DataConfig
 
 Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""
 
+_TOKENIZED_AT_ONCE = 1000
 
-def load_tokenizer(model_path: Path) -> Any:
+
+def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     """Load the tokenizer of a local Hugging Face model directory.
 
+    Args:
+        model_path: The model's directory.
+        chat_template: A Jinja file that takes the place of the tokenizer's own template.
+
     Raises:
-        ValueError: The directory holds no tokenizer, or one without a chat template.
+        ValueError: The directory holds no tokenizer, or there is no chat template.
+        OSError: The template's file cannot be read.
     """
     from transformers import AutoTokenizer  # seconds to import; not needed to read prompts
 
@@ -27,28 +40,57 @@ def load_tokenizer(model_path: Path) -> Any:
         raise ValueError(
             f"{model_path}: no usable tokenizer ({reason}); save the model's tokenizer there"
         ) from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data.chat_template: must be UTF-8, '{chat_template}' is not ({error.reason}); "
+                "give a Jinja file"
+            ) from error
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{model_path}: the tokenizer has no chat template; "
-            "put a chat_template.jinja beside tokenizer_config.json"
+            f"{model_path}: the tokenizer has no chat template; put a chat_template.jinja beside "
+            "tokenizer_config.json, or set data.chat_template"
         )
     return tokenizer
 
 
 class ChatRenderer:
-    """Turns messages into the text and the token ids that the engine is given."""
+    """Turns questions into the text and the token ids that the engine is given."""
 
-    def __init__(self, tokenizer: Any, system_prompt: str = "", prompt_suffix: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        system_prompt: str = "",
+        prompt_suffix: str = "",
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         """Keep the tokenizer and what is put around each question.
 
         Args:
             tokenizer: A Hugging Face tokenizer with a chat template.
             system_prompt: Put first as a system message, unless empty.
             prompt_suffix: Appended as it is to the last message, unless empty.
+            template_arguments: Values for the template's variables.
+
+        Raises:
+            ValueError: The template is no valid Jinja, or does not know an argument.
         """
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
+        self._arguments = dict(template_arguments or {})
+        _check_arguments(tokenizer, self._arguments)
+        try:
+            self._render([{"role": "user", "content": "1 + 1?"}])
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
+                f"{error.message}; correct it"
+            ) from error
+        except jinja2.TemplateError:
+            pass  # it may refuse this conversation and take those of the data
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
         """The whole conversation for a question.
@@ -66,18 +108,65 @@ class ChatRenderer:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         return messages
 
-    def render(self, conversations: Sequence[list[Message]]) -> list[tuple[str, tuple[int, ...]]]:
-        """Text and token ids of each conversation, ready for the assistant's turn.
+    def text(self, question: str | Sequence[Message]) -> str:
+        """The rendered conversation, ready for the assistant's turn.
+
+        Raises:
+            ValueError: As by ``messages``, or the template refuses the conversation.
+        """
+        try:
+            return self._render(self.messages(question))
+        except jinja2.TemplateError as error:
+            raise ValueError(f"is refused by the chat template ({error})") from error
+
+    def token_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The token ids of rendered conversations.
 
         The template writes every special token itself, so tokenisation adds none.
         """
-        if not conversations:
-            return []
-        texts = [
-            self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
+        ids: list[tuple[int, ...]] = []
+        for first in range(0, len(texts), _TOKENIZED_AT_ONCE):
+            chunk = list(texts[first : first + _TOKENIZED_AT_ONCE])
+            encoded = self._tokenizer(chunk, add_special_tokens=False, verbose=False)
+            ids += [tuple(row) for row in encoded["input_ids"]]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """What the engine reads, with every special token."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _render(self, messages: list[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._arguments
+        )
+        return text
+
+
+def make_renderer(tokenizer: Any, data: DataConfig) -> ChatRenderer:
+    """The renderer that a run's settings ask for.
+
+    Raises:
+        ValueError: The chat template or its arguments cannot be used.
+    """
+    return ChatRenderer(
+        tokenizer, data.system_prompt, data.prompt_suffix, data.chat_template_arguments
+    )
+
+
+def _check_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """A misspelt argument would change nothing, without a word."""
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in arguments:
+        if name in own:
+            raise ValueError(
+                f"data.chat_template_arguments: must not hold '{name}', which the program sets "
+                "itself; leave it out"
             )
-            for conversation in conversations
-        ]
-        token_ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [(text, tuple(ids)) for text, ids in zip(texts, token_ids, strict=True)]
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ValueError(
+                "data.chat_template_arguments: must be variables of the chat template, which does "
+                f"not mention '{name}'; correct the name, or leave it out"
+            )

@@ -40,6 +40,7 @@ _VALUE_COLUMNS = {
     "prompt_id": pa.string(),
     "prompt_text": pa.string(),
     "answer": pa.string(),
+    "source": pa.string(),
     "finish_reason": pa.string(),
     "response_text": pa.string(),
     "reward": pa.float64(),
@@ -49,6 +50,8 @@ _VALUE_COLUMNS = {
 
 _JSON_COLUMNS = ("reward_components",)
 """Text columns that hold JSON; older dumps have none of them."""
+_LATER_COLUMNS = {"source": ""}
+"""Columns that older dumps lack, and what stands for them."""
 
 
 class DumpError(ValueError):
@@ -144,6 +147,7 @@ def _values(samples: Sequence[Sample], column: str) -> list[Any]:
         "prompt_token_ids": "token_ids",
         "prompt_text": "text",
         "answer": "answer",
+        "source": "source",
     }
     if column in prompt_fields:
         return [getattr(sample.prompt, prompt_fields[column]) for sample in samples]
@@ -178,6 +182,8 @@ def _about(table: Any, name: str) -> dict[str, Any]:
 def _read_column(table: Any, column: str, name: str) -> list[Any]:
     """One value per row; token columns as numpy arrays."""
     kind = _columns()[column]
+    if column not in table.column_names and column in _LATER_COLUMNS:
+        return [_LATER_COLUMNS[column]] * table.num_rows
     if column not in table.column_names:
         raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
     stored = table[column].combine_chunks()
@@ -221,6 +227,7 @@ def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
             token_ids=tuple(first["prompt_token_ids"].tolist()),
             answer=first["answer"],
             text=first["prompt_text"],
+            source=first["source"],
         )
         for row in group_rows:
             if row["prompt_id"] != prompt.prompt_id:

@@ -1,303 +1,312 @@
-"""Prompt files (jsonl, json, parquet) and the resumable stream of training prompts.
+"""From a data set to rendered prompts, and a report of what was left out or looks wrong.
 
-A file is read, checked and rendered once, at the start: a bad row is reported before anything
-else is started, and the number of prompts that are too long is known.
+A set is read, checked and rendered once, at the start: a bad row is reported before anything else
+is started, and the number of prompts that are too long is known.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from bapo_megatron.data.readers import DataError, read_rows
+from bapo_megatron.data.schemas import bad_field, recognise
 from bapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
+    from typing import Any
 
-    from bapo_megatron.config.data import DatasetConfig
+    from bapo_megatron.config.data import DataConfig, DatasetConfig
     from bapo_megatron.data.chat import ChatRenderer, Message
+    from bapo_megatron.data.readers import Row
+    from bapo_megatron.data.schemas import RowFormat
 
 _LOG = logging.getLogger(__name__)
-_GSM8K_ANSWER = re.compile(r"####[ \t]*([^\n]+?)\s*\Z")
-_LONGEST_VALUE = 60
 
 
-class DataError(ValueError):
-    """A prompt file that cannot be used; one line with file, row, field and reason."""
+@dataclass(frozen=True, slots=True)
+class SetReport:
+    """What became of the rows of one set.
+
+    Kept prompts are the rows without those that are bad, too long or, if asked for, duplicates.
+    """
+
+    place: str
+    """The file, pattern or Hub id."""
+    row_format: str
+    """The format that was named or recognised."""
+    num_rows: int
+    num_bad: int
+    first_bad: str
+    """Place, field and reason of the first bad row; empty without one."""
+    num_too_long: int
+    max_prompt_tokens: int
+    num_duplicates: int
+    """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
+    duplicates_dropped: bool
+    num_contradictions: int
+    """Rendered prompts whose rows have different answers."""
+    first_contradiction: str
+    """Two such rows with their answers; empty without any."""
+    dropped_columns: tuple[str, ...]
+    """Columns that reward functions do not get, because they hold bytes."""
+
+    def warnings(self) -> list[str]:
+        """What a user should know, one line each."""
+        lines = []
+        if self.num_bad:
+            lines.append(
+                f"{self.place}: {self.num_bad} of {self.num_rows} rows are bad and were left out "
+                f"(data.on_bad_row), the first: {self.first_bad}"
+            )
+        if self.num_too_long:
+            lines.append(
+                f"{self.place}: {self._too_long()} and were left out (data.max_prompt_tokens)"
+            )
+        if self.num_duplicates:
+            action = "were left out" if self.duplicates_dropped else "stay (data.on_duplicate)"
+            lines.append(
+                f"{self.place}: {self.num_duplicates} of {self.num_rows} rows repeat the prompt of "
+                f"an earlier one and {action}"
+            )
+        if self.num_contradictions:
+            lines.append(
+                f"{self.place}: {self.num_contradictions} prompts have rows with different "
+                f"answers, the first: {self.first_contradiction}"
+            )
+        if self.dropped_columns:
+            lines.append(
+                f"{self.place}: reward functions do not get the columns "
+                f"{', '.join(self.dropped_columns)}: bytes are no JSON"
+            )
+        return lines
+
+    def refusal(self) -> str:
+        """The error of a set without any prompt left."""
+        bad = f", {self.num_bad} rows are bad (the first: {self.first_bad})" if self.num_bad else ""
+        return (
+            f"{self.place}: no prompt is left: {self._too_long()}{bad}; raise "
+            "data.max_prompt_tokens, or give a file with prompts"
+        )
+
+    def _too_long(self) -> str:
+        return (
+            f"{self.num_too_long} of {self.num_rows - self.num_bad} prompts are longer than "
+            f"{self.max_prompt_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one set, in its order."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    report: SetReport
+    weight: float = 1.0
 
 
 def load_prompts(
     dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
 ) -> list[Prompt]:
-    """Read and render every prompt of a file.
-
-    Prompts with more than ``max_prompt_tokens`` tokens are left out; their number is logged once.
+    """Read and render every prompt of a set; what the report warns about is logged once.
 
     Args:
-        dataset: The file and its columns.
+        dataset: The set and its columns.
         renderer: Puts the question into the chat template.
         max_prompt_tokens: Longest prompt that is kept.
 
     Returns:
-        The prompts in the file's order; ``prompt_id`` is the file's name and the row, from 0.
+        The prompts in the set's order; ``prompt_id`` is the file's name and the row, from 0.
 
     Raises:
         DataError: A row cannot be read, or no prompt is left.
-        OSError: The file cannot be opened.
+        OSError: A file cannot be opened.
     """
-    path = dataset.path
-    prompt_ids, answers, conversations = [], [], []
-    for row, place, record in _read_records(path):
-        answer = _field(record, dataset.answer_column, place, "answer_column")
-        question = _field(record, dataset.prompt_column, place, "prompt_column")
-        try:
-            answers.append(parse_answer(answer))
-        except ValueError as error:
-            raise _bad_row(place, dataset.answer_column, error) from error
-        try:
-            conversations.append(renderer.messages(_parse_question(question)))
-        except ValueError as error:
-            raise _bad_row(place, dataset.prompt_column, error) from error
-        prompt_ids.append(f"{path.name}:{row}")
-    rendered = renderer.render(conversations)
-    prompts = [
-        Prompt(prompt_id=prompt_id, token_ids=token_ids, answer=answer, text=text)
-        for prompt_id, answer, (text, token_ids) in zip(prompt_ids, answers, rendered, strict=True)
-        if len(token_ids) <= max_prompt_tokens
-    ]
-    num_left_out = len(rendered) - len(prompts)
-    summary = (
-        f"{num_left_out} of {len(rendered)} prompts are longer than {max_prompt_tokens} tokens"
-    )
-    if not prompts:
-        raise DataError(
-            f"{path}: no prompt is left: {summary}; raise data.max_prompt_tokens, or give a file "
-            "with prompts"
-        )
-    if num_left_out:
-        _LOG.warning("%s: %s (data.max_prompt_tokens) and were left out", path, summary)
-    return prompts
+    loaded = load_set(dataset, renderer, max_prompt_tokens)
+    log_warnings([loaded])
+    return list(loaded.prompts)
 
 
-def parse_answer(value: Any) -> str:
-    """The reference answer in a data file's answer field, as text.
-
-    GSM8K's worked solutions end in ``#### 42``, of which 42 is taken. A list of accepted answers
-    (Skywork writes it as JSON inside a string) stays a JSON list, or becomes its only element.
+def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]:
+    """Read and render every training set, in the order of the configuration, without a word.
 
     Raises:
-        ValueError: There is no answer, or it is neither text nor a number.
+        DataError: A row cannot be read (``on_bad_row: raise``), or no prompt of a set is left.
+        OSError: A file cannot be opened.
     """
-    if isinstance(value, str):
-        accepted = _list_of_texts(value)
-        if accepted is not None:
-            return parse_answer(accepted)
-        solution = _GSM8K_ANSWER.search(value)
-        answer = solution[1] if solution else value.strip()
-        if not answer:
-            raise ValueError("must be an answer, got an empty text")
-        return answer
-    if isinstance(value, list) and value:
-        answers = [parse_answer(entry) for entry in value]
-        return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a text, a number or a list of them, got {_shown(value)}")
-    return str(value)
+    return [
+        load_set(
+            dataset,
+            renderer,
+            data.max_prompt_tokens,
+            on_bad_row=data.on_bad_row,
+            on_duplicate=data.on_duplicate,
+            weight=dataset.weight,
+        )
+        for dataset in data.train_sets
+    ]
 
 
-class PromptStream:
-    """Endless prompts, epoch after epoch, each in an order that only the seed decides."""
+def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
+    """Log what a user should know about the sets of a mixture, a record per line."""
+    for prompt_set in prompt_sets:
+        for line in prompt_set.report.warnings():
+            _LOG.warning("%s", line)
+    for line in shared_prompts(prompt_sets):
+        _LOG.warning("%s", line)
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
-        """Start at the first prompt of the first epoch.
 
-        Args:
-            prompts: At least one prompt.
-            seed: The run's seed.
-            shuffle: Whether each epoch has an order of its own, or the file's.
-        """
-        if not prompts:
-            raise ValueError("a prompt stream needs at least one prompt")
-        self._prompts = tuple(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
-        self._order = self._epoch_order()
+def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
+    """A line for each set with prompts that an earlier set of the mixture has, as rendered."""
+    lines = []
+    first_of: dict[str, tuple[str, str]] = {}
+    for prompt_set in prompt_sets:
+        own: dict[str, str] = {}
+        for prompt in prompt_set.prompts:
+            own.setdefault(prompt.text, prompt.prompt_id)
+        shared = [text for text in own if text in first_of]
+        if shared:
+            name, prompt_id = first_of[shared[0]]
+            lines.append(
+                f"training set '{prompt_set.name}': {len(shared)} of {len(own)} prompts are in an "
+                f"earlier set too, the first: {own[shared[0]]} is {prompt_id} of '{name}'"
+            )
+        for text, prompt_id in own.items():
+            first_of.setdefault(text, (prompt_set.name, prompt_id))
+    return lines
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
 
-    def __next__(self) -> Prompt:
-        """The next prompt; the stream never ends."""
-        if self._position == len(self._prompts):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._epoch_order()
-        prompt: Prompt = self._prompts[self._order[self._position]]
-        self._position += 1
-        return prompt
+def load_set(
+    dataset: DatasetConfig,
+    renderer: ChatRenderer,
+    max_prompt_tokens: int,
+    *,
+    on_bad_row: Literal["raise", "skip"] = "raise",
+    on_duplicate: Literal["keep", "drop"] = "keep",
+    weight: float = 1.0,
+) -> PromptSet:
+    """Read and render the prompts of a set, without a word about it.
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the latest prompt, from 0."""
-        return self._epoch
+    Args:
+        dataset: The set and its columns.
+        renderer: Puts the question into the chat template.
+        max_prompt_tokens: Longest prompt that is kept.
+        on_bad_row: What becomes of a row that cannot be used.
+        on_duplicate: What becomes of a row whose rendered prompt an earlier one has.
+        weight: The set's weight in a mixture.
 
-    def state(self) -> dict[str, Any]:
-        """The position, as JSON values for a checkpoint."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "digest": self._digest(),
-        }
+    Raises:
+        DataError: A row cannot be used (``raise``), or no prompt is left.
+        OSError: A file cannot be opened.
+    """
+    loading = _Loading(dataset, renderer, drops_duplicates=on_duplicate == "drop")
+    for row in read_rows(dataset):
+        try:
+            loading.add(row)
+        except DataError as error:
+            if on_bad_row == "raise":
+                raise
+            loading.bad.append(str(error))
+    return loading.finish(max_prompt_tokens, weight)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned.
+
+@dataclass(slots=True)
+class _Loading:
+    """A set while it is read; each distinct question is rendered and tokenised once."""
+
+    dataset: DatasetConfig
+    renderer: ChatRenderer
+    drops_duplicates: bool
+    row_format: RowFormat | None = None
+    num_rows: int = 0
+    bad: list[str] = field(default_factory=list)
+    dropped_columns: set[str] = field(default_factory=set)
+    text_of: dict[str, str] = field(default_factory=dict)
+    """Rendered text by question (as JSON)."""
+    read: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
+    """Of each good row: prompt id, text, answer, the other columns."""
+
+    def add(self, row: Row) -> None:
+        """Read a row.
 
         Raises:
-            ValueError: The state belongs to other prompts, another seed or another order.
+            DataError: It cannot be used.
         """
-        for name, mine in (("seed", self._seed), ("data.shuffle", self._shuffle)):
-            saved = state[name.rpartition(".")[2]]
-            if saved != mine:
-                raise ValueError(
-                    f"cannot resume the data position: {name} was {saved} when it was saved and "
-                    f"is {mine} now; resume with the same value"
-                )
-        if state["digest"] != self._digest():
-            raise ValueError(
-                "cannot resume the data position: the training prompts differ from those it was "
-                "saved with; restore the data file, chat template and data settings"
-            )
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._epoch_order()
-
-    def _epoch_order(self) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._prompts))
-
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.answer)).encode())
-        return digest.hexdigest()
-
-
-def _read_records(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Row number, its place for messages, and the row of each record."""
-    reader = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}.get(
-        path.suffix
-    )
-    if reader is None:
-        raise DataError(f"{path}: must end in .jsonl, .json or .parquet; convert the file")
-    for row, place, record in reader(path):
-        if not isinstance(record, dict):
+        self.num_rows += 1
+        if row.fields is None:
+            raise DataError(f"{row.place}: {row.problem}; correct or remove it")
+        row_format = self.row_format or recognise(self.dataset, row.fields)
+        if row_format is None:
             raise DataError(
-                f"{place}: must be an object with named fields, got {_shown(record)}; "
-                "correct or remove it"
+                f"{row.place}: the columns {', '.join(row.fields) or '(none)'} are of no known "
+                "format; set prompt_column and answer_column (docs/data.md)"
             )
-        yield row, place, record
+        self.row_format = row_format
+        example = row_format.read(row, self.dataset.row_columns, self.dropped_columns)
+        num_texts = len(self.text_of)
+        text = self._text(row, example.question, row_format.prompt_column)
+        is_dropped = self.drops_duplicates and len(self.text_of) == num_texts
+        rest = {} if is_dropped else example.rest  # a gigabyte in a set that repeats its prompts
+        self.read.append((row.prompt_id, text, example.answer, rest))
+
+    def finish(self, max_prompt_tokens: int, weight: float) -> PromptSet:
+        """The set.
+
+        Raises:
+            DataError: No prompt is left.
+        """
+        texts = list(dict.fromkeys(text for _, text, _, _ in self.read))
+        token_ids_of = dict(zip(texts, self.renderer.token_ids(texts), strict=True))
+        name = self.dataset.label
+        prompts: list[Prompt] = []
+        num_too_long = num_duplicates = 0
+        first_of: dict[str, Prompt] = {}
+        contradictions: dict[str, str] = {}
+        for prompt_id, text, answer, rest in self.read:
+            token_ids = token_ids_of[text]
+            if len(token_ids) > max_prompt_tokens:
+                num_too_long += 1
+                continue
+            prompt = Prompt(prompt_id, token_ids, answer, text, source=name, row=rest)
+            first = first_of.setdefault(text, prompt)
+            if first is not prompt:
+                num_duplicates += 1
+                if first.answer != answer:
+                    contradictions.setdefault(text, _contradiction(first, prompt))
+                if self.drops_duplicates:
+                    continue
+            prompts.append(prompt)
+        report = SetReport(
+            place=str(self.dataset.path or self.dataset.hub),
+            row_format=self.row_format.name if self.row_format else self.dataset.row_format,
+            num_rows=self.num_rows,
+            num_bad=len(self.bad),
+            first_bad=self.bad[0] if self.bad else "",
+            num_too_long=num_too_long,
+            max_prompt_tokens=max_prompt_tokens,
+            num_duplicates=num_duplicates,
+            duplicates_dropped=self.drops_duplicates,
+            num_contradictions=len(contradictions),
+            first_contradiction=next(iter(contradictions.values()), ""),
+            dropped_columns=tuple(sorted(self.dropped_columns)),
+        )
+        if not prompts:
+            raise DataError(report.refusal())
+        return PromptSet(name, tuple(prompts), report, weight)
+
+    def _text(self, row: Row, question: str | Sequence[Message], column: str) -> str:
+        key = json.dumps(question)
+        if key not in self.text_of:
+            try:
+                self.text_of[key] = self.renderer.text(question)
+            except ValueError as error:
+                raise bad_field(row, column, error) from error
+        return self.text_of[key]
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """One JSON object per line; blank lines count as rows but hold no prompt."""
-    with path.open("rb") as lines:
-        for row, line in enumerate(lines):
-            if line.strip():
-                place = f"{path}:{row + 1}"
-                yield row, place, _parse_json(line, place)
-
-
-def _read_json(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """A JSON list of objects."""
-    records = _parse_json(path.read_bytes(), str(path))
-    if not isinstance(records, list):
-        raise DataError(f"{path}: must be a JSON list of objects, got {_shown(records)}")
-    for row, record in enumerate(records):
-        yield row, f"{path}: entry {row}", record
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, str, Any]]:
-    try:
-        file = pq.ParquetFile(path)
-        row = 0
-        for batch in file.iter_batches():
-            for record in batch.to_pylist():
-                yield row, f"{path}: row {row}", record
-                row += 1
-    except pa.ArrowException as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{path}: not a readable parquet file ({reason}); give it again") from error
-
-
-def _parse_json(content: bytes, place: str) -> Any:
-    try:
-        return json.loads(content)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason}); correct or remove it") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise DataError(f"{place}: not valid JSON ({reason}); correct or remove it") from error
-
-
-def _field(record: dict[str, Any], column: str, place: str, setting: str) -> Any:
-    """A column, or a field inside a struct by its dotted path."""
-    if column in record:
-        return record[column]
-    value: Any = record
-    for part in column.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise DataError(
-                f"{place}: no column '{column}', only {', '.join(record) or 'none'}; "
-                f"correct the data, or set {setting}"
-            )
-        value = value[part]
-    return value
-
-
-def _parse_question(value: Any) -> str | list[Message]:
-    """A question as text, or as chat messages."""
-    if isinstance(value, str) and value.strip():
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"must be a text or a list of chat messages, got {_shown(value)}")
-    messages = []
-    for message in value:
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"must hold messages with role and content, got {_shown(message)}")
-        messages.append({"role": role, "content": content})
-    return messages
-
-
-def _list_of_texts(text: str) -> list[str] | None:
-    """The texts of a JSON list of texts; none for anything else, such as the interval [1, 2]."""
-    if not text.lstrip().startswith('["'):
-        return None
-    try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    return values if all(isinstance(value, str) for value in values) else None
-
-
-def _bad_row(place: str, column: str, error: ValueError) -> DataError:
-    return DataError(f"{place}: column '{column}' {error}; correct or remove this row")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+def _contradiction(first: Prompt, other: Prompt) -> str:
+    return f"{first.prompt_id} has '{first.answer}', {other.prompt_id} has '{other.answer}'"

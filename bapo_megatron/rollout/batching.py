@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-    from bapo_megatron.data.prompts import PromptStream
+    from bapo_megatron.data.stream import PromptMixture, PromptStream
     from bapo_megatron.rollout.buffer import PendingGroup
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
@@ -63,7 +63,7 @@ class BatchCollector:
     def __init__(
         self,
         grader: Grader,
-        prompts: PromptStream,
+        prompts: PromptStream | PromptMixture,
         config: RolloutConfig,
         replay: ReplayConfig,
         plan: BatchPlan,

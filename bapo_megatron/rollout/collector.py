@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.prompts import PromptStream, load_prompts
+from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.data.overlap import log_overlaps
+from bapo_megatron.data.prompts import load_prompts, load_train_sets, log_warnings
+from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
@@ -121,23 +123,23 @@ class Collector:
         self._wire_dir = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bapo-megatron-"))
         )
-        tokenizer = load_tokenizer(run.model.path)
-        renderer = ChatRenderer(tokenizer, run.data.system_prompt, run.data.prompt_suffix)
+        tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
+        renderer = make_renderer(tokenizer, run.data)
         grader = Grader(
             tokenizer, rewards, Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
         )
+        train_sets = load_train_sets(run.data, renderer) if for_training else []
+        log_warnings(train_sets)
         if for_training:
-            assert run.data.train is not None, "check_config requires data.train without replay"
-            prompts = load_prompts(run.data.train, renderer, run.data.max_prompt_tokens)
-            self._probe_prompts = tuple(prompts[:_NUM_PROBE_PROMPTS])
-            stream = PromptStream(prompts, run.seed, run.data.shuffle)
+            self._probe_prompts = train_sets[0].prompts[:_NUM_PROBE_PROMPTS]
+            stream = PromptMixture(train_sets, run.seed, run.data.shuffle)
             plan = BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch)
             self._batches = BatchCollector(
                 grader, stream, run.rollout, run.replay, plan, self._report
             )
         sets = [
             EvalSet(
-                dataset.name or dataset.path.stem,
+                dataset.label,
                 tuple(
                     load_prompts(dataset, renderer, run.data.max_prompt_tokens)[
                         : run.eval.max_prompts
@@ -146,6 +148,7 @@ class Collector:
             )
             for dataset in run.eval.sets
         ]
+        log_overlaps(train_sets, [(each.name, each.prompts) for each in sets])
         self._evaluator = Evaluator(grader, sets, run.eval, run.run_dir / "eval", self._report)
 
     async def connect(self, version: int | None) -> None:

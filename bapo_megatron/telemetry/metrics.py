@@ -76,6 +76,7 @@ def step_metrics(
     """
     values = {
         **_rollout_metrics(batch),
+        **_source_metrics(batch),
         **_age_metrics(batch),
         **_update_metrics(results),
         **_bound_metrics([bounds for result in results for bounds in result.bounds]),
@@ -143,6 +144,20 @@ def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         for name, value in sample.reward_components.items():
             sums.setdefault(name, []).append(value)
     return {f"reward/{name}": math.fsum(sums[name]) / len(sums[name]) for name in sorted(sums)}
+
+
+def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """``data/<name>/…`` of every training set with a group in the batch."""
+    groups_by_source: dict[str, list[Group]] = {}
+    for group in batch.groups:
+        groups_by_source.setdefault(group.samples[0].prompt.source, []).append(group)
+    values = {}
+    for source, groups in groups_by_source.items():
+        if source:  # dumps of earlier versions do not tell
+            rewards = [sample.reward for group in groups for sample in group.samples]
+            values[f"data/{source}/reward_mean"] = math.fsum(rewards) / len(rewards)
+            values[f"data/{source}/group_share"] = len(groups) / len(batch.groups)
+    return values
 
 
 def _work_metrics(stats: RolloutStats) -> dict[str, float]:

@@ -203,6 +203,29 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "convert the file",
         ),
         (
+            ["data.train=[{path: train.jsonl}, {path: missing.jsonl}]"],
+            1,
+            "data.train[1].path: no such file 'missing.jsonl'; paths are relative to the current "
+            "directory",
+        ),
+        (
+            ["data.train=[{path: train.jsonl}, {hub: a/train, split: x}]"],
+            1,
+            "data.train: must differ, got 'train' 2 times; keep or rename one",
+        ),
+        (
+            ["data.train={path: 'no-*.jsonl', name: parts}"],
+            1,
+            "data.train.path: no file matches 'no-*.jsonl'; paths are relative to the current "
+            "directory",
+        ),
+        (
+            ["data.chat_template=no.jinja"],
+            1,
+            "data.chat_template: no such file 'no.jinja'; paths are relative to the current "
+            "directory",
+        ),
+        (
             ["eval.sets=[{path: train.jsonl}, {path: missing.jsonl}]"],
             1,
             "eval.sets[1].path: no such file 'missing.jsonl'; paths are relative to the current "

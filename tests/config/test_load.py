@@ -130,7 +130,44 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
         ),
         (
             "eval: {sets: [{name: x}]}",
-            "missing key 'eval.sets[0].path' (jsonl, json or parquet.); add it",
+            "'eval.sets[0]' must have path or hub, got neither; set one of them",
+        ),
+        (
+            "data: {train: {path: x.jsonl, hub: a/b}}",
+            "'data.train' must have path or hub, got 'x.jsonl' and 'a/b'; set one of them",
+        ),
+        (
+            "data: {train: [{path: x.jsonl}, {hub: a/b}]}",
+            "'data.train[1]' must have a split with hub = 'a/b', got none; set split, such as "
+            "train",
+        ),
+        (
+            "data: {train: [{path: x.jsonl, wieght: 2}]}",
+            "unknown key 'data.train[0].wieght'; did you mean 'data.train[0].weight'?",
+        ),
+        (
+            "data: {train: [{path: x.jsonl, weight: 0}]}",
+            "'data.train[0].weight' must be greater than 0, got 0; its default is 1.0",
+        ),
+        (
+            "data: {train: [{path: 'part-*.jsonl'}]}",
+            "'data.train[0]' must have a name, since path = 'part-*.jsonl' matches several files; "
+            "set name",
+        ),
+        (
+            "data: {train: {path: x.jsonl, row_format: math, prompt_column: q}}",
+            "'data.train' must have prompt_column and answer_column only with row_format auto or "
+            "columns, got them with math; leave out one or the other",
+        ),
+        (
+            "data: {train: {path: x.jsonl, split: train}}",
+            "'data.train' must have subset and split only with hub, got 'train' with path; leave "
+            "them out",
+        ),
+        (
+            "data: {train: x.jsonl}",
+            "'data.train' must be a section of keys, got 'x.jsonl'; indent its keys below it, or "
+            "leave it out",
         ),
         (
             "train: {steps: many}",
@@ -202,6 +239,35 @@ def test_an_error_is_one_line_with_place_rule_value_and_remedy(folder, text, mes
     path = write(folder, f"{inherit}{text}\n")
 
     assert error_of(path) == f"configs/a.yaml: {message}"
+
+
+def test_training_prompts_are_one_set_or_a_list_of_sets(folder):
+    path = write(folder, "inherit: base.yaml\ndata: {train: {path: a.jsonl, answer_column: x}}\n")
+
+    one = load_config(path, ["data.train.path=b.jsonl"]).data
+    several = load_config(path, ["data.train=[{path: b.jsonl, weight: 3}, {path: c.jsonl}]"]).data
+
+    assert [(s.label, s.answer_column, s.weight) for s in one.train_sets] == [("b", "x", 1.0)]
+    assert [(s.label, s.answer_column, s.weight) for s in several.train_sets] == [
+        ("b", None, 3.0),
+        ("c", None, 1.0),
+    ]
+    assert load_config(path, ["data.train=null"]).data.train_sets == ()
+
+
+def test_a_list_of_sets_and_one_set_take_each_other_s_place(folder, tmp_path):
+    write(
+        folder, "inherit: base.yaml\ndata: {train: [{path: a.jsonl}, {path: b.jsonl}]}\n", "b.yaml"
+    )
+    path = write(folder, "inherit: b.yaml\ndata: {train: {path: c.jsonl}}\n")
+
+    assert [s.label for s in load_config(path).data.train_sets] == ["c"]
+    (overridden,) = load_config(folder / "b.yaml", ["data.train.path=d.jsonl"]).data.train_sets
+    assert overridden.label == "d"
+    config = load_config(path, ["data.train=[{hub: openai/gsm8k, split: train}]"])
+    assert [s.label for s in config.data.train_sets] == ["gsm8k"]
+    save_resolved(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_a_missing_key_is_named_with_its_meaning(folder):
@@ -317,7 +383,7 @@ def test_every_key_is_described():
     assert keys["algorithm.clip"].type == "bapo | fixed | none"
     assert keys["model.path"].default == "required"
     assert keys["algorithm.bapo.lower.step"].default == "0.02 (preset paper)"
-    assert keys["eval.sets[].path"].type == "path"
+    assert keys["eval.sets[].path"].type == "path | null"
     assert keys["rollout.server.max_total_tokens"].type == "integer | null ≥ 1"
 
 

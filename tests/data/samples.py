@@ -20,6 +20,7 @@ def make_sample(
             token_ids=tuple(range(base, base + prompt_tokens)),
             answer="42",
             text="What is 6 · 7?",
+            source="sums",
         ),
         response_token_ids=np.arange(base + 50, base + 50 + response_tokens),
         behaviour_logprobs=-np.arange(1, response_tokens + 1, dtype=np.float32) / (base + 1),

@@ -83,6 +83,18 @@ def test_a_dump_from_before_rewards_had_components_is_read_without_them():
     assert [sample.reward for sample in samples] == [s.reward for s in make_batch().samples]
 
 
+def test_a_dump_from_before_data_sets_had_names_reads_without_them():
+    batch = make_batch()
+    table = pq.read_table(pa.BufferReader(dump_bytes(batch))).drop_columns("source")
+    stream = pa.BufferOutputStream()
+    pq.write_table(table, stream)
+
+    groups = read_batch(stream.getvalue().to_pybytes()).groups
+
+    assert [group.samples[0].prompt.source for group in groups] == ["", "", ""]
+    assert {group.samples[0].prompt.source for group in batch.groups} == {"sums"}
+
+
 def test_samples_of_a_group_share_one_prompt():
     group = read_batch(dump_bytes(make_batch(group_size=3))).groups[1]
 

@@ -1,47 +1,35 @@
+"""From a data set to rendered prompts: what is kept, left out, counted and reported."""
+
 from __future__ import annotations
 
-import json
 import logging
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from bapo_megatron.config.data import DatasetConfig
-from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.prompts import DataError, PromptStream, load_prompts, parse_answer
+from bapo_megatron.config.data import DataConfig, DatasetConfig
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.prompts import (
+    DataError,
+    load_prompts,
+    load_set,
+    load_train_sets,
+    shared_prompts,
+)
 from bapo_megatron.types import Prompt
+from tests.data.prompt_sets import make_prompt_set
+from tests.data.rows import DAPO, rendered, write_jsonl
+
+GOOD = {"prompt": "x", "answer": "1"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir):
-    return load_tokenizer(tokenizer_dir)
-
-
-@pytest.fixture
-def load(tokenizer):
-    """Loads a file with the given columns; prompts keep their questions."""
-
-    def load_file(path, max_prompt_tokens=4096, **columns):
-        renderer = ChatRenderer(tokenizer)
-        return load_prompts(DatasetConfig(path=path, **columns), renderer, max_prompt_tokens)
-
-    return load_file
-
-
-def write_jsonl(path, *lines):
-    path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
-    return path
-
-
-def rendered(question: str) -> str:
-    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+def load_one(path, tokenizer, max_prompt_tokens=4096, **rules):
+    return load_set(DatasetConfig(path=path), ChatRenderer(tokenizer), max_prompt_tokens, **rules)
 
 
 def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
     path = write_jsonl(
         tmp_path / "train.jsonl",
-        {"prompt": "1+1?", "answer": "2"},
+        {"prompt": "1+1?", "answer": "2", "level": 3},
         "",
         {"prompt": "2+2?", "answer": 4},
     )
@@ -50,34 +38,10 @@ def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
 
     assert [p.prompt_id for p in prompts] == ["train.jsonl:0", "train.jsonl:2"]
     assert [p.answer for p in prompts] == ["2", "4"]
+    assert [p.row for p in prompts] == [{"level": 3}, {}]
+    assert {p.source for p in prompts} == {"train"}
     assert prompts[0].text == rendered("1+1?")
     assert tokenizer.decode(prompts[0].token_ids) == rendered("1+1?")
-
-
-def test_token_ids_equal_the_tokenizer_s_own_chat_rendering(tmp_path, load, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Größe von π?", "answer": "1"})
-
-    own = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Größe von π?"}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-    )
-
-    assert list(load(path)[0].token_ids) == own["input_ids"]
-
-
-def test_json_and_parquet_give_the_same_prompts_as_jsonl(tmp_path, load):
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
-    write_jsonl(tmp_path / "x.jsonl", *rows)
-    (tmp_path / "x.json").write_text(json.dumps(rows))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
-
-    wanted = [(p.text, p.answer) for p in load(tmp_path / "x.jsonl")]
-
-    assert wanted == [(rendered("a"), "1"), (rendered("b"), "2")]
-    for name in ("x.json", "x.parquet"):
-        assert [(p.text, p.answer) for p in load(tmp_path / name)] == wanted
 
 
 def test_chat_messages_and_a_dotted_answer_column_are_read(tmp_path, load):
@@ -85,24 +49,13 @@ def test_chat_messages_and_a_dotted_answer_column_are_read(tmp_path, load):
         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}],
         "reward_model": {"ground_truth": '["2"]', "style": "rule"},
     }
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    path = write_jsonl(tmp_path / "x.jsonl", row)
 
-    (prompt,) = load(tmp_path / "x.parquet", answer_column="reward_model.ground_truth")
+    (prompt,) = load(path, answer_column="reward_model.ground_truth", name="sums")
 
     assert prompt.text == f"<|im_start|>system\nBe brief.<|im_end|>\n{rendered('1+1?')}"
-    assert prompt.answer == "2"
-
-
-def test_system_prompt_and_suffix_surround_the_question(tokenizer):
-    renderer = ChatRenderer(tokenizer, system_prompt="Think.", prompt_suffix="\nBox it.")
-
-    assert renderer.messages("1+1?") == [
-        {"role": "system", "content": "Think."},
-        {"role": "user", "content": "1+1?\nBox it."},
-    ]
-    question = [{"role": "user", "content": "1+1?"}]
-    assert renderer.messages(question)[1]["content"] == "1+1?\nBox it."
-    assert question == [{"role": "user", "content": "1+1?"}]
+    assert (prompt.answer, prompt.source) == ("2", "sums")
+    assert prompt.row == {"reward_model": {"style": "rule"}}
 
 
 def test_two_system_messages_are_refused(tmp_path, tokenizer):
@@ -127,16 +80,16 @@ def test_prompts_that_are_too_long_are_left_out_and_reported_once(tmp_path, load
     assert f"2 of 4 prompts are longer than {around + 2} tokens" in record.getMessage()
 
 
-def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load):
+def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x", "answer": "1"})
 
     with pytest.raises(DataError, match="no prompt is left: 1 of 1 prompts are longer than 3"):
         load(path, max_prompt_tokens=3)
     with pytest.raises(DataError, match="no prompt is left: 0 of 0"):
         load(write_jsonl(tmp_path / "empty.jsonl"))
-
-
-GOOD = {"prompt": "x", "answer": "1"}
+    bad = write_jsonl(tmp_path / "bad.jsonl", "{", "[]")
+    with pytest.raises(DataError, match=r"2 rows are bad \(the first: .*bad\.jsonl:1: not valid"):
+        load_one(bad, tokenizer, on_bad_row="skip")
 
 
 @pytest.mark.parametrize(
@@ -163,136 +116,113 @@ GOOD = {"prompt": "x", "answer": "1"}
         ),
     ],
 )
-def test_a_bad_row_is_named_with_line_field_and_reason(tmp_path, load, line, message):
-    path = write_jsonl(tmp_path / "a.jsonl", GOOD, line)
+def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
+    tmp_path, load, tokenizer, line, message
+):
+    path = write_jsonl(tmp_path / "a.jsonl", GOOD, line, GOOD)
 
     with pytest.raises(DataError, match=message) as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
-
-def test_a_row_that_is_no_utf8_is_named(tmp_path, load):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "1"}\n')
-
-    with pytest.raises(DataError, match=r"a\.jsonl:1: not UTF-8"):
-        load(tmp_path / "a.jsonl")
-
-
-def test_a_file_of_another_format_is_refused(tmp_path, load):
-    (tmp_path / "a.csv").write_text("prompt,answer\n")
-    (tmp_path / "a.parquet").write_text("no parquet")
-    (tmp_path / "a.json").write_text('{"prompt": "x"}')
-
-    with pytest.raises(DataError, match=r"a\.csv: must end in \.jsonl, \.json or \.parquet"):
-        load(tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"a\.parquet: not a readable parquet file"):
-        load(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.json: must be a JSON list of objects"):
-        load(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        (" 42 ", "42"),
-        (42, "42"),
-        (2.5, "2.5"),
-        ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
-        ("…\n#### 1,234\n", "1,234"),
-        ("#### 5\nis not at the end", "#### 5\nis not at the end"),
-        (["7"], "7"),
-        ('["7"]', "7"),
-        ('["1/2", "0.5"]', '["1/2", "0.5"]'),
-        (["1/2", 0.5], '["1/2", "0.5"]'),
-        ("[1, 2]", "[1, 2]"),
-    ],
-)
-def test_answers_are_taken_from_their_usual_forms(value, answer):
-    assert parse_answer(value) == answer
-
-
-def test_gsm8k_answers_are_the_final_numbers(shared_data, load):
-    prompts = load(shared_data / "gsm8k_test.jsonl", prompt_column="question")
-
-    assert len(prompts) == 1319
-    assert prompts[0].prompt_id == "gsm8k_test.jsonl:0"
-    assert prompts[0].answer == "18"
-    assert all(p.answer.replace(",", "").lstrip("-").isdigit() for p in prompts)
-
-
-def test_aime_in_skywork_s_schema_is_read(shared_data, load):
-    prompts = load(shared_data / "aime24.parquet", answer_column="reward_model.ground_truth")
-
-    assert len(prompts) == 30
-    assert [p.answer for p in prompts[:2]] == ["204", "025"]
-    assert prompts[0].text.startswith(
-        "<|im_start|>user\nEvery morning Aya goes for a $9$-kilometer"
+    loaded = load_one(path, tokenizer, on_bad_row="skip")
+    assert [p.prompt_id for p in loaded.prompts] == ["a.jsonl:0", "a.jsonl:2"]
+    assert (loaded.report.num_rows, loaded.report.num_bad) == (3, 1)
+    assert loaded.report.first_bad == str(caught.value)
+    assert (
+        f"1 of 3 rows are bad and were left out (data.on_bad_row), the first: {path}:2: "
+        in (loaded.report.warnings()[0])
     )
 
 
-def make_prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"a:{i}", (i,), str(i), f"question {i}") for i in range(count)]
+def test_rows_before_the_first_of_a_known_format_are_bad(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", {"input": "x"}, GOOD)
+
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the columns input are of no known format; "):
+        load_one(path, tokenizer)
+    loaded = load_one(path, tokenizer, on_bad_row="skip")
+    assert (loaded.report.num_bad, loaded.report.row_format) == (1, "columns")
 
 
-def take(stream: PromptStream, count: int) -> list[str]:
-    return [next(stream).prompt_id for _ in range(count)]
+def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(tmp_path, tokenizer):
+    rows = [
+        (1, "a", "1"),
+        (2, "b", "1"),
+        (3, "a", "1"),
+        (4, "a", "2"),
+        (5, "a", "3"),
+        (6, "b", "1"),
+    ]
+    path = write_jsonl(
+        tmp_path / "a.jsonl", *({"id": i, "prompt": q, "answer": a} for i, q, a in rows)
+    )
+
+    kept, dropped = load_one(path, tokenizer), load_one(path, tokenizer, on_duplicate="drop")
+
+    assert [p.row["id"] for p in kept.prompts] == [1, 2, 3, 4, 5, 6]
+    assert [p.row["id"] for p in dropped.prompts] == [1, 2]
+    for loaded, action in ((kept, "stay"), (dropped, "were left out")):
+        assert loaded.report.num_duplicates == 4
+        assert loaded.report.num_contradictions == 1
+        repeated, contradicting = loaded.report.warnings()
+        assert f"4 of 6 rows repeat the prompt of an earlier one and {action}" in repeated
+        assert contradicting.endswith(
+            "1 prompts have rows with different answers, the first: a.jsonl:0 has '1', "
+            "a.jsonl:3 has '2'"
+        )
 
 
-def test_without_shuffling_the_file_repeats_in_order():
-    stream = PromptStream(make_prompts(3), seed=0, shuffle=False)
+def test_dapo_s_repeated_prompts_are_rendered_once_and_can_be_dropped(tmp_path, tokenizer):
+    rows = [
+        {
+            **DAPO,
+            "prompt": [{"role": "user", "content": f"Question {n % 3}"}],
+            "extra_info": {"index": str(n)},
+        }
+        for n in range(300)
+    ]
+    path = write_jsonl(tmp_path / "dapo.jsonl", *rows)
 
-    assert take(stream, 7) == ["a:0", "a:1", "a:2", "a:0", "a:1", "a:2", "a:0"]
-    assert stream.epoch == 2
+    kept, dropped = load_one(path, tokenizer), load_one(path, tokenizer, on_duplicate="drop")
 
-
-def test_each_epoch_holds_every_prompt_once_in_an_order_of_its_own():
-    ids = take(PromptStream(make_prompts(50), seed=1, shuffle=True), 100)
-
-    assert sorted(ids[:50]) == sorted(ids[50:]) == sorted(f"a:{i}" for i in range(50))
-    assert ids[:50] != ids[50:]
-    assert ids == take(PromptStream(make_prompts(50), seed=1, shuffle=True), 100)
-    assert ids != take(PromptStream(make_prompts(50), seed=2, shuffle=True), 100)
-
-
-@pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 20])
-def test_a_resumed_stream_equals_the_uninterrupted_one(position):
-    uninterrupted = take(PromptStream(make_prompts(7), seed=3, shuffle=True), 40)
-    stream = PromptStream(make_prompts(7), seed=3, shuffle=True)
-    take(stream, position)
-    state = json.loads(json.dumps(stream.state()))
-
-    resumed = PromptStream(make_prompts(7), seed=3, shuffle=True)
-    resumed.restore(state)
-
-    assert take(resumed, 40 - position) == uninterrupted[position:]
+    assert (len(kept.prompts), kept.report.num_duplicates) == (300, 297)
+    assert len({id(p.token_ids) for p in kept.prompts}) == 3
+    assert [p.row["extra_info"]["index"] for p in dropped.prompts] == ["0", "1", "2"]
 
 
-def test_a_position_in_other_prompts_is_refused():
-    state = PromptStream(make_prompts(7), seed=3, shuffle=True).state()
+def test_prompts_that_several_sets_of_a_mixture_have_are_reported():
+    sets = [
+        make_prompt_set(name, [Prompt(f"{name}:{i}", (1,), "", text) for i, text in texts])
+        for name, texts in (
+            ("a", enumerate("xyx")),
+            ("b", enumerate("zyyx")),
+            ("c", enumerate("w")),
+        )
+    ]
 
-    with pytest.raises(ValueError, match="the training prompts differ"):
-        PromptStream(make_prompts(8), seed=3, shuffle=True).restore(state)
-    with pytest.raises(ValueError, match="seed was 3 when it was saved and is 4 now"):
-        PromptStream(make_prompts(7), seed=4, shuffle=True).restore(state)
-    with pytest.raises(ValueError, match=r"data\.shuffle was True when it was saved"):
-        PromptStream(make_prompts(7), seed=3, shuffle=False).restore(state)
-
-
-def test_a_stream_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one prompt"):
-        PromptStream([], seed=0, shuffle=True)
-
-
-def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
-    with pytest.raises(ValueError, match="no usable tokenizer") as caught:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert shared_prompts(sets) == [
+        "training set 'b': 2 of 3 prompts are in an earlier set too, the first: b:1 is a:1 of 'a'"
+    ]
+    assert shared_prompts(sets[:1]) == []
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path, tokenizer_dir):
-    for file in tokenizer_dir.iterdir():
-        if file.name != "chat_template.jinja":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+def test_each_training_set_follows_the_rules_of_the_data_section(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", GOOD, GOOD, "{")
+    write_jsonl(tmp_path / "b.jsonl", {"question": "x", "answer": "5\n#### 5"})
+    data = DataConfig.model_validate(
+        {
+            "train": [
+                {"path": tmp_path / "a.jsonl", "weight": 3},
+                {"path": tmp_path / "b.jsonl", "name": "second"},
+            ],
+            "on_bad_row": "skip",
+            "on_duplicate": "drop",
+        }
+    )
 
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        load_tokenizer(tmp_path)
+    first, second = load_train_sets(data, ChatRenderer(tokenizer))
+
+    assert (first.name, first.weight, len(first.prompts)) == ("a", 3.0, 1)
+    assert (first.report.num_bad, first.report.num_duplicates) == (1, 1)
+    assert (second.name, second.weight, second.prompts[0].answer) == ("second", 1.0, "5")
+    assert second.report.row_format == "gsm8k"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.data.prompts import parse_answer
+from bapo_megatron.data.schemas import parse_answer
 from bapo_megatron.reward.grade_file import GradeError, grade_file
 from tests.launch import REPOSITORY
 

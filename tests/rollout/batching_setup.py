@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt

@@ -317,6 +317,7 @@ def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
     with caplog.at_level(logging.WARNING), pytest.raises(RolloutError, match="no answer for 1 s"):
         client.wait_ready()
     assert "1 of 17 prompts are longer than 32 tokens" in caplog.text
+    assert "5 of 5 prompts of evaluation set 'sums' are in training set 'train' too" in caplog.text
 
     train.write_text(rows + '{"prompt": "1+1=?"}\n')
     client = open_client(config)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import PendingGroup

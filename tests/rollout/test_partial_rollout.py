@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan

@@ -1,5 +1,6 @@
 """Whatever happens to requests, servers and the trainer, every prompt drawn is trained, dropped
-for a counted reason, or in the buffer; never twice; tokens, log-probs and versions stay aligned.
+for a counted reason, or in the buffer; never twice; group n has the n-th draw of the mixture, as if
+nothing had been interrupted; tokens, log-probs and versions stay aligned.
 
 Random sequences of events against a pool of which the test decides what each request receives.
 """
@@ -10,6 +11,7 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +20,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.prompts import PromptStream
+from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
+from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import FakePool, Request, logprobs_of
 
 if TYPE_CHECKING:
@@ -30,7 +33,13 @@ if TYPE_CHECKING:
 
 GROUPS, SAMPLES, LONGEST, UPDATES = 4, 2, 12, 2
 TOTAL_STEPS = 1000
-PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
+SETS = [
+    make_prompt_set(
+        name, [Prompt(f"{name}:{number}", (1, 2), "", "") for number in range(size)], weight
+    )
+    for name, size, weight in (("p", 7, 2.0), ("q", 3, 1.0))
+]
+DRAWS = [prompt.prompt_id for prompt in islice(PromptMixture(SETS, seed=0, shuffle=True), 4000)]
 
 
 class RewardsByGroup:
@@ -133,7 +142,7 @@ class RolloutMachine(RuleBasedStateMachine):
             self.pool.on_drain = self.score_all
         self.batches = BatchCollector(
             self.rewards,
-            PromptStream(PROMPTS, seed=0, shuffle=True),
+            PromptMixture(SETS, seed=0, shuffle=True),
             self.config,
             self.replay,
             BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=UPDATES),
@@ -273,6 +282,7 @@ class RolloutMachine(RuleBasedStateMachine):
         assert [group.group_id for group in new] == sorted(group.group_id for group in new)
         for group in batch.groups:
             assert [sample.index for sample in group.samples] == list(range(SAMPLES))
+            assert group.samples[0].prompt.prompt_id == DRAWS[group.group_id]
             for sample in group.samples:
                 assert sample.finish_reason is not FinishReason.ABORT
                 check_tokens(sample)

@@ -152,6 +152,27 @@ def test_rollout_metrics_count_samples_and_groups() -> None:
     assert values["rollout/truncated_share"] == 0.25
 
 
+def test_rewards_are_reported_for_every_data_set_of_the_batch() -> None:
+    rewards = {"easy": [[1.0, 1.0], [0.0, 1.0]], "hard": [[0.0, 0.0]], "": [[1.0, 1.0]]}
+    groups = []
+    for source, of_groups in rewards.items():
+        for of_group in of_groups:
+            samples = [_sample(len(groups), i, 2, reward) for i, reward in enumerate(of_group)]
+            for sample in samples:
+                sample.prompt = replace(sample.prompt, source=source)
+            groups.append(Group(len(groups), tuple(samples)))
+    batch = RolloutBatch(step=0, version=0, groups=tuple(groups))
+
+    values = step_metrics(batch, [], lr=0.0, phase_s={}).values
+
+    assert {name: value for name, value in values.items() if name.startswith("data/")} == {
+        "data/easy/reward_mean": 0.75,
+        "data/easy/group_share": 0.5,
+        "data/hard/reward_mean": 0.0,
+        "data/hard/group_share": 0.25,
+    }
+
+
 def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
     stats = RolloutStats(
         replayed_groups=2,

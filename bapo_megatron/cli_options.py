@@ -1,0 +1,24 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import RunConfig
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: rollout.temperature=0.6"),
+]
+
+
+def load(config: Path, overrides: list[str] | None) -> RunConfig:
+    """The validated configuration of a command."""
+    from bapo_megatron.config.load import load_config
+
+    return load_config(config, overrides or [])

@@ -1,0 +1,143 @@
+"""Finds evaluation prompts among the training prompts.
+
+Prompts are compared as rendered, after normalisation: case, white space, punctuation, LaTeX spacing
+and delimiters do not count. Where a question stands among instructions that its whole set has (a
+chat template, "Solve the following problem …"), it is compared without them as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bapo_megatron.data.prompts import PromptSet
+    from bapo_megatron.types import Prompt
+
+_LOG = logging.getLogger(__name__)
+_FEWEST_WORDS = 8
+"""A shorter question without its instructions says too little: "3 + 4" is no theorem."""
+
+_SAME_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_LATEX_SPACING = re.compile(
+    r"\\(?:[,;:!>()\[\] ]|"
+    r"(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|textstyle|limits)(?![a-zA-Z]))"
+)
+"""Spacing, sizes and delimiters of formulas."""
+_POINT = re.compile(r"(?<!\d)[.,]|[.,](?!\d)")
+"""Points and commas, but those of 3.14 and 1,000."""
+_SIGNS: dict[int, str | None] = {ord(sign): " " for sign in "$~?!;:'\"`‘’“”"} | {
+    ord(brace): None for brace in "{}"
+}
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Prompts that an evaluation set shares with a training set."""
+
+    train_name: str
+    eval_name: str
+    num_eval_prompts: int
+    """Prompts of the evaluation set that the training set has as well."""
+    of_eval_prompts: int
+    """All prompts of the evaluation set."""
+    num_train_prompts: int
+    """Prompts of the training set that the evaluation set has as well."""
+    first_eval_id: str
+    first_train_id: str
+
+    def warning(self) -> str:
+        """The overlap on one line."""
+        return (
+            f"{self.num_eval_prompts} of {self.of_eval_prompts} prompts of evaluation set "
+            f"'{self.eval_name}' are in training set '{self.train_name}' too "
+            f"({self.num_train_prompts} there), the first: {self.first_eval_id} is "
+            f"{self.first_train_id}; scores on them show memory: remove them from one of the two"
+        )
+
+
+def find_overlaps(
+    train_sets: Sequence[PromptSet], eval_sets: Sequence[tuple[str, Sequence[Prompt]]]
+) -> list[Overlap]:
+    """Every pair of a training and an evaluation set with a prompt in common.
+
+    Args:
+        train_sets: Training sets.
+        eval_sets: Name and prompts of each evaluation set.
+    """
+    if not eval_sets:
+        return []
+    keys_of_eval = [_keys(prompts) for _, prompts in eval_sets]
+    found = []
+    for train_set in train_sets:
+        rows_of: dict[str, list[int]] = {}
+        for row, keys in enumerate(_keys(train_set.prompts)):
+            for key in keys:
+                rows_of.setdefault(key, []).append(row)
+        for (name, prompts), keys_of in zip(eval_sets, keys_of_eval, strict=True):
+            matches = [
+                (eval_row, rows)
+                for eval_row, keys in enumerate(keys_of)
+                if (rows := sorted({row for key in keys for row in rows_of.get(key, ())}))
+            ]
+            if matches:
+                first_eval, first_rows = matches[0]
+                found.append(
+                    Overlap(
+                        train_name=train_set.name,
+                        eval_name=name,
+                        num_eval_prompts=len(matches),
+                        of_eval_prompts=len(prompts),
+                        num_train_prompts=len({row for _, rows in matches for row in rows}),
+                        first_eval_id=prompts[first_eval].prompt_id,
+                        first_train_id=train_set.prompts[first_rows[0]].prompt_id,
+                    )
+                )
+    return found
+
+
+def log_overlaps(
+    train_sets: Sequence[PromptSet], eval_sets: Sequence[tuple[str, Sequence[Prompt]]]
+) -> None:
+    """Log a warning for every pair of sets with a prompt in common; see ``find_overlaps``."""
+    for overlap in find_overlaps(train_sets, eval_sets):
+        _LOG.warning("%s", overlap.warning())
+
+
+def normalise(text: str) -> str:
+    """The words and signs of a text, one space between them."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    if "\\" in text:
+        text = _LATEX_SPACING.sub(" ", _SAME_FRACTION.sub(r"\\frac", text))
+    return " ".join(_WORD.findall(_POINT.sub(" ", text.translate(_SIGNS)).casefold()))
+
+
+def _keys(prompts: Sequence[Prompt]) -> list[set[str]]:
+    """What each prompt is compared by: all of it, and what its set's instructions leave."""
+    normalised_of = {text: normalise(text) for text in {prompt.text for prompt in prompts}}
+    before, after = _instructions(list(normalised_of.values()))
+    keys_of = {}
+    for text, whole in normalised_of.items():
+        question = whole[before : max(before, len(whole) - after)]
+        is_long = len(question.split()) >= _FEWEST_WORDS
+        keys_of[text] = {whole, question} if is_long else {whole}
+    return [keys_of[prompt.text] for prompt in prompts]
+
+
+def _instructions(texts: Sequence[str]) -> tuple[int, int]:
+    """How many characters all texts have in common at their start and end, in whole words."""
+    return _common_start(texts), _common_start([text[::-1] for text in texts])
+
+
+def _common_start(texts: Sequence[str]) -> int:
+    first, last = min(texts), max(texts)  # what these two share, all others do as well
+    pairs = enumerate(zip(first, last, strict=False))
+    num_common = next((place for place, (a, b) in pairs if a != b), min(len(first), len(last)))
+    return first.rfind(" ", 0, num_common) + 1

@@ -1,0 +1,232 @@
+"""The order in which training prompts are drawn; its position is saved and resumed exactly.
+
+Everything here is a function of the sets, their weights, the seed and the number of draws. Ranks do
+not enter: rank 0's collector draws every prompt of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bapo_megatron.data.prompts import PromptSet
+    from bapo_megatron.types import Prompt
+
+
+class PromptStream:
+    """Endless prompts of one set, epoch after epoch, each in an order that the seed decides."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, *, number: int = 0
+    ) -> None:
+        """Start at the first prompt of the first epoch.
+
+        Args:
+            prompts: At least one prompt.
+            seed: The run's seed.
+            shuffle: Whether each epoch has an order of its own, or the set's.
+            number: The set's place in its mixture, so that no two sets share an order.
+        """
+        if not prompts:
+            raise ValueError("a prompt stream needs at least one prompt")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._number = number
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+        self._digest = ""
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        """The next prompt; the stream never ends."""
+        if self._position == len(self._prompts):
+            self._epoch += 1
+            self._position = 0
+            self._order = self._epoch_order()
+        prompt: Prompt = self._prompts[self._order[self._position]]
+        self._position += 1
+        return prompt
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the latest prompt, from 0."""
+        return self._epoch
+
+    @property
+    def num_drawn(self) -> int:
+        """Prompts drawn so far."""
+        return self._epoch * len(self._prompts) + self._position
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON values for a checkpoint."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "digest": self._digest_of_prompts(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state`` returned.
+
+        Raises:
+            ValueError: The state belongs to other prompts, another seed or another order.
+        """
+        for name, mine in (("seed", self._seed), ("data.shuffle", self._shuffle)):
+            saved = state[name.rpartition(".")[2]]
+            if saved != mine:
+                raise ValueError(
+                    f"cannot resume the data position: {name} was {saved} when it was saved and "
+                    f"is {mine} now; resume with the same value"
+                )
+        if state["digest"] != self._digest_of_prompts():
+            raise ValueError(
+                "cannot resume the data position: the training prompts differ from those it was "
+                "saved with; restore the data file, chat template and data settings"
+            )
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self._prompts))
+        # NumPy fills up with zeros: set 0 has the order of a run without a mixture.
+        rng = np.random.default_rng([self._seed, self._epoch, self._number])
+        return rng.permutation(len(self._prompts))
+
+    def _digest_of_prompts(self) -> str:
+        if not self._digest:  # seconds for a million prompts, which never change
+            digest = hashlib.sha256()
+            for prompt in self._prompts:
+                digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.answer)).encode())
+            self._digest = digest.hexdigest()
+        return self._digest
+
+
+class PromptMixture:
+    """Endless prompts of several sets, each with its share of the draws.
+
+    Set i with weight wᵢ has the share pᵢ = wᵢ / Σ w. Of the first n draws, cᵢ(n) come from it, and
+
+        |cᵢ(n) − n·pᵢ| < 1 for every set and every n.
+
+    No random draw can promise that; so which set a draw comes from is decided by the position
+    alone, and the seed decides the order within each set. The j-th prompt of set i (j = 1, 2, …) is
+    drawn in the window ⌊(j − 1) / pᵢ⌋ ≤ t < ⌈j / pᵢ⌉ of draws t = 0, 1, …; of the sets whose window
+    is open, the one whose window closes first is taken, the first of the list where several do.
+    That such a schedule exists and that this rule finds it is the theorem behind Pfair scheduling
+    on one processor (Baruah, Cohen, Plaxton and Varvel, 1996). Windows are computed in integers.
+    """
+
+    def __init__(self, sets: Sequence[PromptSet], seed: int, shuffle: bool) -> None:
+        """Start at the first prompt of each set.
+
+        Args:
+            sets: At least one set; names differ.
+            seed: The run's seed.
+            shuffle: Whether each epoch of each set has an order of its own.
+        """
+        self._names = [prompt_set.name for prompt_set in sets]
+        self._streams = [
+            PromptStream(prompt_set.prompts, seed, shuffle, number=number)
+            for number, prompt_set in enumerate(sets)
+        ]
+        self._weights = [float(prompt_set.weight) for prompt_set in sets]
+        self._units, self._total_units = _in_units(self._weights)
+        self._num_drawn = [0] * len(sets)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        """The next prompt; the stream never ends."""
+        number = self._next_set()
+        self._num_drawn[number] += 1
+        return next(self._streams[number])
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each set's share of the draws."""
+        return {
+            name: units / self._total_units
+            for name, units in zip(self._names, self._units, strict=True)
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The position in every set, as JSON values for a checkpoint."""
+        return {
+            "sets": [
+                {"name": name, "weight": weight, **stream.state()}
+                for name, weight, stream in zip(
+                    self._names, self._weights, self._streams, strict=True
+                )
+            ]
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state`` returned, or that of a lone ``PromptStream``.
+
+        Raises:
+            ValueError: The state belongs to other sets, weights, prompts, or another seed or order.
+        """
+        mine = self._described(zip(self._names, self._weights, strict=True))
+        if "sets" in state:
+            entries = state["sets"]
+            saved = self._described((entry["name"], entry["weight"]) for entry in entries)
+        else:  # saved before there were mixtures
+            entries = [state]
+            saved = mine if len(self._streams) == 1 else "one set"
+        if saved != mine:
+            raise ValueError(
+                f"cannot resume the data position: data.train was {saved} when it was saved and is "
+                f"{mine} now; resume with the same sets and weights"
+            )
+        for stream, entry in zip(self._streams, entries, strict=True):
+            stream.restore(entry)
+        self._num_drawn = [stream.num_drawn for stream in self._streams]
+
+    def _next_set(self) -> int:
+        """Of the sets whose window is open, the one whose window closes first."""
+        now, total = sum(self._num_drawn), self._total_units
+        best, best_deadline = -1, 0
+        for number, (drawn, units) in enumerate(zip(self._num_drawn, self._units, strict=True)):
+            if drawn * total // units > now:
+                continue
+            deadline = -(-(drawn + 1) * total // units)
+            if best < 0 or deadline < best_deadline:
+                best, best_deadline = number, deadline
+        assert best >= 0, "some set is not ahead of its share"
+        return best
+
+    @staticmethod
+    def _described(sets: Any) -> str:
+        """Such as ``a:1, b:0.5``; name and weight of a lone set mean nothing."""
+        pairs = list(sets)
+        if len(pairs) == 1:
+            return "one set"
+        return ", ".join(f"{name}:{weight:g}" for name, weight in pairs)
+
+
+def _in_units(weights: Sequence[float]) -> tuple[list[int], int]:
+    """Weights as whole numbers in the same proportions, and their sum.
+
+    They are taken as they are written: 0.1 is 1/10, not the nearest binary fraction.
+    """
+    exact = [Fraction(repr(weight)) for weight in weights]
+    denominator = math.lcm(*(weight.denominator for weight in exact))
+    units = [int(weight * denominator) for weight in exact]
+    common = math.gcd(*units)
+    return [unit // common for unit in units], sum(units) // common

@@ -1,0 +1,100 @@
+"""Evaluation prompts are found among training prompts, however they are written down."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pyarrow.parquet as pq
+import pytest
+
+from bapo_megatron.data.overlap import find_overlaps, log_overlaps, normalise
+from bapo_megatron.types import Prompt
+from tests.data.prompt_sets import make_prompt_set
+from tests.data.rows import rendered
+
+SKYWORK_SUFFIX = " Let's think step by step and output the final answer within \\boxed{}."
+
+
+def prompts(name, questions):
+    return tuple(Prompt(f"{name}:{i}", (1,), "1", rendered(q)) for i, q in enumerate(questions))
+
+
+def overlaps(train, evaluation):
+    """Of training set t and evaluation set e with these questions."""
+    return find_overlaps(
+        [make_prompt_set("t", prompts("t", train))], [("e", prompts("e", evaluation))]
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is  3 + 4?", "what is\n3+4"),
+        (r"Find $\dfrac{1}{2}\,x$.", r"find \(\frac12 x\)"),
+        (r"$\left( a, b \right)$", "(a,b)"),
+        ("It costs “five” dollars; don’t pay!", "It costs 'five' dollars dont' pay"),
+        ("x² + y", "x2+y"),
+    ],
+)
+def test_notation_does_not_count(one, other):
+    assert normalise(one).replace(" ", "") == normalise(other).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("3 + 4", "3 - 4"), ("3.14", "314"), ("x^2", "x2"), ("1,000", "1 000"), ("a < b", "a > b")],
+)
+def test_what_changes_the_question_counts(one, other):
+    assert normalise(one) != normalise(other)
+
+
+def test_short_questions_are_compared_whole():
+    questions = [f"What is {a}+{b}?" for a in range(4) for b in range(4)]
+
+    assert overlaps([q for q in questions if "3+" not in q], ["What is 3+0?", "What is 3+1?"]) == []
+    (found,) = overlaps(questions, ["What is 3 + 0?", "What is 9+9?"])
+    assert (found.num_eval_prompts, found.of_eval_prompts, found.num_train_prompts) == (1, 2, 1)
+    assert (found.first_eval_id, found.first_train_id) == ("e:0", "t:12")
+
+
+def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
+    aime = [
+        row["prompt"][0]["content"]
+        for row in pq.read_table(shared_data / "aime24.parquet").to_pylist()
+    ]
+    gsm8k = [
+        json.loads(line)["question"]
+        for line in (shared_data / "gsm8k_test.jsonl").read_text().splitlines()[:200]
+    ]
+    assert all(question.endswith(SKYWORK_SUFFIX) for question in aime)
+    leaked = [question.removesuffix(SKYWORK_SUFFIX).replace("$", "") for question in aime[5:9]]
+    dapo = [
+        "Solve the following math problem step by step. The last line of your response should be "
+        f'"Answer: $Answer".\n\n{question}\n\nRemember to put your answer behind "Answer:".'
+        for question in [*gsm8k, *leaked, leaked[0]]
+    ]
+
+    (found,) = overlaps(dapo, aime)
+
+    assert (found.num_eval_prompts, found.num_train_prompts) == (4, 5)
+    assert (found.first_eval_id, found.first_train_id) == ("e:5", "t:200")
+    assert overlaps(dapo[:200], aime) == []
+
+
+def test_every_pair_of_sets_with_a_common_prompt_is_reported(caplog):
+    sets = [make_prompt_set(name, prompts(name, qs)) for name, qs in (("a", "xy"), ("b", "yz"))]
+    evaluation = [("e", prompts("e", "y")), ("f", prompts("f", "zz")), ("g", prompts("g", "q"))]
+
+    with caplog.at_level(logging.WARNING):
+        log_overlaps(sets, evaluation)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of 1 prompts of evaluation set 'e' are in training set 'a' too (1 there), the first: "
+        "e:0 is a:1; scores on them show memory: remove them from one of the two",
+        "1 of 1 prompts of evaluation set 'e' are in training set 'b' too (1 there), the first: "
+        "e:0 is b:0; scores on them show memory: remove them from one of the two",
+        "2 of 2 prompts of evaluation set 'f' are in training set 'b' too (1 there), the first: "
+        "f:0 is b:1; scores on them show memory: remove them from one of the two",
+    ]
+    assert find_overlaps(sets, []) == []

@@ -1,0 +1,205 @@
+"""The order of training prompts: epochs, mixtures, and positions that are resumed exactly."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.data.stream import PromptMixture, PromptStream
+from bapo_megatron.types import Prompt
+from tests.data.prompt_sets import make_prompt_set
+
+weights = st.one_of(
+    st.integers(1, 20).map(float),
+    st.sampled_from([0.1, 0.2, 0.7, 0.05, 1 / 3, 1e-3, 2.5]),
+)
+mixtures = st.lists(st.tuples(st.integers(1, 9), weights), min_size=1, max_size=6)
+"""Size and weight of each set."""
+
+
+def make_prompts(count: int, name: str = "a") -> list[Prompt]:
+    return [Prompt(f"{name}:{i}", (i,), str(i), f"question {i}") for i in range(count)]
+
+
+def make_mixture(sets: list[tuple[int, float]], seed: int = 0, shuffle: bool = True):
+    named = [
+        make_prompt_set(f"s{number}", make_prompts(size, f"s{number}"), weight)
+        for number, (size, weight) in enumerate(sets)
+    ]
+    return PromptMixture(named, seed, shuffle)
+
+
+def take(stream: Any, count: int) -> list[str]:
+    return [next(stream).prompt_id for _ in range(count)]
+
+
+def source(prompt_id: str) -> str:
+    return prompt_id.partition(":")[0]
+
+
+def test_without_shuffling_the_file_repeats_in_order():
+    stream = PromptStream(make_prompts(3), seed=0, shuffle=False)
+
+    assert take(stream, 7) == ["a:0", "a:1", "a:2", "a:0", "a:1", "a:2", "a:0"]
+    assert (stream.epoch, stream.num_drawn) == (2, 7)
+
+
+def test_each_epoch_holds_every_prompt_once_in_an_order_of_its_own():
+    ids = take(PromptStream(make_prompts(50), seed=1, shuffle=True), 100)
+
+    assert sorted(ids[:50]) == sorted(ids[50:]) == sorted(f"a:{i}" for i in range(50))
+    assert ids[:50] != ids[50:]
+    assert ids == take(PromptStream(make_prompts(50), seed=1, shuffle=True), 100)
+    assert ids != take(PromptStream(make_prompts(50), seed=2, shuffle=True), 100)
+
+
+def test_the_order_of_one_set_is_that_of_earlier_versions():
+    # Drawn before there were mixtures: np.random.default_rng([5, epoch]).permutation(6).
+    earlier = ["s0:1", "s0:4", "s0:2", "s0:3", "s0:5", "s0:0", "s0:2", "s0:0"]
+
+    assert take(make_mixture([(6, 1.0)], seed=5), 8) == earlier
+
+
+@pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 20])
+def test_a_resumed_stream_equals_the_uninterrupted_one(position):
+    uninterrupted = take(PromptStream(make_prompts(7), seed=3, shuffle=True), 40)
+    stream = PromptStream(make_prompts(7), seed=3, shuffle=True)
+    take(stream, position)
+    state = json.loads(json.dumps(stream.state()))
+
+    resumed = PromptStream(make_prompts(7), seed=3, shuffle=True)
+    resumed.restore(state)
+
+    assert take(resumed, 40 - position) == uninterrupted[position:]
+
+
+@given(mixtures, st.integers(0, 5), st.booleans(), st.lists(st.integers(0, 30), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_a_mixture_resumed_after_any_draws_equals_the_uninterrupted_one(
+    sets, seed, shuffle, stretches
+):
+    num_draws = sum(stretches) + 25
+    uninterrupted = take(make_mixture(sets, seed, shuffle), num_draws)
+
+    state, drawn = make_mixture(sets, seed, shuffle).state(), []
+    for stretch in [*stretches, 25]:
+        mixture = make_mixture(sets, seed, shuffle)
+        mixture.restore(json.loads(json.dumps(state)))
+        drawn += take(mixture, stretch)
+        state = mixture.state()
+
+    assert drawn == uninterrupted
+
+
+@given(mixtures)
+@settings(max_examples=150, deadline=None)
+def test_after_every_draw_each_set_is_less_than_one_prompt_from_its_share(sets):
+    total = sum(Fraction(repr(weight)) for _, weight in sets)
+    drawn = Counter[str]()
+    for count, prompt_id in enumerate(take(make_mixture(sets), 300), start=1):
+        drawn[source(prompt_id)] += 1
+        for number, (_, weight) in enumerate(sets):
+            share = Fraction(repr(weight)) / total
+            assert abs(drawn[f"s{number}"] - count * share) < 1
+
+
+@given(mixtures, st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_every_epoch_of_every_set_of_a_mixture_holds_each_prompt_once(sets, seed):
+    ids = take(make_mixture(sets, seed), 200)
+    for number, (size, _) in enumerate(sets):
+        own = [prompt_id for prompt_id in ids if source(prompt_id) == f"s{number}"]
+        for start in range(0, len(own) - size + 1, size):
+            assert len(set(own[start : start + size])) == size
+
+
+def test_the_seed_changes_the_order_within_sets_and_not_the_sets_of_the_draws():
+    one, other = (take(make_mixture([(40, 2.0), (40, 1.0)], seed), 90) for seed in (1, 2))
+
+    assert one != other
+    assert [source(x) for x in one] == [source(x) for x in other]
+    # Windows by hand: s0 in draws [0, 2), [1, 3), [3, 5) …, s1 in [0, 3), [3, 6) ….
+    assert [source(x) for x in one[:6]] == ["s0", "s0", "s1"] * 2
+
+
+def test_of_the_open_windows_the_one_that_closes_first_is_taken():
+    # By hand, of 8 draws: s0 [0, 8); s1 [0, 4), [4, 8); s2 [0, 2), [1, 4), [3, 5), [4, 7), [6, 8).
+    ids = take(make_mixture([(9, 1.0), (9, 2.0), (9, 5.0)]), 16)
+
+    assert [source(x) for x in ids] == ["s2", "s1", "s2", "s2", "s2", "s0", "s1", "s2"] * 2
+
+
+def test_two_sets_of_one_size_have_different_orders():
+    ids = take(make_mixture([(30, 1.0), (30, 1.0)]), 60)
+    rows = [[x.partition(":")[2] for x in ids if source(x) == name] for name in ("s0", "s1")]
+
+    assert rows[0] != rows[1]
+    assert sorted(rows[0]) == sorted(rows[1])
+
+
+def test_weights_are_taken_as_they_are_written():
+    # In binary 0.1 + 0.2 is not 0.3; by tenths the first set has exactly a third.
+    sources = [source(x) for x in take(make_mixture([(1, 0.1), (1, 0.2)]), 3000)]
+    ahead = accumulate(2 if name == "s0" else -1 for name in sources)
+
+    assert [value for value in list(ahead)[2::3] if value] == []
+
+
+def test_a_position_in_other_prompts_is_refused():
+    state = PromptStream(make_prompts(7), seed=3, shuffle=True).state()
+
+    with pytest.raises(ValueError, match="the training prompts differ"):
+        PromptStream(make_prompts(8), seed=3, shuffle=True).restore(state)
+    with pytest.raises(ValueError, match="seed was 3 when it was saved and is 4 now"):
+        PromptStream(make_prompts(7), seed=4, shuffle=True).restore(state)
+    with pytest.raises(ValueError, match=r"data\.shuffle was True when it was saved"):
+        PromptStream(make_prompts(7), seed=3, shuffle=False).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("sets", "now"),
+    [
+        ([(3, 1.0), (4, 2.0)], "s0:1, s1:2"),
+        ([(3, 1.0), (4, 1.0), (4, 1.0)], "s0:1, s1:1, s2:1"),
+        ([(3, 1.0)], "one set"),
+    ],
+)
+def test_a_position_in_other_sets_or_weights_is_refused(sets, now):
+    state = make_mixture([(3, 1.0), (4, 1.0)]).state()
+
+    with pytest.raises(ValueError, match=rf"was s0:1, s1:1 when it was saved and is {now} now"):
+        make_mixture(sets).restore(state)
+
+
+def test_a_position_that_was_saved_before_there_were_mixtures_is_resumed():
+    lone = PromptStream(make_prompts(7, "s0"), seed=3, shuffle=True)
+    take(lone, 10)
+    mixture = make_mixture([(7, 1.0)], seed=3)
+
+    mixture.restore(lone.state())
+
+    assert take(mixture, 20) == take(lone, 20)
+    with pytest.raises(ValueError, match="was one set when it was saved and is s0:1, s1:1 now"):
+        make_mixture([(7, 1.0), (7, 1.0)], seed=3).restore(lone.state())
+
+
+def test_a_lone_set_may_get_another_name_or_weight():
+    mixture = make_mixture([(7, 2.0)], seed=3)
+    take(mixture, 4)
+    renamed = PromptMixture([make_prompt_set("other", make_prompts(7, "s0"))], 3, True)
+
+    renamed.restore(mixture.state())
+
+    assert take(renamed, 9) == take(mixture, 9)
+
+
+def test_a_stream_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptStream([], seed=0, shuffle=True)
