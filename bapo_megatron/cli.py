@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bapo_megatron.cli_eval import compare, evaluate
 from bapo_megatron.interruption import end_by_exception
 from bapo_megatron.parent import end_with_parent
 from bapo_megatron.telemetry.console import uncut_console
@@ -71,13 +72,8 @@ def train(
         sys.exit(INTERRUPTED)
 
 
-@app.command("eval")
-def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Score the configured evaluation sets with model.path."""
-    run_config = _load(config, overrides)
-    from bapo_megatron.trainer.evaluate import evaluate_model, print_eval_table
-
-    print_eval_table(evaluate_model(run_config))
+app.command("eval")(evaluate)
+app.command()(compare)
 
 
 @app.command()

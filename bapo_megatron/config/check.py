@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bapo_megatron.config.check_data import check_dataset
+from bapo_megatron.config.check_eval import check_eval, check_training_eval
 from bapo_megatron.config.check_model import (
     check_heads,
     check_layers,
@@ -20,7 +22,6 @@ from bapo_megatron.config.check_rollout import (
     check_own_servers,
     check_servers,
     check_weight_sync,
-    refuse_twice,
 )
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.multiples import packing_multiples
@@ -28,12 +29,9 @@ from bapo_megatron.config.multiples import packing_multiples
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.config.data import DataConfig, DatasetConfig
+    from bapo_megatron.config.data import DataConfig
     from bapo_megatron.config.megatron import ParallelConfig
     from bapo_megatron.config.schema import LogConfig, RunConfig
-
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""File formats of prompts."""
 
 
 def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
@@ -66,13 +64,9 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
         check_servers(hf_config, config.rollout)
         check_weight_sync(config.rollout, config.parallel)
-    if config.eval.every_steps and not config.eval.sets:
-        raise ConfigError(
-            f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
-            "add a set, or leave it 0"
-        )
+    check_training_eval(config)
     if config.eval.sets and config.replay.dumps is None:
-        _check_eval(hf_config, config)
+        check_eval(hf_config, config)
 
 
 def check_eval_config(config: RunConfig) -> None:
@@ -90,7 +84,7 @@ def check_eval_config(config: RunConfig) -> None:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
-    _check_eval(hf_config, config)
+    check_eval(hf_config, config)
 
 
 def check_generate_config(config: RunConfig) -> None:
@@ -110,7 +104,7 @@ def check_generate_config(config: RunConfig) -> None:
     if config.data.train is None:
         raise ConfigError("data.train: needed to generate, got null; set data.train.path=FILE")
     hf_config = check_model(config.model)
-    _check_dataset(config.data.train, "data.train")
+    check_dataset(config.data.train, "data.train")
     check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_servers(hf_config, config.rollout)
 
@@ -211,20 +205,7 @@ def _check_train_data(data: DataConfig) -> None:
         raise ConfigError(
             "data.train: needed unless replay is set, got null; set data.train.path=FILE"
         )
-    _check_dataset(data.train, "data.train")
-
-
-def _check_dataset(dataset: DatasetConfig, key: str) -> None:
-    if not dataset.path.is_file():
-        raise ConfigError(
-            f"{key}.path: no such file '{dataset.path}'; "
-            "paths are relative to the current directory"
-        )
-    if dataset.path.suffix not in DATA_SUFFIXES:
-        raise ConfigError(
-            f"{key}.path: must end in {', '.join(DATA_SUFFIXES)}, got '{dataset.path}'; "
-            "convert the file"
-        )
+    check_dataset(data.train, "data.train")
 
 
 def _check_budget(config: RunConfig) -> None:
@@ -242,19 +223,6 @@ def _check_budget(config: RunConfig) -> None:
             f"rollout.max_response_tokens = {needed}{in_multiples}{over_ranks}, got {given}; "
             "raise it"
         )
-
-
-def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
-    evaluation = config.eval
-    for number, dataset in enumerate(evaluation.sets):
-        _check_dataset(dataset, f"eval.sets[{number}]")
-    refuse_twice("eval.sets", [s.name or s.path.stem for s in evaluation.sets])
-    if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-        raise ConfigError(
-            "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "
-            f"are equal, got {evaluation.samples_per_prompt}; set 1, or raise the temperature"
-        )
-    check_positions(hf_config, config, "eval", evaluation.max_response_tokens)
 
 
 def _check_optimizer(config: RunConfig) -> None:

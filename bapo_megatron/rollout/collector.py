@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import PromptStream, load_prompts
+from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool
-from bapo_megatron.rollout.evaluation import EvalSet, Evaluator
+from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.push_limit import PushLimit
@@ -81,7 +82,6 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
-        self._num_evaluations = 0
         self._pushes = PushLimit()
         self.weights: WeightService
         """Answers the calls ``weights.…``."""
@@ -129,18 +129,10 @@ class Collector:
             self._batches = BatchCollector(
                 grader, stream, run.rollout, run.replay, plan, self._report
             )
-        sets = [
-            EvalSet(
-                dataset.name or dataset.path.stem,
-                tuple(
-                    load_prompts(dataset, renderer, run.data.max_prompt_tokens)[
-                        : run.eval.max_prompts
-                    ]
-                ),
-            )
-            for dataset in run.eval.sets
-        ]
-        self._evaluator = Evaluator(grader, sets, run.eval, run.run_dir / "eval", self._report)
+        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens)
+        votes = RewardPool(run.reward.workers, run.reward.timeout_s)
+        await self._stack.enter_async_context(votes)
+        self._evaluator = Evaluator(grader, votes, sets, run, self._report)
 
     async def connect(self, version: int | None) -> None:
         """Reach every server and probe its temperature convention before training.
@@ -209,8 +201,13 @@ class Collector:
         assert self._colocated is not None, "rollout.colocated"
         await self._colocated.release()
 
-    async def evaluate(self, step: int) -> dict[str, Any]:
+    async def evaluate(self, moment: str, weights: str, resume: bool) -> dict[str, Any]:
         """Score the evaluation sets.
+
+        Args:
+            moment: Begins the names of the results files.
+            weights: Names the weights.
+            resume: Go on with the samples of an earlier process.
 
         Returns:
             ``results``, the fields of an ``EvalResult`` each; or ``needs_weights`` as ``collect``.
@@ -220,14 +217,15 @@ class Collector:
         """
         assert self._pool is not None, "connect comes first"
         num_lost = self._pool.num_lost_requests
-        evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, step))
+        evaluation = asyncio.create_task(
+            self._evaluator.evaluate(self._pool, moment, weights, resume=resume)
+        )
         try:
             while not evaluation.done():
                 if self._pool.needs_weights:
                     return self._ask_for_weights()
                 await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
             results = evaluation.result()
-            self._num_evaluations += 1
             return {"results": [asdict(result) for result in results]}
         finally:
             evaluation.cancel()
@@ -256,11 +254,11 @@ class Collector:
             RolloutError: It was given too often, without a result in between.
         """
         assert self._pool is not None, "connect comes first"
-        # Responses of an evaluation do not count: it begins again without them.
         num_samples = 0 if self._batches is None else self._batches.finished_samples
         own = () if self._supervisor is None else self._supervisor.servers
         logs = ", ".join(str(server.log_path) for server in own) or "their logs"
-        self._pushes.count(self._num_evaluations + num_samples, self._pool.describe(), logs)
+        num_samples += self._evaluator.num_samples
+        self._pushes.count(num_samples, self._pool.describe(), logs)
         return {"needs_weights": True}
 
     def lost_servers(self, error: BaseException) -> str:

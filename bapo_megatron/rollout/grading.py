@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from bapo_megatron.reward.base import Score
     from bapo_megatron.reward.pool import RewardPool
     from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.types import Prompt
 
 
 class Grader:
@@ -30,7 +31,7 @@ class Grader:
     async def score(self, pending: PendingSample) -> None:
         """Fill in text and reward of a finished sample, unless it was begun again meanwhile."""
         sample = pending.sample
-        text, score = await self.grade(sample.response_token_ids, sample.prompt.answer)
+        text, score = await self.grade(sample.response_token_ids, sample.prompt)
         self.num_timeouts += score.timed_out
         sample.response_text = text
         sample.reward = score.reward
@@ -38,12 +39,12 @@ class Grader:
         if pending.sample is sample:
             pending.is_scored = True
 
-    async def grade(self, response_token_ids: np.ndarray, answer: str) -> tuple[str, Score]:
+    async def grade(self, response_token_ids: np.ndarray, prompt: Prompt) -> tuple[str, Score]:
         """The decoded response and its score.
 
         Args:
             response_token_ids: [R].
-            answer: The reference answer.
+            prompt: What it responds to, with the reference answer.
 
         Raises:
             RewardError: The reward function failed.
@@ -53,4 +54,16 @@ class Grader:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-        return text, await self._rewards.score(text, answer)
+        return text, await self.grade_text(text, prompt)
+
+    async def grade_text(self, response_text: str, prompt: Prompt) -> Score:
+        """The score of a response that was decoded before.
+
+        Args:
+            response_text: The response, without special tokens.
+            prompt: What it responds to, with the reference answer.
+
+        Raises:
+            RewardError: The reward function failed.
+        """
+        return await self._rewards.score(response_text, prompt.answer)
