@@ -10,8 +10,9 @@ from rich.console import Console
 
 from bapo_megatron.distributed import broadcast_bytes
 from bapo_megatron.policy.checkpoint import load_checkpoint
-from bapo_megatron.policy.checkpoint_files import find_latest
+from bapo_megatron.policy.checkpoint_files import BestCheckpoint, find_latest
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.trainer.best import restore_best
 from bapo_megatron.trainer.summary import RunSummary, accuracies, moved_share
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Progress:
     accuracy_after: float | None = None
     answer_found_after: float | None = None
     num_prompts: int = 0
+    best: BestCheckpoint | None = None
+    """By ``checkpoint.best``; on rank 0."""
 
     def count(self, metrics: StepMetrics, results: Sequence[UpdateResult]) -> None:
         """Add one step."""
@@ -87,15 +90,20 @@ def save_run(
     policy: MegatronPolicy,
     source: RolloutSource | None,
     progress: Progress,
+    *,
+    is_best: bool,
 ) -> None:
     """Save weights, optimizer, RNG, data position, unfinished samples and totals.
+
+    With ``is_best`` as the one that ``progress.best`` names.
 
     A collective over all ranks; complete or absent, whenever it is interrupted.
     """
     extra: dict[str, Any] = {}
     if source is not None:
         extra = {"progress": asdict(progress), "rollout": source.state()}
-    saver.save(progress.next_step, policy, extra)
+    best = (progress.best.metric, progress.best.value) if is_best and progress.best else None
+    saver.save(progress.next_step, policy, extra, best)
 
 
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
@@ -116,8 +124,11 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
             _say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
     extra = load_checkpoint(root / name, policy)
-    progress = Progress(**extra["progress"])
+    fields = dict(extra["progress"])
+    best = fields.pop("best", None)
+    progress = Progress(**fields, best=BestCheckpoint(**best) if best else None)
     if source is not None:
+        restore_best(root, progress)
         source.restore(extra["rollout"])
         _say(f"resumed from {newest}: {progress.next_step} steps done")
     return progress
