@@ -35,20 +35,23 @@ def evaluate(
     """Score the configured evaluation sets with model.path, or grade its samples again."""
     from bapo_megatron.config.load import load_config
 
-    if config is None and not samples:
-        raise typer.BadParameter("give CONFIG, or --from with a samples file")
     if out is not None and not samples:
         raise typer.BadParameter("--out needs --from; an evaluation writes into its run_dir")
+    if config is None and not samples:
+        raise typer.BadParameter("give CONFIG, or --from with a samples file")
     if resume and samples:
         raise typer.BadParameter("--from samples nothing, so that there is nothing to --resume")
     given = [*(overrides or []), *(["resume=true"] if resume else [])]
     run_config = load_config(config, given) if config is not None else None
     from bapo_megatron.evaluation.report import print_results
-    from bapo_megatron.trainer.evaluate import evaluate_model, regrade
 
     if samples:
+        from bapo_megatron.trainer.regrade import regrade
+
         results = regrade(samples, run_config, out)
     else:
+        from bapo_megatron.trainer.evaluate import evaluate_model
+
         assert run_config is not None, "refused above"
         results = evaluate_model(run_config)
     print_results(results, uncut_console())
@@ -69,7 +72,7 @@ def compare(
     """Compare two evaluations on the same problems by a paired bootstrap."""
     from bapo_megatron.evaluation.compare import COMPARISON_HEADINGS
     from bapo_megatron.evaluation.report import rich_table
-    from bapo_megatron.trainer.evaluate import compare_files
+    from bapo_megatron.trainer.regrade import compare_files
 
     found = compare_files(first, second, num_resamples=resamples, seed=seed, common_only=common)
     if as_json:

@@ -24,8 +24,8 @@ from bapo_megatron.evaluation.settings import (
     check_same,
     read_settings,
     settings_path,
+    write_settings,
 )
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class SampleJournal:
                 samples = parse_samples(path)
             else:
                 file.truncate(0)
-                atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
+                write_settings(path, settings)
             return cls(path, file, samples)
         except BaseException:
             file.close()

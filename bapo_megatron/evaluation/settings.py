@@ -6,11 +6,14 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.files import atomic_write_text
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from bapo_megatron.config.evaluation import EvalSamplingConfig
+    from bapo_megatron.config.reward import RewardConfig
     from bapo_megatron.types import Prompt
 
 _NUM_CHUNKS = 64
@@ -28,7 +31,7 @@ def eval_settings(
     weights: str,
     prompts: Sequence[Prompt],
     sampling: EvalSamplingConfig,
-    reward: Mapping[str, Any],
+    reward: RewardConfig,
     seed: int,
 ) -> dict[str, Any]:
     """Everything that decides a sample and its score, as JSON values.
@@ -38,7 +41,7 @@ def eval_settings(
         weights: What names the weights, such as ``fingerprint`` of their files.
         prompts: The set.
         sampling: How it is sampled.
-        reward: The reward section, without what changes no score.
+        reward: How they are graded.
         seed: Of the samples.
     """
     return {
@@ -47,9 +50,14 @@ def eval_settings(
         "prompts": prompts_digest(prompts),
         "num_prompts": len(prompts),
         **sampling.model_dump(mode="json", exclude={"max_prompts"}),
-        "reward": dict(reward),
+        "reward": comparable_reward(reward),
         "seed": seed,
     }
+
+
+def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
+    """The reward section without what changes no score, as JSON values."""
+    return reward.model_dump(mode="json", exclude={"workers"})
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
@@ -88,6 +96,15 @@ def fingerprint(model_dir: Path) -> str:
 def settings_path(path: Path) -> Path:
     """Where the settings of a samples file are."""
     return path.with_suffix(".settings.json")
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a samples file beside it.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
 
 
 def check_same(path: Path, settings: Mapping[str, Any]) -> None:

@@ -248,7 +248,7 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
         weights=weights,
         prompts=eval_set.prompts,
         sampling=eval_set.sampling,
-        reward=config.reward.model_dump(mode="json", exclude={"workers"}),
+        reward=config.reward,
         seed=config.seed,
     )
 

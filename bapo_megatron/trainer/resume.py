@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from bapo_megatron.distributed import broadcast_bytes
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import BestCheckpoint, find_latest
+from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.trainer.best import restore_best
 from bapo_megatron.trainer.summary import RunSummary, accuracies, moved_share
@@ -121,7 +120,7 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     ).decode()
     if not name:
         if source is not None:
-            _say(f"{root}: no checkpoint yet, starting at step 1")
+            say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
     extra = load_checkpoint(root / name, policy)
     fields = dict(extra["progress"])
@@ -130,7 +129,7 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     if source is not None:
         restore_best(root, progress)
         source.restore(extra["rollout"])
-        _say(f"resumed from {newest}: {progress.next_step} steps done")
+        say(f"resumed from {newest}: {progress.next_step} steps done")
     return progress
 
 
@@ -140,7 +139,3 @@ def how_to_continue(config: RunConfig) -> str:
     if newest is None:
         return ", before the first checkpoint"
     return f"; the same command with --resume continues from {newest}"
-
-
-def _say(line: str) -> None:
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
