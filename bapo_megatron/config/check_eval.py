@@ -24,7 +24,7 @@ def check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
     for number, dataset in enumerate(evaluation.sets):
         key = f"eval.sets[{number}]"
         check_dataset(dataset, key)
-        name = dataset.name or dataset.path.stem
+        name = dataset.label
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{key}.name: must consist of letters, digits, '.', '_' and '-', since it is part "
@@ -41,7 +41,7 @@ def check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
             )
         section = key if dataset.max_response_tokens is not None else "eval"
         check_positions(hf_config, config, section, sampling.max_response_tokens)
-    refuse_twice("eval.sets", [s.name or s.path.stem for s in evaluation.sets])
+    refuse_twice("eval.sets", [dataset.label for dataset in evaluation.sets])
 
 
 def check_training_eval(config: RunConfig) -> None:
@@ -55,7 +55,7 @@ def check_training_eval(config: RunConfig) -> None:
     if not best:
         return
     match = _BEST.fullmatch(best)
-    by_name = {dataset.name or dataset.path.stem: dataset for dataset in evaluation.sets}
+    by_name = {dataset.label: dataset for dataset in evaluation.sets}
     if match is None or match["name"] not in by_name:
         raise ConfigError(
             "checkpoint.best: must be eval/<set>/<score>, such as eval/aime24/avg_at_k, with one "

@@ -21,6 +21,11 @@ class DatasetConfig(Section):
     name: str = ""
     """Name in metrics (``eval/<name>/…``); the file's stem if empty."""
 
+    @property
+    def label(self) -> str:
+        """The set's name in metrics and messages."""
+        return self.name or self.path.stem
+
 
 class DataConfig(Section):
     """Training prompts."""

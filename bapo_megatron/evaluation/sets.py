@@ -40,6 +40,6 @@ def load_sets(
     for dataset in config.sets:
         sampling = config.sampling_of(dataset)
         prompts = load_prompts(dataset, renderer, max_prompt_tokens)
-        name = dataset.name or dataset.path.stem
-        sets.append(EvalSet(name, tuple(prompts[: sampling.max_prompts]), sampling))
+        kept = tuple(prompts[: sampling.max_prompts])
+        sets.append(EvalSet(dataset.label, kept, sampling))
     return tuple(sets)
