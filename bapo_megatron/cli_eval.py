@@ -83,3 +83,5 @@ def compare(
     for comparison in found:
         left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
         typer.echo(f"{comparison.set_name}: {comparison.num_problems:,} problems{left_out}")
+        for difference in comparison.different_settings:
+            typer.echo(f"{comparison.set_name}: sampled with different {difference}")

@@ -280,6 +280,8 @@ class EvalResult:
     """``generated_tokens`` over ``wall_s``."""
     version: int
     """Weights version that answered."""
+    settings: Mapping[str, Any]
+    """What the samples were made with (``evaluation.settings``); empty where that is unknown."""
     scores: tuple[EvalScore, ...]
     """Every estimate with its interval."""
     problems: tuple[EvalProblem, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from bapo_megatron.types import EvalProblem, EvalResult
 
 COMPARISON_HEADINGS = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
+
+
+_COMPARED_SETTINGS = ("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Comparison:
     """Those that both have."""
     num_left_out: int
     """Those that only one of them has."""
+    different_settings: tuple[str, ...]
+    """How the samples of one were made otherwise than those of the other, beside the model."""
     scores: tuple[ScoreDifference, ...]
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -123,7 +129,19 @@ def _compare(
         shown = name if column or name == others[0] else f"{name}, {others[0]}"
         scores.append(ScoreDifference(shown, float(a_P.mean()), float(b_P.mean()), paired))
     name = first.name if first.name == second.name else f"{first.name}, {second.name}"
-    return Comparison(name, len(pairs), num_left_out, tuple(scores))
+    return Comparison(
+        name, len(pairs), num_left_out, _different_settings(first, second), tuple(scores)
+    )
+
+
+def _different_settings(first: EvalResult, second: EvalResult) -> tuple[str, ...]:
+    """Such as ``temperature 0.6 and 1.0``; nothing where they are not known."""
+    a, b = first.settings, second.settings
+    return tuple(
+        f"{name} {json.dumps(a[name])} and {json.dumps(b[name])}"
+        for name in _COMPARED_SETTINGS
+        if name in a and name in b and a[name] != b[name]
+    )
 
 
 def _common(

@@ -35,6 +35,26 @@ SAMPLE_HEADINGS = (
 )
 
 
+SETTING_HEADINGS = ("set", "model", "n", "temperature", "top_p", "top_k", "longest response")
+
+
+def setting_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
+    """A row for each set whose settings are known, under ``SETTING_HEADINGS``."""
+    return [
+        (
+            result.name,
+            str(result.settings["weights"]),
+            str(result.samples_per_prompt),
+            str(result.settings["temperature"]),
+            str(result.settings["top_p"]),
+            str(result.settings["top_k"]),
+            f"{result.settings['max_response_tokens']:,}",
+        )
+        for result in results
+        if result.settings
+    ]
+
+
 def score_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
     """A row for each score, under ``SCORE_HEADINGS``."""
     return [
@@ -109,6 +129,7 @@ def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
     text = "# Evaluation\n\n"
     text += markdown_table(SCORE_HEADINGS, score_rows(results), num_left=2)
     text += "\n" + markdown_table(SAMPLE_HEADINGS, sample_rows(results), num_left=1)
+    text += "\n" + markdown_table(SETTING_HEADINGS, setting_rows(results), num_left=2)
     text += (
         "\nIntervals: percentile bootstrap over problems. A response counts as truncated where it "
         "reached the limit of tokens. Definitions: docs/evaluation.md.\n"

@@ -4,7 +4,7 @@
     <run_dir>/eval/step_000020_<set>.jsonl of an evaluation inside training; ``start_<set>``: before
     ….settings.json                        beside each: what its samples were made with
 
-``SampleJournal`` appends and resumes; ``read_samples`` reads a complete file. A kill can only tear
+``SampleJournal`` appends and resumes, ``read_samples`` reads a complete file. A kill can only tear
 the last line, which ``SampleJournal`` removes: that sample is made again.
 """
 
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from bapo_megatron.evaluation.settings import (
@@ -29,7 +29,7 @@ from bapo_megatron.evaluation.settings import (
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -105,7 +105,7 @@ class SampleJournal:
         """Continue an open file; see ``open``."""
         self.path = path
         self.samples = {sample.key: sample for sample in samples}
-        """Those in the file, earlier tries' too, by key."""
+        """Those in the file, earlier tries' too, by key; without their texts, which are large."""
         self._file = file
         self._synced_s = time.monotonic()
         self._is_syncing = False
@@ -128,11 +128,11 @@ class SampleJournal:
         file = path.open("ab")
         try:
             await _lock(path, file)
-            samples: list[EvalSample] = []
+            samples: Iterable[EvalSample] = ()
             if resume and path.stat().st_size:
                 check_same(path, settings)
                 _remove_torn_line(path, file)
-                samples = parse_samples(path)
+                samples = map(_without_texts, iterate_samples(path))
             else:
                 file.truncate(0)
                 write_settings(path, settings)
@@ -155,7 +155,7 @@ class SampleJournal:
         assert sample.key not in self.samples, f"{sample.key} was sampled twice"
         self._file.write(sample.to_line())
         self._file.flush()
-        self.samples[sample.key] = sample
+        self.samples[sample.key] = _without_texts(sample)
         if not self._is_syncing and time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
             self._is_syncing = True
             try:
@@ -178,8 +178,8 @@ class SampleJournal:
         self._file.close()
 
 
-def parse_samples(path: Path, *, allow_torn: bool = False) -> list[EvalSample]:
-    """Read the lines of a samples file, in its order.
+def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSample]:
+    """Read the lines of a samples file, one after the other.
 
     Args:
         path: The file.
@@ -189,7 +189,6 @@ def parse_samples(path: Path, *, allow_torn: bool = False) -> list[EvalSample]:
         ResultsError: A line is no sample or torn, or a sample stands there twice.
         OSError: The file cannot be read.
     """
-    samples: list[EvalSample] = []
     seen: set[tuple[str, int]] = set()
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -207,8 +206,7 @@ def parse_samples(path: Path, *, allow_torn: bool = False) -> list[EvalSample]:
                     "remove one of the lines"
                 )
             seen.add(sample.key)
-            samples.append(sample)
-    return samples
+            yield sample
 
 
 def read_samples(path: Path) -> list[list[EvalSample]]:
@@ -222,7 +220,7 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
         OSError: The file cannot be read.
     """
     by_prompt: dict[str, list[EvalSample]] = {}
-    for sample in parse_samples(path):
+    for sample in iterate_samples(path):
         by_prompt.setdefault(sample.prompt_id, []).append(sample)
     if not by_prompt:
         raise ResultsError(f"{path}: holds no sample; give a file that an evaluation wrote")
@@ -239,6 +237,10 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
             "evaluation with eval --resume"
         )
     return [sorted(group, key=lambda sample: sample.index) for group in by_prompt.values()]
+
+
+def _without_texts(sample: EvalSample) -> EvalSample:
+    return replace(sample, prompt="", response="", row={})
 
 
 def in_order(

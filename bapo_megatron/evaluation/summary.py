@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from bapo_megatron.evaluation.votes import count_votes
 from bapo_megatron.types import EvalProblem, EvalResult, EvalScore, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from bapo_megatron.evaluation.samples import EvalSample
     from bapo_megatron.reward.pool import RewardPool
@@ -30,6 +30,7 @@ async def summarise(
     samples: Sequence[Sequence[EvalSample]],
     rewards: RewardPool,
     *,
+    settings: Mapping[str, Any],
     k_values: Sequence[int],
     num_resamples: int,
     seed: int,
@@ -40,6 +41,7 @@ async def summarise(
         name: Of the set.
         samples: For each prompt its n samples, by index.
         rewards: Compares answers with each other, by the function ``math``.
+        settings: What the samples were made with.
         k_values: Of pass@k and maj@k, beside n; those above n are left out.
         num_resamples: Of the bootstrap.
         seed: Of the bootstrap.
@@ -83,6 +85,7 @@ async def summarise(
         wall_s=wall_s,
         tokens_per_s=int(lengths.sum()) / wall_s if wall_s > 0 else 0.0,
         version=max(sample.version for sample in flat),
+        settings=settings,
         scores=scores,
         problems=problems,
     )

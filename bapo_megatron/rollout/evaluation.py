@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.evaluation.sets import EvalSet
     from bapo_megatron.reward.pool import RewardPool
+    from bapo_megatron.rollout.completion import Completion
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
     from bapo_megatron.types import EvalResult, Prompt
@@ -77,6 +78,8 @@ class Evaluator:
         self._report = report
         self.num_samples = 0
         """Samples finished so far, in all evaluations."""
+        self._num_tokens = 0
+        """Received since the present evaluation began to sample."""
         self._begun: str | None = None
         """The evaluation whose files this process has begun."""
 
@@ -128,6 +131,7 @@ class Evaluator:
                     eval_set.name,
                     groups,
                     self._votes,
+                    settings=settings_of(eval_set, self._config, weights),
                     k_values=evaluation.k_values,
                     num_resamples=evaluation.bootstrap_resamples,
                     seed=self._config.seed,
@@ -156,7 +160,8 @@ class Evaluator:
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> None:
         """Make every sample that its journal lacks."""
         jobs = deque(self._jobs(journals))
-        num_jobs = len(jobs)
+        num_jobs, began_s = len(jobs), time.monotonic()
+        self._num_tokens = 0
         started_s = time.monotonic() - max((j.elapsed_s for j in journals), default=0.0)
         num_workers = min(num_jobs, _WAITING_RATIO * self._config.rollout.max_connections)
 
@@ -169,7 +174,10 @@ class Evaluator:
             workers = [tasks.create_task(work()) for _ in range(num_workers)]
             while any(not worker.done() for worker in workers):
                 num_done = sum(len(journal.samples) for journal in journals)
-                self._report(f"evaluation: {num_done}/{before + num_jobs} samples")
+                rate = self._num_tokens / max(time.monotonic() - began_s, 1e-9)
+                self._report(
+                    f"evaluation: {num_done}/{before + num_jobs} samples, {rate:.0f} tokens/s"
+                )
                 await asyncio.wait(workers, timeout=_REPORT_INTERVAL_S)
 
     def _jobs(self, journals: Sequence[SampleJournal]) -> list[_Job]:
@@ -185,6 +193,9 @@ class Evaluator:
                 ]
         return missing
 
+    def _count(self, part: Completion) -> None:
+        self._num_tokens += len(part.token_ids)
+
     async def _make(self, pool: EnginePool, job: _Job, started_s: float) -> None:
         prompt, sampling = job.prompt, job.sampling
         completion = await pool.generate(
@@ -199,6 +210,7 @@ class Evaluator:
             label=f"evaluation of {job.set_name}, {prompt.prompt_id}, sample {job.index}",
             affinity=job.affinity,
             return_logprobs=False,
+            on_part=self._count,
         )
         assert completion is not None, "evaluations are never drained"
         assert pool.version is not None, "a generated answer implies a version"

@@ -9,7 +9,7 @@ from bapo_megatron.config.check import check_eval_config
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.evaluation.cost import SetCost, describe_cost
 from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.samples import parse_samples, read_samples
+from bapo_megatron.evaluation.samples import iterate_samples, read_samples
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.settings import ResultsError, check_same, fingerprint
 from bapo_megatron.evaluation.summary import summarise
@@ -53,7 +53,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     for line in describe_cost(costs, config.eval.assumed_tokens_per_s):
         say(line)
     if not any(cost.num_samples for cost in costs):
-        results = asyncio.run(_summarise_finished(sets, config))
+        results = asyncio.run(_summarise_finished(sets, config, model))
         write_results(results, results_file(config.run_dir, NO_TRAINING))
         return results
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
                 "change run_dir"
             )
         check_same(path, settings_of(eval_set, config, model))
-        num_done = len(parse_samples(path, allow_torn=True))
+        num_done = sum(1 for _ in iterate_samples(path, allow_torn=True))
     return SetCost(
         name=eval_set.name,
         num_prompts=len(eval_set.prompts),
@@ -91,7 +91,9 @@ def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
     )
 
 
-async def _summarise_finished(sets: Sequence[EvalSet], config: RunConfig) -> list[EvalResult]:
+async def _summarise_finished(
+    sets: Sequence[EvalSet], config: RunConfig, model: str
+) -> list[EvalResult]:
     """The results of an evaluation whose samples are all there."""
     async with RewardPool(config.reward.workers, config.reward.timeout_s) as votes:
         return [
@@ -99,6 +101,7 @@ async def _summarise_finished(sets: Sequence[EvalSet], config: RunConfig) -> lis
                 eval_set.name,
                 read_samples(samples_file(config.run_dir, NO_TRAINING, eval_set.name)),
                 votes,
+                settings=settings_of(eval_set, config, model),
                 k_values=config.eval.k_values,
                 num_resamples=config.eval.bootstrap_resamples,
                 seed=config.seed,

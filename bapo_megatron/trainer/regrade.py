@@ -104,6 +104,8 @@ async def _regrade(
         else:
             place = str(settings_path(path))
             rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+        if settings:
+            settings["reward"] = comparable_reward(rewards)
         with ProgressLine() as progress:
             progress.update(f"grading {sum(map(len, before)):,} samples of {path}")
             async with RewardPool(rewards.workers, rewards.timeout_s) as pool:
@@ -113,6 +115,8 @@ async def _regrade(
                     str(settings.get("name", path.stem)),
                     after,
                     pool,
+                    settings=settings
+                    | ({"reward": comparable_reward(rewards)} if settings else {}),
                     k_values=evaluation.k_values,
                     num_resamples=evaluation.bootstrap_resamples,
                     seed=config.seed if config else settings.get("seed", 0),
@@ -123,8 +127,7 @@ async def _regrade(
             lines = b"".join(sample.to_line() for group in after for sample in group)
             atomic_write_bytes(out_dir / path.name, lines)
             if settings:
-                graded_by = settings | {"reward": comparable_reward(rewards)}
-                write_settings(out_dir / path.name, graded_by)
+                write_settings(out_dir / path.name, settings)
     if out_dir is not None:
         write_results(results, out_dir / "eval.json")
     return results
@@ -181,11 +184,13 @@ def _results_of(path: Path) -> list[EvalResult]:
 
     async def count() -> EvalResult:
         defaults = RewardConfig()
+        settings = _settings_beside(path)
         async with RewardPool(defaults.workers, defaults.timeout_s) as votes:
             return await summarise(
-                str(_settings_beside(path).get("name", path.stem)),
+                str(settings.get("name", path.stem)),
                 read_samples(path),
                 votes,
+                settings=settings,
                 k_values=EvalConfig().k_values,
                 num_resamples=EvalConfig().bootstrap_resamples,
                 seed=0,

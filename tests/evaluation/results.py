@@ -47,7 +47,11 @@ class TextEquality:
 
 
 def result(
-    answers: dict[str, list[str]], name: str = "sums", right: str = "2", **fields: Any
+    answers: dict[str, list[str]],
+    name: str = "sums",
+    right: str = "2",
+    settings: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> EvalResult:
     """The result of a set: for each prompt the answers of its samples; '' is none."""
     groups = [
@@ -69,6 +73,7 @@ def result(
             name,
             groups,
             TextEquality(),  # type: ignore[arg-type]
+            settings=settings or {},
             k_values=(1, 2),
             num_resamples=200,
             seed=0,

@@ -108,6 +108,15 @@ def test_other_problems_are_refused_or_left_out():
         compare(result(FIRST), result({"b:0": ["2", "2", "2", "2"]}), common=True)
 
 
+def test_other_sampling_settings_are_named_where_they_are_known():
+    first = result(FIRST, settings={"temperature": 0.6, "top_p": 1.0, "weights": "a"})
+    second = result(SECOND, settings={"temperature": 1.0, "top_p": 1.0, "weights": "b"})
+    (found,) = compare(first, second)
+    assert found.different_settings == ("temperature 0.6 and 1.0",)
+    (found,) = compare(first, result(SECOND))
+    assert found.different_settings == ()
+
+
 def test_other_answers_under_the_same_names_are_refused():
     with pytest.raises(ResultsError, match="a:0: has the answer '2' in A and '9' in B"):
         compare(result(FIRST), result(SECOND, answer="9"))

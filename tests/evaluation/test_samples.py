@@ -13,7 +13,7 @@ from bapo_megatron.evaluation import samples as samples_module
 from bapo_megatron.evaluation.samples import (
     EvalSample,
     SampleJournal,
-    parse_samples,
+    iterate_samples,
     read_samples,
 )
 from bapo_megatron.evaluation.settings import ResultsError
@@ -21,6 +21,11 @@ from tests.evaluation.results import sample
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def parse_samples(path: Path, **options: bool) -> list[EvalSample]:
+    return list(iterate_samples(path, **options))
+
 
 SETTINGS: dict[str, Any] = {
     "weights": "m (0123)",

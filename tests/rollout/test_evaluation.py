@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.evaluation.samples import parse_samples
+from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.sets import EvalSet
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.reward.base import Score
@@ -22,6 +22,7 @@ from bapo_megatron.types import FinishReason, Prompt
 from tests.evaluation.results import TextEquality
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from bapo_megatron.rollout.completion import SamplingSettings
@@ -50,6 +51,7 @@ class Pool:
         label: str,
         affinity: int,
         return_logprobs: bool,
+        on_part: Callable[[Completion], None],
     ) -> Completion:
         await asyncio.sleep(0)
         if self.fails_after is not None and len(self.requests) >= self.fails_after:
@@ -57,7 +59,9 @@ class Pool:
         self.requests.append((label, sampling))
         self.affinities[label.rpartition(",")[0]] = affinity
         tokens = np.full(3, len(self.requests), dtype=np.int64)
-        return Completion(tokens, np.empty(0, np.float32), tokens, FinishReason.STOP)
+        completion = Completion(tokens, np.empty(0, np.float32), tokens, FinishReason.STOP)
+        on_part(completion)
+        return completion
 
 
 class EvenIsRight:
@@ -111,7 +115,7 @@ def make_evaluator(run_dir: Path, **eval_: Any) -> Evaluator:
 
 
 def keys(run_dir: Path, name: str) -> list[tuple[str, int]]:
-    return sorted(sample.key for sample in parse_samples(run_dir / "eval" / f"{name}.jsonl"))
+    return sorted(sample.key for sample in iterate_samples(run_dir / "eval" / f"{name}.jsonl"))
 
 
 def test_every_sample_is_made_once_and_the_results_are_written(tmp_path: Path) -> None:
@@ -127,6 +131,7 @@ def test_every_sample_is_made_once_and_the_results_are_written(tmp_path: Path) -
     written = json.loads((tmp_path / "eval.json").read_text())
     assert [entry["avg_at_k"] for entry in written] == [sums.avg_at_k, products.avg_at_k]
     assert "| products | avg@4 |" in (tmp_path / "eval.md").read_text()
+    assert "| sums | m (0123) | 4 | 0.6 | 1.0 | -1 | 4,096 |" in (tmp_path / "eval.md").read_text()
     assert len(set(pool.affinities.values())) == 8
     assert max(pool.affinities.values()) < 0
 
@@ -148,7 +153,7 @@ def test_after_a_failure_another_process_makes_what_is_missing_and_nothing_twice
         assert len(keys(tmp_path, name)) == len(set(keys(tmp_path, name))) == 4 * size
         assert (tmp_path / "eval" / f"{name}.jsonl").read_bytes().startswith(before[name])
     for result in results:
-        times = [s.elapsed_s for s in parse_samples(tmp_path / "eval" / f"{result.name}.jsonl")]
+        times = [s.elapsed_s for s in iterate_samples(tmp_path / "eval" / f"{result.name}.jsonl")]
         assert times == sorted(times)
         assert result.wall_s == times[-1]
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from bapo_megatron.evaluation.samples import parse_samples
+from bapo_megatron.evaluation.samples import iterate_samples
 from tests.evaluation.results import sample
 from tests.launch import run, start
 from tests.trainer.chaos import wait_for
@@ -55,7 +55,7 @@ def test_samples_are_graded_again_without_server_and_configuration(
     assert [problem["votes"] for problem in scored["problems"]] == [[0, 0, -1, 1], [0, 1, 1, 1]]
     assert "avg@4" in result.stdout
     assert "| sums | maj@4 | 50.00% |" in (out / "eval.md").read_text()
-    regraded = parse_samples(out / "sums.jsonl")
+    regraded = list(iterate_samples(out / "sums.jsonl"))
     assert [entry.reward for entry in regraded] == [1, 1, 0, 0, 1, 0, 0, 0]
     assert regraded[1].extracted == "0.0"
     before = samples_file.read_bytes()
@@ -183,8 +183,8 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     assert len(after) == NUM_SAMPLES
     assert set(before) <= set(after)
     for year in (24, 25):
-        samples = parse_samples(run_dir / "eval" / f"aime{year}.jsonl")
-        keys = sorted(entry.key for entry in samples)
+        path = run_dir / "eval" / f"aime{year}.jsonl"
+        keys = sorted(entry.key for entry in iterate_samples(path))
         assert keys == sorted((f"aime{year}.parquet:{r}", i) for r in range(30) for i in range(16))
     results = json.loads((run_dir / "eval.json").read_text())
     assert [entry["name"] for entry in results] == ["aime24", "aime25"]
