@@ -11,6 +11,7 @@ the last line, which ``SampleJournal`` removes: that sample is made again.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import logging
@@ -38,6 +39,8 @@ _SYNC_INTERVAL_S = 1.0
 _LOCK_PATIENCE_S = 15.0
 """The collector of a command that was killed ends within a few seconds."""
 _LOCK_POLL_S = 0.2
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems without locks say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,5 +303,13 @@ async def _lock(path: Path, file: BinaryIO) -> None:
                     f"{path}: another process writes it; wait until it ends, or change run_dir"
                 ) from error
             await asyncio.sleep(_LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _LOG.warning(
+                "%s: its file system has no locks; do not start two evaluations in one run_dir",
+                path,
+            )
+            return
         else:
             return

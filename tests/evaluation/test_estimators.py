@@ -40,6 +40,7 @@ def test_average_is_the_mean_reward():
     assert average([1, 0, 0, 0.5]) == 0.375
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(right, data):
     k = data.draw(st.integers(1, len(right)))
@@ -55,7 +56,7 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(16, 1, 4) == 0.25
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(SAMPLES, st.data())
 def test_maj_at_k_is_the_mean_vote_over_all_subsets(samples, data):
     k = data.draw(st.integers(1, len(samples)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -135,6 +137,18 @@ def test_two_processes_do_not_write_one_file(
 
     asyncio.run(write_twice())
     assert parse_samples(tmp_path / "a.jsonl") == ALL[:1]
+
+
+def test_a_file_system_without_locks_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    asyncio.run(write(tmp_path / "a.jsonl", ALL[0]))
+    assert parse_samples(tmp_path / "a.jsonl") == ALL[:1]
+    assert "has no locks; do not start two evaluations in one run_dir" in caplog.text
 
 
 def test_a_journal_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
