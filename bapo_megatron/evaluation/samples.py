@@ -31,8 +31,8 @@ from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from io import FileIO
     from pathlib import Path
-    from typing import BinaryIO
 
 _LOG = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0
@@ -104,7 +104,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 class SampleJournal:
     """The file of one set while it is sampled; nobody else writes it meanwhile."""
 
-    def __init__(self, path: Path, file: BinaryIO, samples: Iterable[EvalSample]) -> None:
+    def __init__(self, path: Path, file: FileIO, samples: Iterable[EvalSample]) -> None:
         """Continue an open file; see ``open``."""
         self.path = path
         self.samples = {sample.key: sample for sample in samples}
@@ -128,7 +128,7 @@ class SampleJournal:
             OSError: It cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        file = path.open("ab", buffering=0)
         try:
             await _lock(path, file)
             samples: Iterable[EvalSample] = ()
@@ -156,8 +156,7 @@ class SampleJournal:
             OSError: It cannot be written.
         """
         assert sample.key not in self.samples, f"{sample.key} was sampled twice"
-        self._file.write(sample.to_line())
-        self._file.flush()
+        self._write(sample.to_line())
         self.samples[sample.key] = _without_texts(sample)
         if not self._is_syncing and time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
             self._is_syncing = True
@@ -173,8 +172,17 @@ class SampleJournal:
         Raises:
             OSError: It cannot be written.
         """
-        self._file.flush()
         os.fsync(self._file.fileno())
+
+    def _write(self, line: bytes) -> None:
+        """Write a whole line, or nothing: what follows a part of one could not be read."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         """Let others have the file."""
@@ -274,7 +282,7 @@ def _parse(line: bytes, place: str) -> EvalSample:
     return EvalSample(**known)
 
 
-def _remove_torn_line(path: Path, file: BinaryIO) -> None:
+def _remove_torn_line(path: Path, file: FileIO) -> None:
     """Cut what stands behind the last end of a line."""
     with path.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -292,7 +300,7 @@ def _remove_torn_line(path: Path, file: BinaryIO) -> None:
         file.truncate(end)
 
 
-async def _lock(path: Path, file: BinaryIO) -> None:
+async def _lock(path: Path, file: FileIO) -> None:
     deadline_s = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:

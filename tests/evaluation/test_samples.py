@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import resource
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +25,17 @@ from bapo_megatron.evaluation.settings import ResultsError
 from tests.evaluation.results import sample
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+
+@contextlib.contextmanager
+def signal_ignored(number: signal.Signals) -> Iterator[None]:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def parse_samples(path: Path, **options: bool) -> list[EvalSample]:
@@ -137,6 +150,27 @@ def test_two_processes_do_not_write_one_file(
 
     asyncio.run(write_twice())
     assert parse_samples(tmp_path / "a.jsonl") == ALL[:1]
+
+
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+
+    async def fill() -> None:
+        journal = await SampleJournal.open(path, SETTINGS, resume=False)
+        await journal.append(ALL[0])
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            with signal_ignored(signal.SIGXFSZ):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, before[1]))
+                with pytest.raises(OSError, match="File too large"):
+                    await journal.append(ALL[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        await journal.append(ALL[2])
+        journal.close()
+
+    asyncio.run(fill())
+    assert parse_samples(path) == [ALL[0], ALL[2]]
 
 
 def test_a_file_system_without_locks_is_warned_about(
