@@ -49,6 +49,8 @@ async def summarise(
     Raises:
         RewardError: Comparing failed (inside an exception group).
     """
+    # In one order, whoever finished first: the bootstrap draws by position.
+    samples = sorted(samples, key=_place)
     votes = await count_votes([[s.extracted for s in group] for group in samples], rewards)
     problems = tuple(
         EvalProblem(
@@ -89,6 +91,11 @@ async def summarise(
         scores=scores,
         problems=problems,
     )
+
+
+def _place(group: Sequence[EvalSample]) -> tuple[int, str]:
+    """Sorts ``a:2`` before ``a:10``."""
+    return len(group[0].prompt_id), group[0].prompt_id
 
 
 def scores_of(

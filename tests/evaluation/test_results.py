@@ -45,6 +45,12 @@ def test_the_scores_of_a_set_by_hand():
     assert scored.problems[1].votes == (0, 0, 1, 2)
 
 
+def test_scores_and_intervals_do_not_depend_on_the_order_of_problems():
+    many = {f"a:{row}": ["2"] * (row % 5) + ["3"] * (4 - row % 5) for row in range(12)}
+    assert result(many) == result(dict(reversed(many.items())))
+    assert [p.prompt_id for p in result(many).problems][9:] == ["a:9", "a:10", "a:11"]
+
+
 def test_lengths_truncation_and_time_outs_are_counted():
     lengths = result(
         {"a:0": ["2"]}, num_tokens=7, finish_reason=FinishReason.LENGTH, timed_out=True
