@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import shutdown_distributed
+from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_state
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.telemetry.sinks import read_metrics
@@ -136,7 +138,7 @@ def _outcome(
         latest.name if latest else "",
         read_state(latest).extra.get("rollout", {}) if latest else {},
         sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
-        find_best(checkpoints),
+        find_best(checkpoints) if os.environ["RANK"] == "0" else None,
     )
 
 
@@ -180,7 +182,12 @@ def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             right=right,
             resume=resume,
             train={"steps": steps, "max_tokens_per_micro_batch": 128},
-            eval={"sets": [{"path": str(data)}], "every_steps": 1, "at_start": False},
+            eval={
+                "sets": [{"path": str(data)}],
+                "every_steps": 1,
+                "at_start": False,
+                "max_response_tokens": 64,
+            },
             checkpoint={
                 "best": "eval/sums/avg_at_k",
                 "keep_last": 1,
@@ -190,11 +197,12 @@ def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
         )
 
     found = {"first": run(4, resume=False), "resumed": run(5, resume=True)}
-    # As after a kill between the checkpoint and the pointer.
-    pointer = run_dir / "checkpoints" / "best"
-    pointer.unlink()
+    is_first = os.environ["RANK"] == "0"
+    if is_first:  # as after a kill between the checkpoint and the pointer
+        (run_dir / "checkpoints" / "best").unlink()
     found["better"] = run(6, resume=True, keep_last=9)
-    (run_dir / "checkpoints" / "latest").write_text("step_5\n")
+    if is_first:
+        atomic_write_text(run_dir / "checkpoints" / "latest", "step_5\n")
     right[5] = 5
     found["again"] = run(6, resume=True)
     return found
