@@ -126,7 +126,7 @@ def aime(tmp_path: Path, shared_data: Path, random_model: Path) -> Path:
                     ],
                     "samples_per_prompt": 16,
                     "temperature": 0.6,
-                    "max_response_tokens": 12,
+                    "max_response_tokens": 6,
                 },
             }
         )
@@ -162,7 +162,7 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     _, err = process.communicate()
-    assert f"in all {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * 12:,} tokens" in err.replace(
+    assert f"in all {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * 6:,} tokens" in err.replace(
         "  ", " "
     )
     assert not psutil.wait_procs(children, timeout=30)[1]
