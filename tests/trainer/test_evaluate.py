@@ -13,7 +13,13 @@ import psutil
 import pytest
 import yaml
 
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.evaluation.samples import iterate_samples
+from bapo_megatron.evaluation.sets import load_sets
+from bapo_megatron.evaluation.settings import ResultsError, fingerprint, write_settings
+from bapo_megatron.rollout.evaluation import settings_of
+from bapo_megatron.trainer.evaluate import evaluate_model
 from tests.evaluation.results import sample
 from tests.launch import run, start
 from tests.trainer.chaos import wait_for
@@ -101,6 +107,38 @@ def test_what_a_user_gets_wrong_is_one_line(
     assert "Traceback" not in result.stderr
 
 
+def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
+    random_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    config = RunConfig.model_validate(
+        {
+            "name": "sums",
+            "run_dir": tmp_path / "run",
+            "model": {"path": random_model},
+            "rollout": {"servers": ["http://127.0.0.1:1"]},
+            "eval": {"sets": [{"path": tmp_path / "sums.jsonl"}], "max_response_tokens": 99},
+        }
+    )
+    samples = tmp_path / "run" / "eval" / "sums.jsonl"
+    samples.parent.mkdir(parents=True)
+    samples.write_bytes(sample("sums.jsonl:0").to_line())
+    with pytest.raises(ResultsError, match="holds samples of an earlier evaluation; continue it"):
+        evaluate_model(config)
+    resumed = config.model_copy(update={"resume": True})
+    with pytest.raises(ResultsError, match=r"sums.settings.json: is missing"):
+        evaluate_model(resumed)
+    weights = f"{random_model.name} (bfloat16, files {fingerprint(random_model)})"
+    renderer = ChatRenderer(load_tokenizer(random_model), "", "")
+    (eval_set,) = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
+    write_settings(samples, settings_of(eval_set, config, weights))
+    (scored,) = evaluate_model(resumed)  # nothing is missing: no server is asked
+    assert scored.avg_at_k == 1.0
+    hotter = resumed.model_copy(update={"eval": config.eval.model_copy(update={"temperature": 1})})
+    with pytest.raises(ResultsError, match=r"made with temperature 0\.6, now it would be .* 1"):
+        evaluate_model(hotter)
+
+
 NUM_SAMPLES = 60 * 16
 
 
@@ -168,13 +206,6 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     assert not psutil.wait_procs(children, timeout=30)[1]
     before = _lines(run_dir)
     assert NUM_SAMPLES // 3 <= len(before) < NUM_SAMPLES
-
-    refused = run(["eval", str(aime)])
-    assert refused.returncode == 1
-    assert "holds samples of an earlier evaluation; continue it with --resume" in refused.stderr
-    refused = run(["eval", str(aime), "eval.temperature=1.0", "--resume"])
-    assert refused.returncode == 1
-    assert "made with temperature 0.6, now it would be temperature 1.0" in refused.stderr
 
     resumed = run(["eval", str(aime), "--resume"])
     assert resumed.returncode == 0, resumed.stderr
