@@ -214,7 +214,9 @@ class Evaluator:
         )
         assert completion is not None, "evaluations are never drained"
         assert pool.version is not None, "a generated answer implies a version"
-        text, score = await self._grader.grade(completion.token_ids, prompt)
+        text, score = await self._grader.grade(
+            completion.token_ids, prompt, completion.finish_reason
+        )
         sample = EvalSample(
             prompt_id=prompt.prompt_id,
             index=job.index,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.types import FinishReason
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -39,12 +41,18 @@ class Grader:
         if pending.sample is sample:
             pending.is_scored = True
 
-    async def grade(self, response_token_ids: np.ndarray, prompt: Prompt) -> tuple[str, Score]:
+    async def grade(
+        self,
+        response_token_ids: np.ndarray,
+        prompt: Prompt,
+        finish_reason: FinishReason = FinishReason.STOP,
+    ) -> tuple[str, Score]:
         """The decoded response and its score.
 
         Args:
             response_token_ids: [R].
-            prompt: What it responds to, with the reference answer.
+            prompt: What it answers.
+            finish_reason: Why it ended, which reward functions may ask for.
 
         Raises:
             RewardError: The reward function failed.
@@ -54,14 +62,23 @@ class Grader:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-        return text, await self.grade_text(text, prompt)
+        num_tokens = len(response_token_ids)
+        return text, await self.grade_text(text, prompt, finish_reason, num_tokens)
 
-    async def grade_text(self, response_text: str, prompt: Prompt) -> Score:
+    async def grade_text(
+        self,
+        response_text: str,
+        prompt: Prompt,
+        finish_reason: FinishReason = FinishReason.STOP,
+        num_tokens: int = 0,
+    ) -> Score:
         """The score of a response that was decoded before.
 
         Args:
             response_text: The response, without special tokens.
-            prompt: What it responds to, with the reference answer.
+            prompt: What it answers.
+            finish_reason: Why it ended, which reward functions may ask for.
+            num_tokens: How long it was, likewise.
 
         Raises:
             RewardError: The reward function failed.

@@ -145,7 +145,9 @@ async def _grade_again(
             source=sample.source,
             row=sample.row,
         )
-        score = await grader.grade_text(sample.response, prompt)
+        score = await grader.grade_text(
+            sample.response, prompt, sample.finish_reason, sample.num_tokens
+        )
         return replace(
             sample,
             extracted=score.extracted,

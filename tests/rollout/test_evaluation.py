@@ -67,7 +67,10 @@ class Pool:
 class EvenIsRight:
     """Grades the number of the request."""
 
-    async def grade(self, token_ids: np.ndarray, prompt: Prompt) -> tuple[str, Score]:
+    async def grade(
+        self, token_ids: np.ndarray, prompt: Prompt, finish_reason: FinishReason
+    ) -> tuple[str, Score]:
+        assert finish_reason is FinishReason.STOP
         number = int(token_ids[0])
         reward = float(number % 2 == 0)
         return str(number), Score(reward=reward, answer_found=True, extracted=str(number % 2))
