@@ -61,16 +61,29 @@ async def summarise(
         )
         for group, vote in zip(samples, votes, strict=True)
     )
-    num_each = len(samples[0])
     scores = scores_of(problems, k_values, num_resamples=num_resamples, seed=seed)
-    value_of = {score.name: score.value for score in scores}
+    num_timeouts = sum(vote.num_timeouts for vote in votes)
     flat = [sample for group in samples for sample in group]
+    return _result(name, flat, problems, scores, num_timeouts, settings)
+
+
+def _result(
+    name: str,
+    flat: Sequence[EvalSample],
+    problems: tuple[EvalProblem, ...],
+    scores: tuple[EvalScore, ...],
+    comparison_timeouts: int,
+    settings: Mapping[str, Any],
+) -> EvalResult:
+    """The scores, and what all samples together cost."""
+    num_each = len(problems[0].rewards)
+    value_of = {score.name: score.value for score in scores}
     lengths = np.array([sample.num_tokens for sample in flat])
     wall_s = max(sample.elapsed_s for sample in flat)
     num_found = sum(sample.answer_found for sample in flat)
     return EvalResult(
         name=name,
-        num_prompts=len(samples),
+        num_prompts=len(problems),
         samples_per_prompt=num_each,
         avg_at_k=value_of[f"avg@{num_each}"],
         pass_at_k=value_of[f"pass@{num_each}"],
@@ -82,7 +95,7 @@ async def summarise(
         truncated_share=sum(s.finish_reason is FinishReason.LENGTH for s in flat) / len(flat),
         missing_answers=len(flat) - num_found,
         grading_timeouts=sum(sample.timed_out for sample in flat),
-        comparison_timeouts=sum(vote.num_timeouts for vote in votes),
+        comparison_timeouts=comparison_timeouts,
         generated_tokens=int(lengths.sum()),
         wall_s=wall_s,
         tokens_per_s=int(lengths.sum()) / wall_s if wall_s > 0 else 0.0,
