@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from bapo_megatron import cli_data
+from bapo_megatron.cli_eval import compare, evaluate
 from bapo_megatron.cli_grade import grade
 from bapo_megatron.cli_options import ConfigArgument, OverridesArgument
 from bapo_megatron.cli_options import load as _load
@@ -62,13 +63,8 @@ def train(
         sys.exit(INTERRUPTED)
 
 
-@app.command("eval")
-def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Score the configured evaluation sets with model.path."""
-    run_config = _load(config, overrides)
-    from bapo_megatron.trainer.evaluate import evaluate_model, print_eval_table
-
-    print_eval_table(evaluate_model(run_config))
+app.command("eval")(evaluate)
+app.command()(compare)
 
 
 @app.command()

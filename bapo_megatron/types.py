@@ -226,24 +226,70 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalScore:
+    """One estimate of a set, the mean over its problems (docs/evaluation.md)."""
+
+    name: str
+    """``avg@n``, ``pass@k`` or ``maj@k``."""
+    value: float
+    low: float
+    """Low end of the 95 % interval over problems."""
+    high: float
+    """High end."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalProblem:
+    """What the scores of one problem follow from."""
+
+    prompt_id: str
+    answer: str
+    """The reference answer."""
+    rewards: tuple[float, ...]
+    """[n]."""
+    votes: tuple[int, ...]
+    """[n]: number of each answer's cluster of equal ones, from 0; -1 without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scores of one evaluation set."""
+    """Scores of one evaluation set, and what it cost."""
 
     name: str
     num_prompts: int
     samples_per_prompt: int
+    """n: the k of ``avg_at_k``, ``pass_at_k`` and ``maj_at_k``."""
     avg_at_k: float
     """Mean over prompts of the mean reward of the k samples."""
     pass_at_k: float
     """Share of prompts with at least one right sample among the k."""
+    maj_at_k: float
+    """Share of prompts whose most frequent answer is right; a share of it where several are."""
     answer_found_share: float
     """Share of samples from which an answer could be extracted, right or wrong."""
     response_tokens_mean: float
+    response_tokens_median: float
+    response_tokens_p95: float
     truncated_share: float
+    missing_answers: int
+    """Samples from which no answer could be extracted."""
+    grading_timeouts: int
+    """Samples whose grading was ended by its limit of time or memory; their reward is 0."""
+    comparison_timeouts: int
+    """Comparisons of answers with each other that were ended so; they count as different."""
     generated_tokens: int
     wall_s: float
+    """From the start of the evaluation, of all sets, to the last sample of this one; earlier tries
+    of a resumed one included."""
+    tokens_per_s: float
+    """``generated_tokens`` over ``wall_s``."""
     version: int
     """Weights version that answered."""
+    settings: Mapping[str, Any]
+    """What the samples were made with (``evaluation.settings``); empty where that is unknown."""
+    scores: tuple[EvalScore, ...]
+    """Every estimate with its interval."""
+    problems: tuple[EvalProblem, ...]
 
 
 @dataclass(frozen=True, slots=True)

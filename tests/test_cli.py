@@ -144,7 +144,7 @@ def test_no_cell_is_cut(monkeypatch: pytest.MonkeyPatch, columns: str | None) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["base.yaml", "demo.yaml", "gsm8k-tiny.yaml", "eval-aime-tiny.yaml"]
+    "name", ["base.yaml", "demo.yaml", "gsm8k-tiny.yaml", "eval-aime.yaml", "eval-aime-tiny.yaml"]
 )
 def test_every_shipped_configuration_resolves(name: str) -> None:
     overrides = ["name=x", "run_dir=x", "model.path=x"] if name == "base.yaml" else []

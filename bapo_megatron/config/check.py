@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bapo_megatron.config.check_data import check_dataset, check_rendering, check_train_data
+from bapo_megatron.config.check_data import check_rendering, check_train_data
+from bapo_megatron.config.check_eval import check_eval, check_training_eval
 from bapo_megatron.config.check_model import (
     check_heads,
     check_layers,
@@ -22,7 +23,6 @@ from bapo_megatron.config.check_rollout import (
     check_own_servers,
     check_servers,
     check_weight_sync,
-    refuse_twice,
 )
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.multiples import packing_multiples
@@ -67,13 +67,9 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         check_weight_sync(config.rollout, config.parallel)
         check_rewards(config.reward)
         check_shaping(config.reward, config.rollout.max_response_tokens)
-    if config.eval.every_steps and not config.eval.sets:
-        raise ConfigError(
-            f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
-            "add a set, or leave it 0"
-        )
+    check_training_eval(config)
     if config.eval.sets and config.replay.dumps is None:
-        _check_eval(hf_config, config)
+        check_eval(hf_config, config)
 
 
 def check_eval_config(config: RunConfig) -> None:
@@ -93,7 +89,7 @@ def check_eval_config(config: RunConfig) -> None:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
-    _check_eval(hf_config, config)
+    check_eval(hf_config, config)
 
 
 def check_generate_config(config: RunConfig) -> None:
@@ -225,19 +221,6 @@ def _check_budget(config: RunConfig) -> None:
             f"rollout.max_response_tokens = {needed}{in_multiples}{over_ranks}, got {given}; "
             "raise it"
         )
-
-
-def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
-    evaluation = config.eval
-    for number, dataset in enumerate(evaluation.sets):
-        check_dataset(dataset, f"eval.sets[{number}]")
-    refuse_twice("eval.sets", [dataset.label for dataset in evaluation.sets])
-    if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-        raise ConfigError(
-            "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "
-            f"are equal, got {evaluation.samples_per_prompt}; set 1, or raise the temperature"
-        )
-    check_positions(hf_config, config, "eval", evaluation.max_response_tokens)
 
 
 def _check_optimizer(config: RunConfig) -> None:

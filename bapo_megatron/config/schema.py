@@ -236,6 +236,9 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints stay."""
     keep_every: int = Field(0, ge=0)
     """Checkpoints whose step is a multiple of this stay for good; 0: none."""
+    best: str = ""
+    """Metric of an evaluation, such as ``eval/aime24/avg_at_k``: the checkpoint with its largest
+    value is saved in any case, named by ``checkpoints/best``, and stays. Empty: none."""
     asynchronous: bool = False
     """Write in the background while training goes on (its copy waits in host memory)."""
     at_end: bool = True

@@ -32,9 +32,11 @@ from bapo_megatron.distributed import (
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy.checkpoint_files import (
     OTHER_CHECKPOINT,
+    BestCheckpoint,
     CheckpointError,
     check_files,
     layout_of,
+    name_best,
     publish,
     read_state,
     remove_others,
@@ -84,6 +86,8 @@ class _Save:
     """Of ``CheckpointState``, as they were when it began."""
     writer: ShardWriter
     groups: ProcessGroups
+    best: tuple[str, float] | None
+    """Metric and value, if no checkpoint before it had a better evaluation."""
 
 
 class CheckpointSaver:
@@ -99,7 +103,13 @@ class CheckpointSaver:
         self._config = config
         self._save: _Save | None = None
 
-    def save(self, step: int, policy: MegatronPolicy, extra: dict[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        policy: MegatronPolicy,
+        extra: dict[str, Any],
+        best: tuple[str, float] | None = None,
+    ) -> Path:
         """Save everything that training continues from.
 
         Args:
@@ -107,6 +117,8 @@ class CheckpointSaver:
                 numbers are removed: the try that wrote them was abandoned for this one.
             policy: The policy.
             extra: State of the caller, plain JSON values; only rank 0's is written.
+            best: Metric and value for which ``best`` names this checkpoint, once it is complete;
+                only rank 0's counts.
 
         Returns:
             The checkpoint's directory, which exists once it is complete.
@@ -116,7 +128,7 @@ class CheckpointSaver:
                 every rank. Complete checkpoints are untouched.
         """
         self.wait()
-        save = _begin(self._root, step, policy, extra)
+        save = _begin(self._root, step, policy, extra, best)
         if self._config.asynchronous:
             self._save = save
             save.writer.start()
@@ -197,7 +209,13 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     return state.extra
 
 
-def _begin(root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any]) -> _Save:
+def _begin(
+    root: Path,
+    step: int,
+    policy: MegatronPolicy,
+    extra: dict[str, Any],
+    best: tuple[str, float] | None,
+) -> _Save:
     """Plan the save and write its small parts."""
     groups = policy.groups
     unfinished = unfinished_directory(root, step)
@@ -219,7 +237,7 @@ def _begin(root: Path, step: int, policy: MegatronPolicy, extra: dict[str, Any])
         "distributed_optimizer": _is_distributed(policy),
         "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
     }
-    return _Save(step, fields, writer, groups)
+    return _Save(step, fields, writer, groups, best)
 
 
 def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
@@ -234,6 +252,8 @@ def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
         if written is not None:
             writer.write_metadata(unfinished, [results for _, results in written])
             publish(root, save.step, save.fields, [n for names, _ in written for n in names])
+            if save.best is not None:
+                name_best(root, BestCheckpoint(step_directory(root, save.step).name, *save.best))
     if groups.rank == 0:
         _remove_old(root, save.step, config)
     barrier(groups)
@@ -243,7 +263,7 @@ def _remove_old(root: Path, step: int, config: CheckpointConfig) -> None:
     """Remove what need not stay; a complete checkpoint is no failure because that does not work."""
     try:
         remove_others(root, step, config)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         Console(stderr=True).print(
             f"cannot remove an old checkpoint under {root} ({error}); remove it by hand",
             highlight=False,

@@ -2,10 +2,12 @@
 
     <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, rng_<rank>.pt
     <root>/latest       name of the newest complete checkpoint
+    <root>/best         the checkpoint with the best evaluation, metric and value, as JSON
 
-A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves. A
-kill at any moment leaves the previous checkpoint in place; where one of the same number was being
-replaced, under the name of ``files.replaced_directory``, until the next save puts it back.
+A checkpoint is written under a temporary name, flushed, and renamed; only then ``latest`` moves,
+and then ``best`` if it is the best one. A kill at any moment leaves the previous checkpoint in
+place; where one of the same number was being replaced, under the name of
+``files.replaced_directory``, until the next save puts it back.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 LATEST_NAME = "latest"
+BEST_NAME = "best"
 STATE_NAME = "state.json"
 STEP_PATTERN = re.compile(r"step_(\d+)")
 
@@ -56,6 +59,23 @@ class CheckpointState:
     file_bytes: dict[str, int]
     """Size of every other file of the checkpoint."""
     format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class BestCheckpoint:
+    """What ``best`` holds."""
+
+    checkpoint: str
+    """Name of the directory beside it."""
+    metric: str
+    """``checkpoint.best`` of the run."""
+    value: float
+    """What the evaluation gave it; no other checkpoint of the run had more."""
+
+    @property
+    def step(self) -> int:
+        """Number of the checkpoint."""
+        return int(self.checkpoint.removeprefix("step_"))
 
 
 def layout_of(groups: ProcessGroups) -> dict[str, int]:
@@ -98,6 +118,42 @@ def find_latest(root: Path) -> Path | None:
             "one that is (step_<n>) into it, or delete it to start anew"
         )
     return directory
+
+
+def is_there(root: Path, step: int) -> bool:
+    """Return whether the complete checkpoint of a step exists, be it while it is replaced."""
+    directory = step_directory(root, step)
+    return directory.is_dir() or replaced_directory(directory).is_dir()
+
+
+def find_best(root: Path) -> BestCheckpoint | None:
+    """Return the best checkpoint under ``root``, or None where no evaluation chose one.
+
+    Raises:
+        CheckpointError: ``best`` is damaged, or names a checkpoint that is not there.
+    """
+    pointer = root / BEST_NAME
+    if not pointer.is_file():
+        return None
+    remedy = "write one that is, or delete the file"
+    try:
+        best = BestCheckpoint(**json.loads(pointer.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
+    if not STEP_PATTERN.fullmatch(best.checkpoint) or not is_there(root, best.step):
+        raise CheckpointError(
+            f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; {remedy}"
+        )
+    return best
+
+
+def name_best(root: Path, best: BestCheckpoint) -> None:
+    """Let ``best`` name another checkpoint, at once; the one before may be pruned from now on.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    atomic_write_text(root / BEST_NAME, json.dumps(asdict(best)) + "\n")
 
 
 def read_state(directory: Path) -> CheckpointState:
@@ -178,9 +234,10 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
 
 
 def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
-    """Keep the newest checkpoints, those to keep for good, and nothing else.
+    """Keep the newest checkpoints, those to keep for good, the best one, and nothing else.
 
-    Steps above the one just saved are of a try that was abandoned for this one, and go.
+    Steps above the one just saved are of a try that was abandoned for this one, and go; so does
+    ``best`` if it names one of them.
 
     Args:
         root: Directory of all checkpoints of the run.
@@ -189,6 +246,7 @@ def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None
 
     Raises:
         OSError: One cannot be removed.
+        CheckpointError: ``best`` is damaged; nothing is removed.
     """
     steps = [
         int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))
@@ -196,6 +254,11 @@ def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None
     kept = set(sorted(step for step in steps if step <= saved_step)[-config.keep_last :])
     if config.keep_every > 0:
         kept.update(s for s in steps if s <= saved_step and s % config.keep_every == 0)
+    best = find_best(root)
+    if best is not None and best.step <= saved_step:
+        kept.add(best.step)
+    elif best is not None:
+        (root / BEST_NAME).unlink()
     for step in set(steps) - kept:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.
         removed = unfinished_directory(root, step)

@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import log_overlaps
-from bapo_megatron.data.prompts import load_prompts, load_train_sets, log_warnings
+from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.evaluation.sets import load_sets
+from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
@@ -39,7 +41,7 @@ from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool
-from bapo_megatron.rollout.evaluation import EvalSet, Evaluator
+from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.push_limit import PushLimit
@@ -84,7 +86,6 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
-        self._num_evaluations = 0
         self._pushes = PushLimit()
         self.weights: WeightService
         """Answers the calls ``weights.…``."""
@@ -137,19 +138,10 @@ class Collector:
             self._batches = BatchCollector(
                 grader, stream, run.rollout, run.replay, plan, self._report
             )
-        sets = [
-            EvalSet(
-                dataset.label,
-                tuple(
-                    load_prompts(dataset, renderer, run.data.max_prompt_tokens)[
-                        : run.eval.max_prompts
-                    ]
-                ),
-            )
-            for dataset in run.eval.sets
-        ]
+        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens)
         log_overlaps(train_sets, [(each.name, each.prompts) for each in sets])
-        self._evaluator = Evaluator(grader, sets, run.eval, run.run_dir / "eval", self._report)
+        votes = await self._stack.enter_async_context(votes_pool(run.reward))
+        self._evaluator = Evaluator(grader, votes, sets, run, self._report)
 
     async def connect(self, version: int | None) -> None:
         """Reach every server and probe its temperature convention before training.
@@ -218,8 +210,13 @@ class Collector:
         assert self._colocated is not None, "rollout.colocated"
         await self._colocated.release()
 
-    async def evaluate(self, step: int) -> dict[str, Any]:
+    async def evaluate(self, moment: str, weights: str, resume: bool) -> dict[str, Any]:
         """Score the evaluation sets.
+
+        Args:
+            moment: Begins the names of the results files.
+            weights: Names the weights.
+            resume: Go on with the samples of an earlier process.
 
         Returns:
             ``results``, the fields of an ``EvalResult`` each; or ``needs_weights`` as ``collect``.
@@ -229,14 +226,15 @@ class Collector:
         """
         assert self._pool is not None, "connect comes first"
         num_lost = self._pool.num_lost_requests
-        evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, step))
+        evaluation = asyncio.create_task(
+            self._evaluator.evaluate(self._pool, moment, weights, resume=resume)
+        )
         try:
             while not evaluation.done():
                 if self._pool.needs_weights:
                     return self._ask_for_weights()
                 await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
             results = evaluation.result()
-            self._num_evaluations += 1
             return {"results": [asdict(result) for result in results]}
         finally:
             evaluation.cancel()
@@ -265,11 +263,11 @@ class Collector:
             RolloutError: It was given too often, without a result in between.
         """
         assert self._pool is not None, "connect comes first"
-        # Responses of an evaluation do not count: it begins again without them.
         num_samples = 0 if self._batches is None else self._batches.finished_samples
         own = () if self._supervisor is None else self._supervisor.servers
         logs = ", ".join(str(server.log_path) for server in own) or "their logs"
-        self._pushes.count(self._num_evaluations + num_samples, self._pool.describe(), logs)
+        num_samples += self._evaluator.num_samples
+        self._pushes.count(num_samples, self._pool.describe(), logs)
         return {"needs_weights": True}
 
     def lost_servers(self, error: BaseException) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.evaluation.report import result_from_json
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
     child_environment,
@@ -28,13 +29,12 @@ from bapo_megatron.rollout.processes import (
     tail,
 )
 from bapo_megatron.rollout.sglang_server import START_VERSION
-from bapo_megatron.types import EvalResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import RolloutBatch
+    from bapo_megatron.types import EvalResult, RolloutBatch
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -159,21 +159,36 @@ class CollectorClient:
             self.sync_weights(self._config.model.path, START_VERSION)
 
     def evaluate(self, step: int) -> list[EvalResult] | None:
-        """Score every evaluation set with the weights that were pushed, else with ``model.path``.
+        """Score every evaluation set with the weights that were pushed.
 
-        Each answer is kept in ``<run_dir>/eval``.
+        Every answer is kept in ``<run_dir>/eval``, under the step; before training: ``start``.
 
         Returns:
             None where no server holds the trainer's weights any more.
         """
+        self.ensure_weights()
+        moment = f"step_{step:06d}" if step >= 0 else "start"
+        return self._evaluate(moment, weights=f"{moment} of {self._config.name}", resume=False)
+
+    def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
+        """Score every evaluation set with ``model.path``; nothing is trained.
+
+        Args:
+            weights: Names them, see ``evaluation.settings``.
+            resume: Go on with the samples of an earlier process.
+        """
         while True:
             self.ensure_weights()
-            answer = self._call("evaluate", step=step)
-            if "needs_weights" not in answer:
-                return [EvalResult(**result) for result in answer["results"]]
-            if self._for_training:
-                return None
+            results = self._evaluate("", weights=weights, resume=resume)
+            if results is not None:
+                return results
             self._lacks_weights = True
+
+    def _evaluate(self, moment: str, *, weights: str, resume: bool) -> list[EvalResult] | None:
+        answer = self._call("evaluate", moment=moment, weights=weights, resume=resume)
+        if "needs_weights" in answer:
+            return None
+        return [result_from_json(result) for result in answer["results"]]
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""

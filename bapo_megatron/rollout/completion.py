@@ -26,6 +26,11 @@ class SamplingSettings:
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    seed: int | None = None
+    """Of this response; servers look at it with ``--enable-deterministic-inference`` only, and
+    without it give all responses the same one then."""
 
     def to_json_dict(self) -> dict[str, float | int]:
         """The request's ``sampling_params``, complete, so that no server default acts."""
@@ -33,11 +38,12 @@ class SamplingSettings:
             "temperature": self.temperature,
             "max_new_tokens": self.max_new_tokens,
             "top_p": self.top_p,
-            "top_k": -1,
+            "top_k": self.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
+            **({} if self.seed is None else {"sampling_seed": self.seed}),
         }
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.completion import GenerateRequest, SamplingSettings
+from bapo_megatron.rollout.completion import GenerateRequest
 from bapo_megatron.rollout.engine import Balancer, Engine, EngineState, Job
 from bapo_megatron.rollout.engine_states import EngineStates
 from bapo_megatron.rollout.sglang_http import (
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.rollout.completion import Completion, SamplingSettings
     from bapo_megatron.rollout.sglang_client import ApiKeys
     from bapo_megatron.rollout.timeline import Timeline
 
@@ -163,9 +164,7 @@ class EnginePool(EngineStates):
             return True
         request = GenerateRequest(
             input_ids=job.start(engine, self._version),
-            sampling=SamplingSettings(
-                job.sampling.temperature, job.num_remaining, job.sampling.top_p
-            ),
+            sampling=replace(job.sampling, max_new_tokens=job.num_remaining),
             label=label,
             version=self._version,
             return_logprobs=return_logprobs,

@@ -1,183 +1,287 @@
-"""avg@k and pass@k on evaluation sets, every answer kept in a file."""
+"""The samples of an evaluation: every one is made once, graded, and kept as it finishes.
+
+What is made of them is in ``evaluation/``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bapo_megatron.files import atomic_write_text
-from bapo_megatron.reward.scoring import avg_at_k, pass_at_k
+from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order
+from bapo_megatron.evaluation.settings import eval_settings
+from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.completion import SamplingSettings
-from bapo_megatron.types import EvalResult, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from bapo_megatron.config.evaluation import EvalConfig
+    from bapo_megatron.config.evaluation import EvalSamplingConfig
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.evaluation.sets import EvalSet
+    from bapo_megatron.reward.pool import RewardPool
+    from bapo_megatron.rollout.completion import Completion
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.types import Prompt
+    from bapo_megatron.types import EvalResult, Prompt
 
 _REPORT_INTERVAL_S = 0.5
+_WAITING_RATIO = 2
+"""Samples on their way per connection: while some are graded, others generate."""
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSet:
-    """A named list of prompts."""
+class _Job:
+    """One sample to be made."""
 
-    name: str
-    prompts: tuple[Prompt, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One response, as a line of the results file."""
-
-    prompt_id: str
+    journal: SampleJournal
+    set_name: str
+    prompt: Prompt
     index: int
-    prompt: str
-    answer: str
-    response: str
-    extracted: str
-    reward: float
-    answer_found: bool
-    num_tokens: int
-    finish_reason: FinishReason
+    sampling: EvalSamplingConfig
+    affinity: int
 
 
 class Evaluator:
-    """Samples k responses to each prompt of each set."""
+    """Samples n responses to each prompt of each set."""
 
     def __init__(
         self,
         grader: Grader,
+        votes: RewardPool,
         sets: Sequence[EvalSet],
-        config: EvalConfig,
-        results_dir: Path,
+        config: RunConfig,
         report: Callable[[str], None],
     ) -> None:
         """Put the parts together.
 
         Args:
             grader: Decodes and scores.
+            votes: Compares answers with each other, by the function ``math``.
             sets: What to evaluate.
-            config: k and the sampling settings.
-            results_dir: Gets one jsonl file per set and evaluation.
+            config: The run; of it the evaluation, the rewards, the seed and its directory.
             report: Takes a line about the progress.
         """
         self._grader = grader
+        self._votes = votes
         self._sets = tuple(sets)
         self._config = config
-        self._results_dir = results_dir
         self._report = report
+        self.num_samples = 0
+        """Samples finished so far, in all evaluations."""
+        self._num_tokens = 0
+        """Received since the present evaluation began to sample."""
+        self._begun: str | None = None
+        """The evaluation whose files this process has begun."""
 
-    async def evaluate(self, pool: EnginePool, step: int) -> list[EvalResult]:
+    async def evaluate(
+        self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
+    ) -> list[EvalResult]:
         """Score every set with the weights that the servers hold.
+
+        The sets are sampled together, in their order, so that servers do not wait for the longest
+        responses of one set before the next one begins.
 
         Args:
             pool: The servers.
-            step: Names the results files ``step_<step>_<set>.jsonl``; negative: ``start_<set>``.
+            moment: Begins the names of the results files, see ``samples_file``; empty for an
+                evaluation without training. One that is asked for again goes on where it failed.
+            weights: Names the weights: only samples of these are gone on with.
+            resume: Go on with the samples of an earlier process.
 
         Raises:
-            RolloutError: A server failed, or gave up (inside an exception group).
-            OSError: The results cannot be written.
+            RolloutError: A server failed, or gave up, or the results cannot be written (inside an
+                exception group).
+            ResultsError: The files hold samples of something else.
+            RewardError: Grading failed (inside an exception group).
         """
-        return [await self._evaluate_set(pool, step, eval_set) for eval_set in self._sets]
-
-    async def _evaluate_set(self, pool: EnginePool, step: int, eval_set: EvalSet) -> EvalResult:
-        started_s = time.monotonic()
         pool.reopen()
-        async with asyncio.TaskGroup() as tasks:
-            answers_by_prompt = [
-                [
-                    tasks.create_task(self._answer(pool, eval_set, row, index))
-                    for index in range(self._config.samples_per_prompt)
-                ]
-                for row in range(len(eval_set.prompts))
+        is_resumed = resume or self._begun == moment
+        async with contextlib.AsyncExitStack() as stack:
+            journals = [
+                await stack.enter_async_context(self._journal(s, moment, weights, is_resumed))
+                for s in self._sets
             ]
-            await self._report_until_done(
-                eval_set, [task for answers in answers_by_prompt for task in answers]
+            self._begun = moment
+            await self._sample(pool, journals)
+            samples = [
+                in_order(
+                    journal.samples,
+                    [prompt.prompt_id for prompt in eval_set.prompts],
+                    eval_set.sampling.samples_per_prompt,
+                )
+                for eval_set, journal in zip(self._sets, journals, strict=True)
+            ]
+        self._begun = None
+        evaluation = self._config.eval
+        results = []
+        for eval_set, groups in zip(self._sets, samples, strict=True):
+            self._report(f"evaluation of {eval_set.name}: counting")
+            results.append(
+                await summarise(
+                    eval_set.name,
+                    groups,
+                    self._votes,
+                    settings=settings_of(eval_set, self._config, weights),
+                    k_values=evaluation.k_values,
+                    num_resamples=evaluation.bootstrap_resamples,
+                    seed=self._config.seed,
+                )
             )
-        rows = [[task.result() for task in answers] for answers in answers_by_prompt]
-        self._write(step, eval_set, rows)
-        assert pool.version is not None, "a generated answer implies a version"
-        return self._result(eval_set, rows, pool.version, time.monotonic() - started_s)
+        path = results_file(self._config.run_dir, moment)
+        with _named_write_errors(path):
+            write_results(results, path)
+        return results
 
-    async def _answer(self, pool: EnginePool, eval_set: EvalSet, row: int, index: int) -> _Answer:
-        prompt, config = eval_set.prompts[row], self._config
+    @contextlib.asynccontextmanager
+    async def _journal(
+        self, eval_set: EvalSet, moment: str, weights: str, is_resumed: bool
+    ) -> AsyncIterator[SampleJournal]:
+        path = samples_file(self._config.run_dir, moment, eval_set.name)
+        settings = settings_of(eval_set, self._config, weights)
+        with _named_write_errors(path):
+            journal = await SampleJournal.open(path, settings, resume=is_resumed)
+        try:
+            yield journal
+            with _named_write_errors(path):
+                journal.sync()
+        finally:
+            journal.close()
+
+    async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> None:
+        """Make every sample that its journal lacks."""
+        jobs = deque(self._jobs(journals))
+        num_jobs, began_s = len(jobs), time.monotonic()
+        self._num_tokens = 0
+        started_s = time.monotonic() - max((j.elapsed_s for j in journals), default=0.0)
+        num_workers = min(num_jobs, _WAITING_RATIO * self._config.rollout.max_connections)
+
+        async def work() -> None:
+            while jobs:
+                await self._make(pool, jobs.popleft(), started_s)
+
+        before = sum(len(journal.samples) for journal in journals)
+        async with asyncio.TaskGroup() as tasks:
+            workers = [tasks.create_task(work()) for _ in range(num_workers)]
+            while any(not worker.done() for worker in workers):
+                num_done = sum(len(journal.samples) for journal in journals)
+                rate = self._num_tokens / max(time.monotonic() - began_s, 1e-9)
+                self._report(
+                    f"evaluation: {num_done}/{before + num_jobs} samples, {rate:.0f} tokens/s"
+                )
+                await asyncio.wait(workers, timeout=_REPORT_INTERVAL_S)
+
+    def _jobs(self, journals: Sequence[SampleJournal]) -> list[_Job]:
+        missing: list[_Job] = []
+        affinity = 0
+        for eval_set, journal in zip(self._sets, journals, strict=True):
+            for prompt in eval_set.prompts:
+                affinity -= 1  # numbers of its own: those of groups may be in use
+                missing += [
+                    _Job(journal, eval_set.name, prompt, index, eval_set.sampling, affinity)
+                    for index in range(eval_set.sampling.samples_per_prompt)
+                    if (prompt.prompt_id, index) not in journal.samples
+                ]
+        return missing
+
+    def _count(self, part: Completion) -> None:
+        self._num_tokens += len(part.token_ids)
+
+    async def _make(self, pool: EnginePool, job: _Job, started_s: float) -> None:
+        prompt, sampling = job.prompt, job.sampling
         completion = await pool.generate(
             prompt.token_ids,
             SamplingSettings(
-                temperature=config.temperature,
-                max_new_tokens=config.max_response_tokens,
-                top_p=config.top_p,
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_response_tokens,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sample_seed(self._config.seed, job.set_name, prompt.prompt_id, job.index),
             ),
-            label=f"evaluation of {eval_set.name}, {prompt.prompt_id}, sample {index}",
-            affinity=-1 - row,  # numbers of its own: those of groups may be in use
+            label=f"evaluation of {job.set_name}, {prompt.prompt_id}, sample {job.index}",
+            affinity=job.affinity,
             return_logprobs=False,
+            on_part=self._count,
         )
         assert completion is not None, "evaluations are never drained"
+        assert pool.version is not None, "a generated answer implies a version"
         text, score = await self._grader.grade(
             completion.token_ids, prompt, completion.finish_reason
         )
-        return _Answer(
+        sample = EvalSample(
             prompt_id=prompt.prompt_id,
-            index=index,
+            index=job.index,
             prompt=prompt.text,
             answer=prompt.answer,
             response=text,
             extracted=score.extracted,
             reward=score.reward,
+            components=dict(score.components),
+            reason=score.reason,
             answer_found=score.answer_found,
+            timed_out=score.timed_out,
             num_tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
+            version=pool.version,
+            elapsed_s=time.monotonic() - started_s,
+            source=prompt.source,
+            row=prompt.row,
         )
+        with _named_write_errors(job.journal.path):
+            await job.journal.append(sample)
+        self.num_samples += 1
 
-    async def _report_until_done(
-        self, eval_set: EvalSet, tasks: Sequence[asyncio.Task[_Answer]]
-    ) -> None:
-        while num_open := sum(not task.done() for task in tasks):
-            self._report(f"evaluation of {eval_set.name}: {len(tasks) - num_open}/{len(tasks)}")
-            await asyncio.wait(tasks, timeout=_REPORT_INTERVAL_S)
 
-    def _write(self, step: int, eval_set: EvalSet, rows: Sequence[Sequence[_Answer]]) -> None:
-        moment = f"step_{step:06d}" if step >= 0 else "start"
-        path = self._results_dir / f"{moment}_{eval_set.name}.jsonl"
-        lines = (
-            json.dumps(asdict(answer), ensure_ascii=False) + "\n"
-            for answers in rows
-            for answer in answers
-        )
-        try:
-            atomic_write_text(path, "".join(lines))
-        except OSError as error:
-            raise RolloutError(
-                f"cannot write the evaluation results to {path}: {error.strerror}; free space, or "
-                "change run_dir"
-            ) from error
+def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:
+    """Where the samples of a set are: ``eval/step_000020_aime24.jsonl``, or ``eval/aime24.jsonl``.
 
-    def _result(
-        self, eval_set: EvalSet, rows: Sequence[Sequence[_Answer]], version: int, wall_s: float
-    ) -> EvalResult:
-        answers = [answer for prompt_answers in rows for answer in prompt_answers]
-        rewards = [[answer.reward for answer in prompt_answers] for prompt_answers in rows]
-        num_tokens = sum(answer.num_tokens for answer in answers)
-        num_truncated = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)
-        return EvalResult(
-            name=eval_set.name,
-            num_prompts=len(rows),
-            samples_per_prompt=self._config.samples_per_prompt,
-            avg_at_k=avg_at_k(rewards),
-            pass_at_k=pass_at_k(rewards, self._config.samples_per_prompt),
-            answer_found_share=sum(answer.answer_found for answer in answers) / len(answers),
-            response_tokens_mean=num_tokens / len(answers),
-            truncated_share=num_truncated / len(answers),
-            generated_tokens=num_tokens,
-            wall_s=wall_s,
-            version=version,
-        )
+    Args:
+        run_dir: Directory of the run.
+        moment: ``step_<n>``, ``start``, or empty for an evaluation without training.
+        set_name: Of the set.
+    """
+    return run_dir / "eval" / f"{moment}{'_' * bool(moment)}{set_name}.jsonl"
+
+
+def results_file(run_dir: Path, moment: str) -> Path:
+    """Where the scores of all sets are: ``eval/step_000020.json``, or ``eval.json``."""
+    return run_dir / "eval" / f"{moment}.json" if moment else run_dir / "eval.json"
+
+
+def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str, object]:
+    """What the samples of a set are made with."""
+    return eval_settings(
+        name=eval_set.name,
+        weights=weights,
+        prompts=eval_set.prompts,
+        sampling=eval_set.sampling,
+        reward=config.reward,
+        seed=config.seed,
+    )
+
+
+def sample_seed(run_seed: int, set_name: str, prompt_id: str, index: int) -> int:
+    """A seed of its own for every sample, the same in every evaluation with this run's seed."""
+    name = json.dumps([run_seed, set_name, prompt_id, index]).encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:4])
+
+
+@contextlib.contextmanager
+def _named_write_errors(path: Path) -> Iterator[None]:
+    """An operating-system error of the block says what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RolloutError(
+            f"cannot write the evaluation results to {path}: {error.strerror}; free space, or "
+            "change run_dir"
+        ) from error

@@ -23,7 +23,7 @@ class PushLimit:
         """The trainer is asked once more.
 
         Args:
-            num_results: Responses and evaluations that were finished since the start.
+            num_results: Responses, also of evaluations, that were finished since the start.
             servers: Which servers there are, and why they lack the weights, for people.
             logs: Where they say why they failed.
 

@@ -18,3 +18,8 @@ def uncut_console() -> Console:
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
     return Console(width=_UNCUT_WIDTH)
+
+
+def say(line: str) -> None:
+    """Print a line for people on standard error, as it is."""
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True, markup=False)

@@ -49,6 +49,21 @@ _PER_TOKEN = {
 """Metric name → name of the sum that is divided by the number of training tokens."""
 
 
+_EVAL_FIELDS = (
+    "answer_found_share",
+    "missing_answers",
+    "grading_timeouts",
+    "comparison_timeouts",
+    "response_tokens_mean",
+    "response_tokens_median",
+    "response_tokens_p95",
+    "truncated_share",
+    "wall_s",
+    "tokens_per_s",
+)
+"""Fields of an ``EvalResult`` that are metrics of the same name."""
+
+
 def merge_sums(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """Add sums by name; names that start with ``max:`` keep the largest value."""
     merged: dict[str, float] = {}
@@ -99,11 +114,16 @@ def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
     values: dict[str, float] = {}
     for result in results:
         prefix = f"eval/{result.name}"
-        values[f"{prefix}/avg_at_k"] = result.avg_at_k
-        values[f"{prefix}/pass_at_k"] = result.pass_at_k
-        values[f"{prefix}/answer_found_share"] = result.answer_found_share
-        values[f"{prefix}/response_tokens_mean"] = result.response_tokens_mean
-        values[f"{prefix}/truncated_share"] = result.truncated_share
+        for score in result.scores:
+            kind, _, size = score.name.partition("@")
+            if int(size) < result.samples_per_prompt:
+                values[f"{prefix}/{kind}_at_{size}"] = score.value
+                continue
+            values[f"{prefix}/{kind}_at_k"] = score.value
+            values[f"{prefix}/{kind}_at_k_low"] = score.low
+            values[f"{prefix}/{kind}_at_k_high"] = score.high
+        for name in _EVAL_FIELDS:
+            values[f"{prefix}/{name}"] = float(getattr(result, name))
     return values
 
 

@@ -2,63 +2,108 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+import asyncio
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from bapo_megatron.config.check import check_eval_config
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.evaluation.cost import SetCost, describe_cost
+from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.samples import iterate_samples, read_samples
+from bapo_megatron.evaluation.sets import load_sets
+from bapo_megatron.evaluation.settings import ResultsError, check_same, fingerprint
+from bapo_megatron.evaluation.summary import summarise
+from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.rollout.collector_client import CollectorClient
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of
+from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.evaluation.sets import EvalSet
     from bapo_megatron.types import EvalResult
+
+NO_TRAINING = ""
+"""The moment of an evaluation by the command."""
 
 
 def evaluate_model(config: RunConfig) -> list[EvalResult]:
     """Score every set of ``config.eval`` with the weights in ``config.model.path``.
 
-    Starts a server unless ``rollout.servers`` names some, and writes ``<run_dir>/eval.json``.
+    Says first what it will cost. Starts servers unless ``rollout.servers`` names some, or every
+    sample is there already; writes ``<run_dir>/eval.json`` and ``eval.md``.
 
     Raises:
-        ValueError: no evaluation set is configured, or a file is missing or unreadable.
-        RolloutError: a server failed.
+        ValueError: No evaluation set is configured, a file is missing or unreadable, or the run
+            directory holds samples that are not to be gone on with.
+        RolloutError: A server failed.
     """
     check_eval_config(config)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+    renderer = make_renderer(tokenizer, config.data)
+    sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
+    model = (
+        f"{config.model.path.name} ({config.model.dtype}, files {fingerprint(config.model.path)})"
+    )
+    costs = [_cost_of(eval_set, config, model) for eval_set in sets]
+    for line in describe_cost(costs, config.eval.assumed_tokens_per_s):
+        say(line)
+    if not any(cost.num_samples for cost in costs):
+        results = asyncio.run(_summarise_finished(sets, config, model))
+        write_results(results, results_file(config.run_dir, NO_TRAINING))
+        return results
     config.run_dir.mkdir(parents=True, exist_ok=True)
     with ProgressLine() as progress:
         source = CollectorClient(config, on_progress=progress.update, for_training=False)
         try:
             source.start()
-            results = source.evaluate(step=0)
-            assert results is not None, "without a trainer the source loads the weights itself"
+            return source.evaluate_model(model, resume=config.resume)
         finally:
             source.close()
-    rows = [asdict(result) for result in results]
-    atomic_write_text(config.run_dir / "eval.json", json.dumps(rows, indent=2) + "\n")
-    return results
 
 
-def print_eval_table(results: Sequence[EvalResult]) -> None:
-    """Print one row per evaluation set."""
-    table = Table(title="Evaluation")
-    for heading in ("set", "prompts", "k", "avg@k", "pass@k", "answers found", "tokens", "time"):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
-    for result in results:
-        table.add_row(
-            result.name,
-            str(result.num_prompts),
-            str(result.samples_per_prompt),
-            f"{result.avg_at_k:.1%}",
-            f"{result.pass_at_k:.1%}",
-            f"{result.answer_found_share:.1%}",
-            f"{result.response_tokens_mean:.1f}",
-            f"{result.wall_s:.1f} s",
-        )
-    uncut_console().print(table)
+def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
+    """What is still to be done for a set.
+
+    Raises:
+        ResultsError: There are samples of another evaluation, or of one to be resumed.
+    """
+    path = samples_file(config.run_dir, NO_TRAINING, eval_set.name)
+    num_done = 0
+    if path.exists() and path.stat().st_size:
+        if not config.resume:
+            raise ResultsError(
+                f"{path}: holds samples of an earlier evaluation; continue it with --resume, or "
+                "change run_dir"
+            )
+        check_same(path, settings_of(eval_set, config, model))
+        num_done = sum(1 for _ in iterate_samples(path, allow_torn=True))
+    return SetCost(
+        name=eval_set.name,
+        num_prompts=len(eval_set.prompts),
+        samples_per_prompt=eval_set.sampling.samples_per_prompt,
+        num_done=num_done,
+        max_response_tokens=eval_set.sampling.max_response_tokens,
+    )
+
+
+async def _summarise_finished(
+    sets: Sequence[EvalSet], config: RunConfig, model: str
+) -> list[EvalResult]:
+    """The results of an evaluation whose samples are all there."""
+    async with votes_pool(config.reward) as votes:
+        return [
+            await summarise(
+                eval_set.name,
+                read_samples(samples_file(config.run_dir, NO_TRAINING, eval_set.name)),
+                votes,
+                settings=settings_of(eval_set, config, model),
+                k_values=config.eval.k_values,
+                num_resamples=config.eval.bootstrap_resamples,
+                seed=config.seed,
+            )
+            for eval_set in sets
+        ]

@@ -28,9 +28,9 @@ def train(config: RunConfig) -> None:
             with run.timer.phase("weight_sync"):
                 run.push_weights()
             with run.timer.phase("evaluation"):
-                evaluated = run.evaluate_if_due(step)
+                evaluated = eval_metrics(run.evaluate_if_due(step))
             metrics = step_metrics(batch, results, lr, run.timer.end_step())
-            run.report(metrics, eval_metrics(evaluated), results)
+            run.report(metrics, evaluated, results)
             with run.timer.phase("checkpoint"):  # its time is part of the next row
-                run.save_if_due(step)
+                run.save_if_due(step, evaluated)
         run.finish()

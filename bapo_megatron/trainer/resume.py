@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from bapo_megatron.distributed import broadcast_bytes
 from bapo_megatron.policy.checkpoint import load_checkpoint
-from bapo_megatron.policy.checkpoint_files import find_latest
+from bapo_megatron.policy.checkpoint_files import BestCheckpoint, find_latest
+from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.trainer.best import restore_best
 from bapo_megatron.trainer.summary import RunSummary, accuracies, moved_share
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Progress:
     accuracy_after: float | None = None
     answer_found_after: float | None = None
     num_prompts: int = 0
+    best: BestCheckpoint | None = None
+    """By ``checkpoint.best``; on rank 0."""
 
     def count(self, metrics: StepMetrics, results: Sequence[UpdateResult]) -> None:
         """Add one step."""
@@ -87,15 +89,20 @@ def save_run(
     policy: MegatronPolicy,
     source: RolloutSource | None,
     progress: Progress,
+    *,
+    is_best: bool,
 ) -> None:
     """Save weights, optimizer, RNG, data position, unfinished samples and totals.
+
+    With ``is_best`` as the one that ``progress.best`` names.
 
     A collective over all ranks; complete or absent, whenever it is interrupted.
     """
     extra: dict[str, Any] = {}
     if source is not None:
         extra = {"progress": asdict(progress), "rollout": source.state()}
-    saver.save(progress.next_step, policy, extra)
+    best = (progress.best.metric, progress.best.value) if is_best and progress.best else None
+    saver.save(progress.next_step, policy, extra, best)
 
 
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
@@ -113,13 +120,16 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     ).decode()
     if not name:
         if source is not None:
-            _say(f"{root}: no checkpoint yet, starting at step 1")
+            say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
     extra = load_checkpoint(root / name, policy)
-    progress = Progress(**extra["progress"])
+    fields = dict(extra["progress"])
+    best = fields.pop("best", None)
+    progress = Progress(**fields, best=BestCheckpoint(**best) if best else None)
     if source is not None:
+        restore_best(root, progress)
         source.restore(extra["rollout"])
-        _say(f"resumed from {newest}: {progress.next_step} steps done")
+        say(f"resumed from {newest}: {progress.next_step} steps done")
     return progress
 
 
@@ -129,7 +139,3 @@ def how_to_continue(config: RunConfig) -> str:
     if newest is None:
         return ", before the first checkpoint"
     return f"; the same command with --resume continues from {newest}"
-
-
-def _say(line: str) -> None:
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True)

@@ -34,6 +34,7 @@ from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.timer import PhaseTimer
+from bapo_megatron.trainer.best import take_best
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
@@ -231,8 +232,8 @@ class Run:
             self.saver.wait()
         raise failure
 
-    def _save(self) -> None:
-        save_run(self.saver, self.policy, self._source, self.progress)
+    def _save(self, *, is_best: bool = False) -> None:
+        save_run(self.saver, self.policy, self._source, self.progress, is_best=is_best)
 
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.
@@ -259,22 +260,31 @@ class Run:
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
         """Evaluate after every ``eval.every_steps`` steps and after the last one (rank 0 only)."""
-        every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
-        due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
-        return self._evaluate(step) if due else []
+        return self._evaluate(step) if self._must_evaluate(step) else []
 
-    def save_if_due(self, step: int) -> None:
+    def _must_evaluate(self, step: int) -> bool:
+        every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
+        return (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
+
+    def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
 
-        Those that are written in the background are completed here, too, in a later step.
+        And where the step's evaluation, whose metrics rank 0 gives, is the best one by
+        ``checkpoint.best``. Those that are written in the background are completed here, too, in a
+        later step.
         """
         self.saver.poll()
         every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
         self.progress.next_step = step + 1
         if self._failure is not None:
             self._save_and_fail(self._failure)
-        if (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end):
-            self._save()
+        due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end)
+        metric = self.config.checkpoint.best
+        is_best = bool(metric) and self._must_evaluate(step)
+        if is_best:
+            is_best = take_best(self.progress, metric, evaluated, self._groups)
+        if due or is_best:
+            self._save(is_best=is_best)
 
     def report(
         self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
@@ -337,7 +347,8 @@ class Run:
             for result in results:
                 Console().print(
                     f"evaluation of {result.name}: avg@{result.samples_per_prompt} "
-                    f"{result.avg_at_k:.1%} on {result.num_prompts} prompts "
+                    f"{result.avg_at_k:.1%} ({result.scores[0].low:.1%} … "
+                    f"{result.scores[0].high:.1%}) on {result.num_prompts} prompts "
                     f"({result.wall_s:.1f} s)",
                     highlight=False,
                 )

@@ -242,6 +242,42 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "eval.every_steps: needs eval.sets, got 5 without a set; add a set, or leave it 0",
         ),
         (
+            ["eval.sets=[{path: train.jsonl, max_response_tokens: 501}]"],
+            1,
+            "eval.sets[0].max_response_tokens: must leave room for data.max_prompt_tokens = 100 in "
+            "the model's 600 positions, got 501; lower one of them",
+        ),
+        (
+            ["eval.sets=[{path: train.jsonl, temperature: 0, samples_per_prompt: 2}]"],
+            1,
+            "eval.sets[0].samples_per_prompt: must be 1 with eval.sets[0].temperature = 0, since "
+            "greedy samples are equal, got 2; set 1, or raise the temperature",
+        ),
+        (
+            ["eval.sets=[{path: train.jsonl, name: a/b}]"],
+            1,
+            "eval.sets[0].name: must consist of letters, digits, '.', '_' and '-', since it is "
+            "part of file and metric names, got 'a/b'; give another name",
+        ),
+        (
+            ["checkpoint.best=avg@4"],
+            1,
+            "checkpoint.best: must be eval/<set>/<score>, such as eval/aime24/avg_at_k, with one "
+            "of eval.sets (train), got 'avg@4'; correct it, or leave it empty",
+        ),
+        (
+            ["checkpoint.best=eval/train/pass_at_4", "eval.samples_per_prompt=4"],
+            1,
+            "checkpoint.best: must end in one of avg_at_k, pass_at_k, maj_at_k, pass_at_1, "
+            "answer_found_share, got 'eval/train/pass_at_4'; correct it, or leave it empty",
+        ),
+        (
+            ["checkpoint.best=eval/train/avg_at_k", "eval.at_end=false"],
+            1,
+            "checkpoint.best: needs evaluations after steps, got eval.every_steps = 0 and "
+            "eval.at_end = false; set eval.every_steps, or leave it empty",
+        ),
+        (
             ["eval.temperature=0", "eval.samples_per_prompt=4"],
             1,
             "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "

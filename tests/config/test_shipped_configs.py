@@ -8,6 +8,7 @@ import pytest
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.evaluation.cost import SetCost
 from tests.config.shipped import (
     CONTROLS,
     FOLDER,
@@ -167,3 +168,22 @@ def test_the_layout_divides_the_model_and_fills_whole_nodes(name: str, replica_r
     assert model["num_hidden_layers"] % (parallel.pipeline * parallel.virtual_pipeline) == 0
     assert parallel.tensor <= 8  # within the fast links of a node
     assert 128 % replica_ranks == 0
+
+
+def test_the_evaluation_of_aime_is_the_paper_s_and_its_cost_is_as_the_file_says() -> None:
+    config = load_shipped("eval-aime")
+    samplings = [config.eval.sampling_of(dataset) for dataset in config.eval.sets]
+    assert [dataset.path.stem for dataset in config.eval.sets] == ["aime24", "aime25"]
+    for sampling in samplings:
+        assert (sampling.samples_per_prompt, sampling.temperature) == (16, 0.6)
+        assert (sampling.max_response_tokens, sampling.top_p, sampling.top_k) == (65536, 1.0, -1)
+        assert sampling.max_prompts is None
+    costs = [SetCost("aime", 30, s.samples_per_prompt, 0, s.max_response_tokens) for s in samplings]
+    assert (sum(c.num_samples for c in costs), sum(c.max_tokens for c in costs)) == (
+        960,
+        62_914_560,
+    )
+    text = (FOLDER / "eval-aime.yaml").read_text()
+    assert "960 samples, at most 62,914,560 tokens" in text
+    longest = config.data.max_prompt_tokens + 65536
+    assert longest <= hf_config(config)["max_position_embeddings"]

@@ -11,9 +11,12 @@ import pytest
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint_files import (
+    BestCheckpoint,
     CheckpointError,
     check_files,
+    find_best,
     find_latest,
+    name_best,
     publish,
     read_state,
     remove_others,
@@ -170,3 +173,46 @@ def test_a_pointer_to_nothing_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "latest").write_text(content)
     with pytest.raises(CheckpointError, match="not a checkpoint beside it"):
         find_latest(tmp_path)
+
+
+def test_the_best_checkpoint_stays_until_another_one_is_named(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    name_best(tmp_path, BestCheckpoint("step_1", "eval/sums/avg_at_k", 0.5))
+    for step in (2, 3, 4):
+        _save(tmp_path, step, keep_last=1)
+    assert _left(tmp_path) == ["best", "latest", "step_1", "step_4"]
+    name_best(tmp_path, BestCheckpoint("step_4", "eval/sums/avg_at_k", 0.625))
+    _save(tmp_path, 5, keep_last=1)
+    assert _left(tmp_path) == ["best", "latest", "step_4", "step_5"]
+    assert find_best(tmp_path) == BestCheckpoint("step_4", "eval/sums/avg_at_k", 0.625)
+
+
+def test_the_best_checkpoint_of_an_abandoned_try_goes_with_it(tmp_path: Path) -> None:
+    for step in (2, 6):
+        _save(tmp_path, step, keep_last=9)
+    name_best(tmp_path, BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.5))
+    (tmp_path / "latest").write_text("step_2\n")
+    _save(tmp_path, 3, keep_last=9)
+    assert _left(tmp_path) == ["latest", "step_2", "step_3"]
+    assert find_best(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("step_1", "damaged"),
+        ('{"checkpoint": "step_9", "metric": "m", "value": 1}', "names 'step_9', which is not"),
+        ('{"checkpoint": "../step_1", "metric": "m", "value": 1}', "which is not a checkpoint"),
+    ],
+)
+def test_a_best_that_names_no_checkpoint_is_an_error_and_nothing_is_removed(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    for step in (1, 2):
+        _save(tmp_path, step, keep_last=9)
+    (tmp_path / "best").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        find_best(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        remove_others(tmp_path, 2, CheckpointConfig(keep_last=1))
+    assert _left(tmp_path) == ["best", "latest", "step_1", "step_2"]

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
@@ -113,8 +114,12 @@ def test_batches_and_evaluations_from_a_real_server(
     assert (result.name, result.num_prompts, result.samples_per_prompt) == ("sums", 5, 2)
     assert result.version == 0  # a new client does not know what the server holds
     lines = (config.run_dir / "eval" / "step_000003_sums.jsonl").read_text().splitlines()
-    answers = [json.loads(line) for line in lines]
-    assert [answer["index"] for answer in answers] == [0, 1] * 5
+    answers = [json.loads(line) for line in lines]  # in the order in which they finished
+    assert sorted((answer["prompt_id"], answer["index"]) for answer in answers) == [
+        (f"train.jsonl:{row}", index) for row in range(5) for index in range(2)
+    ]
+    assert read_results(config.run_dir / "eval" / "step_000003.json") == [result]
+    assert [score.name for score in result.scores] == ["avg@2", "pass@1", "pass@2", "maj@2"]
     assert result.avg_at_k == statistics.fmean(answer["reward"] for answer in answers)
     assert result.response_tokens_mean == statistics.fmean(a["num_tokens"] for a in answers)
     assert result.generated_tokens == sum(answer["num_tokens"] for answer in answers)

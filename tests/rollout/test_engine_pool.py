@@ -68,6 +68,20 @@ def test_a_connection_that_breaks_on_a_living_server_is_made_again() -> None:
     asyncio.run(run())
 
 
+def test_a_response_that_is_continued_keeps_its_sampling_settings() -> None:
+    async def run() -> None:
+        settings = SamplingSettings(T, 20, top_p=0.9, top_k=5, seed=7)
+        with FakeSglang(breaks_after={3: 9}, connections_to_drop=1) as fake:
+            async with pool_of(fake) as pool:
+                assert await pool.generate(PROMPT, settings, label="sample 1") is not None
+        sent = [request["sampling_params"] for request in fake.requests]
+        assert [params["max_new_tokens"] for params in sent] == [20, 20, 11]
+        for params in sent:
+            assert (params["top_p"], params["top_k"], params["sampling_seed"]) == (0.9, 5, 7)
+
+    asyncio.run(run())
+
+
 def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as dying, FakeSglang() as other:

@@ -265,7 +265,7 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
                 # An evaluation that goes on meanwhile has its own.
-                await setup.grader.grade(np.array([1]), Prompt("p:7", (1,), "7", ""))
+                await setup.grader.grade(np.array([1]), PROMPTS[7])
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
 
     asyncio.run(run())

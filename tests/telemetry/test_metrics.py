@@ -13,7 +13,12 @@ import pytest
 
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.telemetry.figures import PANELS, draw_dynamics
-from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, merge_sums, step_metrics
+from bapo_megatron.telemetry.metrics import (
+    BEFORE_TRAINING,
+    eval_metrics,
+    merge_sums,
+    step_metrics,
+)
 from bapo_megatron.telemetry.sinks import MetricsSinks, read_metrics
 from bapo_megatron.types import (
     ClipBounds,
@@ -26,6 +31,7 @@ from bapo_megatron.types import (
     StepMetrics,
     UpdateResult,
 )
+from tests.evaluation.results import result
 
 WORK = (
     "replayed_groups",
@@ -374,3 +380,23 @@ def test_a_broken_metrics_line_is_named(tmp_path) -> None:
     path.write_text('{"step": 0}\n{"step": \n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON object"):
         read_metrics(path)
+
+
+def test_an_evaluation_reports_its_scores_with_intervals_under_the_set_s_name():
+    scored = result({"a:0": ["2", "2", "3", ""], "a:1": ["5", "2", "2", "2"]}, name="sums")
+
+    values = eval_metrics([scored])
+
+    by_name = {score.name: score for score in scored.scores}
+    assert values["eval/sums/avg_at_k"] == by_name["avg@4"].value == 0.625
+    assert values["eval/sums/avg_at_k_low"] == by_name["avg@4"].low == 0.5
+    assert values["eval/sums/avg_at_k_high"] == by_name["avg@4"].high == 0.75
+    assert values["eval/sums/pass_at_k"] == values["eval/sums/maj_at_k"] == 1.0
+    assert values["eval/sums/pass_at_1"] == 0.625
+    assert values["eval/sums/pass_at_2"] == pytest.approx((5 / 6 + 1) / 2)
+    assert "eval/sums/maj_at_2" in values
+    assert values["eval/sums/missing_answers"] == 1
+    assert values["eval/sums/answer_found_share"] == 7 / 8
+    assert values["eval/sums/response_tokens_p95"] == 10
+    assert values["eval/sums/tokens_per_s"] == 80
+    assert all(name.startswith("eval/sums/") for name in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import shutdown_distributed
-from bapo_megatron.policy.checkpoint_files import find_latest, read_state
+from bapo_megatron.files import atomic_write_text
+from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_state
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train
 from tests.distributed_launch import take_port
+from tests.evaluation.results import result
 from tests.trainer.dumps import replay_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bapo_megatron.policy.checkpoint_files import BestCheckpoint
     from bapo_megatron.types import EvalResult, RolloutBatch
 
 PAUSE_S = 0.25
@@ -37,6 +41,8 @@ class StubSource:
     calls: list[str] = field(default_factory=list)
     num_samples: int = 0
     """Part of the state; grows with every collection, also with one that fails."""
+    right: dict[int, int] = field(default_factory=dict)
+    """By step: how many of eight problems an evaluation finds solved."""
 
     def collect(self, step: int) -> RolloutBatch | None:
         self.calls.append("collect")
@@ -56,7 +62,10 @@ class StubSource:
     def sync_weights(self, model_dir: Path, version: int) -> None: ...
 
     def evaluate(self, step: int) -> list[EvalResult]:
-        return []
+        if step not in self.right:
+            return []
+        answers = ["2"] * self.right[step] + ["3"] * (8 - self.right[step])
+        return [result({f"sums:{row}": [answer] for row, answer in enumerate(answers)})]
 
     def state(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples}
@@ -78,6 +87,9 @@ class Outcome:
     checkpoint: str
     saved_state: dict[str, Any]
     """Of the source, in the newest checkpoint."""
+    kept: list[str]
+    """What is in the directory of checkpoints."""
+    best: BestCheckpoint | None
 
 
 def _outcome(
@@ -86,6 +98,8 @@ def _outcome(
     run_dir: Path,
     on_collect: dict[int, Callable[[StubSource], bool]],
     weight_sync: dict[str, Any] | None = None,
+    right: dict[int, int] | None = None,
+    **changes: Any,
 ) -> Outcome:
     run_dir.mkdir(exist_ok=True, parents=True)
     data = run_dir.parent / "train.jsonl"
@@ -102,8 +116,9 @@ def _outcome(
         "checkpoint": {"every_steps": 1},
         "train": {"steps": 3, "max_tokens_per_micro_batch": 128},
         "log": {"tensorboard": False, "console": False},
+        **changes,
     }
-    source = StubSource(dumps, on_collect)
+    source = StubSource(dumps, on_collect, right=right or {})
     run_module._open_source = lambda *_: source
     take_port()
     error = ""
@@ -113,7 +128,8 @@ def _outcome(
         error = f"{type(caught).__name__}: {caught}"
     finally:
         shutdown_distributed()
-    latest = find_latest(run_dir / "checkpoints")
+    checkpoints = run_dir / "checkpoints"
+    latest = find_latest(checkpoints)
     metrics = run_dir / "metrics.jsonl"
     return Outcome(
         error,
@@ -121,6 +137,8 @@ def _outcome(
         read_metrics(metrics) if metrics.exists() else [],
         latest.name if latest else "",
         read_state(latest).extra.get("rollout", {}) if latest else {},
+        sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
+        find_best(checkpoints) if os.environ["RANK"] == "0" else None,
     )
 
 
@@ -145,6 +163,49 @@ def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             weight_sync={"method": "disk"},
         ),
     }
+
+
+def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
+    """A run that keeps the best checkpoint, resumed, and resumed from before the best one."""
+    run_dir = root / "best"
+    data = root / "sums.jsonl"
+    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    # Steps 1, 2 and 6 are better than all before them; step 3 only equals the second.
+    right = {0: 2, 1: 4, 2: 4, 3: 3, 4: 3, 5: 6}
+
+    def run(steps: int, *, resume: bool, **checkpoint: Any) -> Outcome:
+        return _outcome(
+            model,
+            dumps,
+            run_dir,
+            {},
+            right=right,
+            resume=resume,
+            train={"steps": steps, "max_tokens_per_micro_batch": 128},
+            eval={
+                "sets": [{"path": str(data)}],
+                "every_steps": 1,
+                "at_start": False,
+                "max_response_tokens": 64,
+            },
+            checkpoint={
+                "best": "eval/sums/avg_at_k",
+                "keep_last": 1,
+                "asynchronous": True,
+                **checkpoint,
+            },
+        )
+
+    found = {"first": run(4, resume=False), "resumed": run(5, resume=True)}
+    is_first = os.environ["RANK"] == "0"
+    if is_first:  # as after a kill between the checkpoint and the pointer
+        (run_dir / "checkpoints" / "best").unlink()
+    found["better"] = run(6, resume=True, keep_last=9)
+    if is_first:
+        atomic_write_text(run_dir / "checkpoints" / "latest", "step_5\n")
+    right[5] = 5
+    found["again"] = run(6, resume=True)
+    return found
 
 
 def _interrupt(_: StubSource) -> bool:

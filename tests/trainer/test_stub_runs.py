@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bapo_megatron.policy.checkpoint_files import BestCheckpoint
 from tests.distributed_launch import run_ranks
 from tests.trainer import stub_runs
 
@@ -79,3 +80,31 @@ def test_weights_that_cannot_be_written_end_the_run_after_the_step_is_saved(
     assert second.error.startswith("OSError: another rank: ")
     assert first.checkpoint == "step_1"
     assert [row["step"] for row in first.rows] == [0]
+
+
+@pytest.fixture(scope="module")
+def best(
+    random_model: Path, mixed_dumps: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    root = tmp_path_factory.mktemp("best")
+    first, _ = run_ranks(stub_runs.best_runs, 2, random_model, mixed_dumps, root)
+    return first
+
+
+def test_the_best_checkpoint_is_saved_where_none_is_due_and_stays(best: dict[str, Outcome]) -> None:
+    assert best["first"].kept == ["best", "latest", "step_2", "step_4"]
+    assert best["first"].best == BestCheckpoint("step_2", "eval/sums/avg_at_k", 0.5)
+
+
+def test_a_resumed_run_knows_the_best_checkpoint(best: dict[str, Outcome]) -> None:
+    assert best["resumed"].kept == ["best", "latest", "step_2", "step_5"]
+    assert best["resumed"].best == best["first"].best
+    # Also where a kill came before the file; then the sixth step is better.
+    assert best["better"].kept == ["best", "latest", "step_2", "step_5", "step_6"]
+    assert best["better"].best == BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.75)
+
+
+def test_going_back_forgets_what_was_better_later(best: dict[str, Outcome]) -> None:
+    assert best["again"].checkpoint == "step_6"
+    assert best["again"].best == BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.625)
+    assert best["again"].kept == ["best", "latest", "step_6"]

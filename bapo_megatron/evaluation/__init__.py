@@ -1,0 +1,1 @@
+"""What is made of sampled responses: files, votes, estimates with intervals, comparisons."""

@@ -1,0 +1,158 @@
+"""avg@k, pass@k and maj@k of one problem from its n samples: pure functions, without chance.
+
+Each is the expectation over all subsets of k of the n samples, drawn without replacement, so that
+none depends on the order of the samples. The value of a set is the mean over its problems.
+
+Shape legend: K = k + 1 (sizes of a subset), J = clusters that share the most votes, and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RIGHT_REWARD = 1.0 - 1e-9
+"""A sample with at least this reward is right; below 1, since 0.7 + 0.2 + 0.1 is."""
+
+NO_VOTE = -1
+"""The vote of a sample without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cluster of equivalent answers to one problem."""
+
+    num_votes: int
+    """Samples with such an answer."""
+    num_right: int
+    """Those of them that are right. Where equivalence is exact it is all or none."""
+
+    @property
+    def right_share(self) -> float:
+        """The probability that one of its samples, drawn at random, is right."""
+        return self.num_right / self.num_votes
+
+
+def is_right(reward: float) -> bool:
+    """Whether a sample with this reward counts as right in pass@k and maj@k."""
+    return reward >= RIGHT_REWARD
+
+
+def average(rewards: Sequence[float]) -> float:
+    """avg@k of one problem: the mean reward of its samples, whatever k.
+
+    Args:
+        rewards: At least one.
+    """
+    return math.fsum(rewards) / len(rewards)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The unbiased estimate 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374, Eq. 1).
+
+    Raises:
+        ValueError: k does not lie in 1 … n.
+    """
+    _check_k("pass", num_samples, k)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def candidates(votes: Sequence[int], rewards: Sequence[float]) -> list[Candidate]:
+    """Count the votes for each cluster.
+
+    Args:
+        votes: For each sample the number of its answer's cluster, or ``NO_VOTE``.
+        rewards: For each sample its reward.
+    """
+    pairs = [(vote, is_right(reward)) for vote, reward in zip(votes, rewards, strict=True)]
+    return [
+        Candidate(
+            num_votes=sum(vote == cluster for vote, _ in pairs),
+            num_right=sum(right for vote, right in pairs if vote == cluster),
+        )
+        for cluster in sorted({vote for vote, _ in pairs} - {NO_VOTE})
+    ]
+
+
+def majority_at_k(num_samples: int, clusters: Sequence[Candidate], k: int) -> float:
+    """maj@k of one problem: the probability that the vote of k samples is right.
+
+    The cluster with most votes wins. Clusters that share the most votes win equally often, and the
+    winner answers with one of its samples, each equally often. Samples without an answer have no
+    vote; where none of the k has one, the vote is wrong. The expectation over the subsets is exact:
+
+        maj@k = Σ_t Σ_j (1/j) · [subsets in which j clusters have t votes, the others fewer,
+                                 each counted Σ right_share of the j times] / C(n, k)
+
+    The sum in brackets is a coefficient of a product over the clusters, which grows by one factor
+    at a time; all terms are positive, so that nothing cancels.
+
+    Args:
+        num_samples: n, those without an answer too.
+        clusters: The clusters of answers.
+        k: Samples in a vote.
+
+    Raises:
+        ValueError: k does not lie in 1 … n.
+    """
+    _check_k("maj", num_samples, k)
+    if not clusters:
+        return 0.0
+    num_silent = num_samples - sum(cluster.num_votes for cluster in clusters)
+    if k == num_samples:
+        most = max(cluster.num_votes for cluster in clusters)
+        tied = [cluster.right_share for cluster in clusters if cluster.num_votes == most]
+        return math.fsum(tied) / len(tied)
+    most = min(k, max(cluster.num_votes for cluster in clusters))
+    won = [_won_with(votes, num_silent, clusters, k) for votes in range(1, most + 1)]
+    return math.fsum(won) / math.comb(num_samples, k)
+
+
+def _won_with(num_votes: int, num_silent: int, clusters: Sequence[Candidate], k: int) -> float:
+    """The sum of ``majority_at_k`` for one t: Σ_j (1/j) · […], as a number of subsets."""
+    num_tied = min(k // num_votes, len(clusters))
+    # How many subsets of the samples seen so far have each size, with j clusters of t votes and
+    # none above; and the same, each counted Σ right_share times.
+    subsets_KJ = np.zeros((k + 1, num_tied + 1))
+    right_KJ = np.zeros_like(subsets_KJ)
+    for size in range(min(num_silent, k) + 1):
+        subsets_KJ[size, 0] = math.comb(num_silent, size)
+    for cluster in clusters:
+        below_K = [
+            math.comb(cluster.num_votes, v)
+            for v in range(min(num_votes - 1, cluster.num_votes) + 1)
+        ]
+        grown_KJ, grown_right_KJ = (
+            _shifted_sum(subsets_KJ, below_K),
+            _shifted_sum(right_KJ, below_K),
+        )
+        if cluster.num_votes >= num_votes:
+            ways = math.comb(cluster.num_votes, num_votes)
+            rest = k + 1 - num_votes
+            grown_KJ[num_votes:, 1:] += ways * subsets_KJ[:rest, :-1]
+            grown_right_KJ[num_votes:, 1:] += ways * (
+                right_KJ[:rest, :-1] + cluster.right_share * subsets_KJ[:rest, :-1]
+            )
+        subsets_KJ, right_KJ = grown_KJ, grown_right_KJ
+    return math.fsum(right_KJ[k, j] / j for j in range(1, num_tied + 1))
+
+
+def _shifted_sum(table_KJ: np.ndarray, ways: Sequence[int]) -> np.ndarray:
+    """Σ_v ways[v] · (the table, v samples further)."""
+    total_KJ = np.zeros_like(table_KJ)
+    for shift, factor in enumerate(ways):
+        total_KJ[shift:] += factor * table_KJ[: len(table_KJ) - shift]
+    return total_KJ
+
+
+def _check_k(name: str, num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(
+            f"{name}@k needs 1 <= k <= {num_samples} samples, got k = {k}; sample more, or lower k"
+        )

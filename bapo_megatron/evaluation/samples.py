@@ -1,0 +1,328 @@
+"""Every sample of an evaluation as one line of a jsonl file, written as it finishes.
+
+    <run_dir>/eval/<set>.jsonl             of the ``eval`` command
+    <run_dir>/eval/step_000020_<set>.jsonl of an evaluation inside training; ``start_<set>``: before
+    ….settings.json                        beside each: what its samples were made with
+
+``SampleJournal`` appends and resumes, ``read_samples`` reads a complete file. A kill can only tear
+the last line, which ``SampleJournal`` removes: that sample is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from bapo_megatron.evaluation.settings import (
+    ResultsError,
+    check_same,
+    read_settings,
+    settings_path,
+    write_settings,
+)
+from bapo_megatron.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from io import FileIO
+    from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_SYNC_INTERVAL_S = 1.0
+_LOCK_PATIENCE_S = 15.0
+"""The collector of a command that was killed ends within a few seconds."""
+_LOCK_POLL_S = 0.2
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems without locks say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSample:
+    """One graded response; the keys of a line. Those with a default may be missing."""
+
+    prompt_id: str
+    index: int
+    """0 … n − 1 among the samples of the prompt."""
+    prompt: str = ""
+    """The rendered prompt as text."""
+    answer: str
+    """The reference answer."""
+    response: str
+    """The response as text, without special tokens."""
+    extracted: str = ""
+    """The answer as it stands in the response; empty where none was found."""
+    reward: float
+    """Weighted sum of the reward functions, without shaping."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """What each reward function gave, without its weight."""
+    reason: str = ""
+    """Why it is right or wrong, as the first reward function says (docs/rewards.md)."""
+    answer_found: bool
+    timed_out: bool = False
+    """Grading was ended by its limit of time or memory."""
+    num_tokens: int
+    finish_reason: FinishReason
+    version: int = 0
+    """Newest weights version that sampled a token of it."""
+    elapsed_s: float = 0.0
+    """When it was finished: wall time of the evaluation, earlier tries included."""
+    source: str = ""
+    """Name of the data set."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of its row."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What identifies it within its file."""
+        return self.prompt_id, self.index
+
+    def to_line(self) -> bytes:
+        """One line of JSON, with its end."""
+        content = asdict(self)
+        try:
+            return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:  # half a surrogate pair, from an escape in a data file
+            return json.dumps(content).encode() + b"\n"
+
+
+_NAMES = {f.name for f in fields(EvalSample)}
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "prompt_id": str,
+    "index": int,
+    "answer": str,
+    "response": str,
+    "reward": (int, float),
+    "answer_found": bool,
+    "num_tokens": int,
+    "finish_reason": str,
+}
+"""Keys that every line has."""
+
+
+class SampleJournal:
+    """The file of one set while it is sampled; nobody else writes it meanwhile."""
+
+    def __init__(self, path: Path, file: FileIO, samples: Iterable[EvalSample]) -> None:
+        """Continue an open file; see ``open``."""
+        self.path = path
+        self.samples = {sample.key: sample for sample in samples}
+        """Those in the file, earlier tries' too, by key; without their texts, which are large."""
+        self._file = file
+        self._synced_s = time.monotonic()
+        self._is_syncing = False
+
+    @classmethod
+    async def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool) -> Self:
+        """Begin a file, or continue it.
+
+        Args:
+            path: The jsonl file; missing directories are made.
+            settings: What the samples are made with, JSON values.
+            resume: Keep what is in the file, if there is one; else it begins empty.
+
+        Raises:
+            ResultsError: It was begun with other settings, is damaged, or another process writes
+                it.
+            OSError: It cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab", buffering=0)
+        try:
+            await _lock(path, file)
+            samples: Iterable[EvalSample] = ()
+            if resume and path.stat().st_size:
+                check_same(path, settings)
+                _remove_torn_line(path, file)
+                samples = map(_without_texts, iterate_samples(path))
+            else:
+                file.truncate(0)
+                write_settings(path, settings)
+            return cls(path, file, samples)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time of the evaluation until its newest sample."""
+        return max((sample.elapsed_s for sample in self.samples.values()), default=0.0)
+
+    async def append(self, sample: EvalSample) -> None:
+        """Add a sample: at once for other processes, on the disk within about a second.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        assert sample.key not in self.samples, f"{sample.key} was sampled twice"
+        self._write(sample.to_line())
+        self.samples[sample.key] = _without_texts(sample)
+        if not self._is_syncing and time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
+            self._is_syncing = True
+            try:
+                await asyncio.to_thread(os.fsync, self._file.fileno())
+            finally:
+                self._is_syncing = False
+                self._synced_s = time.monotonic()
+
+    def sync(self) -> None:
+        """Flush everything to the disk.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        os.fsync(self._file.fileno())
+
+    def _write(self, line: bytes) -> None:
+        """Write a whole line, or nothing: what follows a part of one could not be read."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        """Let others have the file."""
+        self._file.close()
+
+
+def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSample]:
+    """Read the lines of a samples file, one after the other.
+
+    Args:
+        path: The file.
+        allow_torn: Leave out a last line without an end.
+
+    Raises:
+        ResultsError: A line is no sample or torn, or a sample stands there twice.
+        OSError: The file cannot be read.
+    """
+    seen: set[tuple[str, int]] = set()
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            place = f"{path}:{number}"
+            if not line.endswith(b"\n"):
+                if allow_torn:
+                    break
+                raise ResultsError(
+                    f"{place}: the last line is torn; finish the evaluation with eval --resume"
+                )
+            sample = _parse(line, place)
+            if sample.key in seen:
+                raise ResultsError(
+                    f"{place}: sample {sample.index} of {sample.prompt_id} stands there twice; "
+                    "remove one of the lines"
+                )
+            seen.add(sample.key)
+            yield sample
+
+
+def read_samples(path: Path) -> list[list[EvalSample]]:
+    """Read a complete file.
+
+    Returns:
+        For each prompt, in the order of their first lines, its samples by index.
+
+    Raises:
+        ResultsError: It holds no sample, or one is missing.
+        OSError: The file cannot be read.
+    """
+    by_prompt: dict[str, list[EvalSample]] = {}
+    for sample in iterate_samples(path):
+        by_prompt.setdefault(sample.prompt_id, []).append(sample)
+    if not by_prompt:
+        raise ResultsError(f"{path}: holds no sample; give a file that an evaluation wrote")
+    settings = read_settings(settings_path(path)) if settings_path(path).exists() else None
+    if settings is not None:
+        num_prompts, num_each = settings["num_prompts"], settings["samples_per_prompt"]
+    else:
+        num_prompts = len(by_prompt)
+        num_each = max(sample.index + 1 for group in by_prompt.values() for sample in group)
+    num_missing = num_prompts * num_each - sum(map(len, by_prompt.values()))
+    if num_missing:
+        raise ResultsError(
+            f"{path}: {num_missing} of {num_prompts * num_each} samples are missing; finish the "
+            "evaluation with eval --resume"
+        )
+    return [sorted(group, key=lambda sample: sample.index) for group in by_prompt.values()]
+
+
+def _without_texts(sample: EvalSample) -> EvalSample:
+    return replace(sample, prompt="", response="", row={})
+
+
+def in_order(
+    samples: Mapping[tuple[str, int], EvalSample], prompt_ids: Sequence[str], num_each: int
+) -> list[list[EvalSample]]:
+    """The samples of each prompt, by index, in the order of ``prompt_ids``."""
+    return [[samples[prompt_id, index] for index in range(num_each)] for prompt_id in prompt_ids]
+
+
+def _parse(line: bytes, place: str) -> EvalSample:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ResultsError(f"{place}: no JSON ({error}); remove the line") from error
+    if not isinstance(content, dict):
+        raise ResultsError(f"{place}: must be a JSON object; remove the line")
+    for name, kind in _KINDS.items():
+        if not isinstance(content.get(name), kind):
+            raise ResultsError(
+                f"{place}: needs '{name}' as an evaluation writes it, got "
+                f"{json.dumps(content.get(name))[:60]}; give a file that an evaluation wrote"
+            )
+    known = {name: value for name, value in content.items() if name in _NAMES}
+    try:
+        known["finish_reason"] = FinishReason(known["finish_reason"])
+    except ValueError as error:
+        raise ResultsError(f"{place}: finish_reason: {error}; correct it") from error
+    return EvalSample(**known)
+
+
+def _remove_torn_line(path: Path, file: FileIO) -> None:
+    """Cut what stands behind the last end of a line."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        end = size
+        while end:
+            start = max(0, end - (1 << 16))
+            stream.seek(start)
+            found = stream.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+    if end < size:
+        _LOG.warning("%s: its last line was torn; that sample is made again", path)
+        file.truncate(end)
+
+
+async def _lock(path: Path, file: FileIO) -> None:
+    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline_s:
+                raise ResultsError(
+                    f"{path}: another process writes it; wait until it ends, or change run_dir"
+                ) from error
+            await asyncio.sleep(_LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _LOG.warning(
+                "%s: its file system has no locks; do not start two evaluations in one run_dir",
+                path,
+            )
+            return
+        else:
+            return

@@ -1,0 +1,155 @@
+"""What the samples of a set were made with: only an evaluation with the same goes on with them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from bapo_megatron.config.evaluation import EvalSamplingConfig
+    from bapo_megatron.config.reward import RewardConfig
+    from bapo_megatron.types import Prompt
+
+_NUM_CHUNKS = 64
+_CHUNK_BYTES = 1 << 14
+_READ_WHOLE_BYTES = _NUM_CHUNKS * _CHUNK_BYTES
+
+
+class ResultsError(ValueError):
+    """Results that cannot be used; one line with file, reason and remedy."""
+
+
+def eval_settings(
+    *,
+    name: str,
+    weights: str,
+    prompts: Sequence[Prompt],
+    sampling: EvalSamplingConfig,
+    reward: RewardConfig,
+    seed: int,
+) -> dict[str, Any]:
+    """Everything that decides a sample and its score, as JSON values.
+
+    Args:
+        name: Of the set.
+        weights: What names the weights, such as ``fingerprint`` of their files.
+        prompts: The set.
+        sampling: How it is sampled.
+        reward: How they are graded.
+        seed: Of the samples.
+    """
+    return {
+        "name": name,
+        "weights": weights,
+        "prompts": prompts_digest(prompts),
+        "num_prompts": len(prompts),
+        **sampling.model_dump(mode="json", exclude={"max_prompts"}),
+        "reward": comparable_reward(reward),
+        "seed": seed,
+    }
+
+
+def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
+    """The reward section without what changes no score of an evaluation, as JSON values."""
+    left_out = {"workers", "truncated", "overlong", "format", "repetition"}
+    return reward.model_dump(
+        mode="json",
+        exclude={**dict.fromkeys(left_out, True), "functions": {"__all__": {"http"}}},
+    )
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A hash of ids, tokens and answers: of the data, the chat template and the tokenizer."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        entry = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
+        digest.update(json.dumps(entry).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(model_dir: Path) -> str:
+    """A hash that tells models apart in milliseconds, of whatever size.
+
+    All of config.json; of each weight file its name, its size and 64 pieces of 16 KiB, spread
+    evenly.
+    Training changes nearly every number, so that two steps of a run differ.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as stream:
+            if size <= _READ_WHOLE_BYTES:
+                digest.update(stream.read())
+                continue
+            for number in range(_NUM_CHUNKS):
+                stream.seek((size - _CHUNK_BYTES) * number // (_NUM_CHUNKS - 1))
+                digest.update(stream.read(_CHUNK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def settings_path(path: Path) -> Path:
+    """Where the settings of a samples file are."""
+    return path.with_suffix(".settings.json")
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a samples file beside it.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
+
+
+def check_same(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with samples that other settings made.
+
+    Args:
+        path: The samples file.
+        settings: Those of now.
+
+    Raises:
+        ResultsError: A setting differs, or those of the file are missing.
+    """
+    before = read_settings(settings_path(path))
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ResultsError(
+                f"{path}: its samples were made with {_described(name, before.get(name))}, now it "
+                f"would be {_described(name, value)}; resume with the same, or change run_dir"
+            )
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a settings file.
+
+    Raises:
+        ResultsError: It is missing or damaged.
+    """
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ResultsError(
+            f"{path}: is missing, so that nobody knows what the samples beside it were made with; "
+            "put it back, or change run_dir"
+        ) from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: damaged ({error}); put it back, or change run_dir") from error
+    if not isinstance(settings, dict):
+        raise ResultsError(f"{path}: damaged (no JSON object); put it back, or change run_dir")
+    return settings
+
+
+def _described(name: str, value: Any) -> str:
+    what = {"weights": "model", "prompts": "prompts (hash)"}.get(name, name)
+    return f"{what} {value if isinstance(value, str) else json.dumps(value)}"

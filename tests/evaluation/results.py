@@ -1,0 +1,81 @@
+"""Samples, problems and results for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from bapo_megatron.evaluation.samples import EvalSample
+from bapo_megatron.evaluation.summary import summarise
+from bapo_megatron.reward.base import Score
+from bapo_megatron.types import EvalResult, FinishReason
+
+
+def sample(prompt_id: str = "a:0", index: int = 0, **fields: Any) -> EvalSample:
+    """A right answer of ten tokens, unless ``fields`` say otherwise."""
+    return EvalSample(
+        **{
+            "prompt_id": prompt_id,
+            "index": index,
+            "prompt": "1+1=?",
+            "answer": "2",
+            "response": r"\boxed{2}",
+            "extracted": "2",
+            "reward": 1.0,
+            "answer_found": True,
+            "num_tokens": 10,
+            "finish_reason": FinishReason.STOP,
+            "elapsed_s": 1.0,
+            **fields,
+        }
+    )
+
+
+class TextEquality:
+    """A reward pool to which answers are equal if their texts are; what hangs is ``slow``."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def score(self, response_text: str, answer: str) -> Score:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        if "slow" in response_text or "slow" in answer:
+            return Score(reward=0.0, answer_found=False, timed_out=True)
+        given = response_text.removeprefix(r"\boxed{").removesuffix("}")
+        return Score(reward=float(given.strip() == answer.strip()), answer_found=True)
+
+
+def result(
+    answers: dict[str, list[str]],
+    name: str = "sums",
+    right: str = "2",
+    settings: dict[str, Any] | None = None,
+    **fields: Any,
+) -> EvalResult:
+    """The result of a set: for each prompt the answers of its samples; '' is none."""
+    groups = [
+        [
+            sample(
+                prompt_id,
+                index,
+                extracted=answer,
+                answer_found=bool(answer),
+                reward=float(answer == right),
+                **fields,
+            )
+            for index, answer in enumerate(given)
+        ]
+        for prompt_id, given in answers.items()
+    ]
+    return asyncio.run(
+        summarise(
+            name,
+            groups,
+            TextEquality(),  # type: ignore[arg-type]
+            settings=settings or {},
+            k_values=(1, 2),
+            num_resamples=200,
+            seed=0,
+        )
+    )

@@ -1,0 +1,224 @@
+"""The sampling loop of an evaluation against a pool without servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.evaluation.samples import iterate_samples
+from bapo_megatron.evaluation.sets import EvalSet
+from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.reward.base import Score
+from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.completion import Completion
+from bapo_megatron.rollout.evaluation import Evaluator, sample_seed
+from bapo_megatron.types import FinishReason, Prompt
+from tests.evaluation.results import TextEquality
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bapo_megatron.rollout.completion import SamplingSettings
+    from bapo_megatron.types import EvalResult
+
+SETS = {"sums": 5, "products": 3}
+"""Name of each set and its number of prompts."""
+
+
+@dataclass
+class Pool:
+    """Answers at once, until it fails."""
+
+    fails_after: int | None = None
+    version: int = 7
+    requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
+    affinities: dict[str, int] = field(default_factory=dict)
+
+    def reopen(self) -> None: ...
+
+    async def generate(
+        self,
+        input_ids: tuple[int, ...],
+        sampling: SamplingSettings,
+        *,
+        label: str,
+        affinity: int,
+        return_logprobs: bool,
+        on_part: Callable[[Completion], None],
+    ) -> Completion:
+        await asyncio.sleep(0)
+        if self.fails_after is not None and len(self.requests) >= self.fails_after:
+            raise RolloutError("no server left")
+        self.requests.append((label, sampling))
+        self.affinities[label.rpartition(",")[0]] = affinity
+        tokens = np.full(3, len(self.requests), dtype=np.int64)
+        completion = Completion(tokens, np.empty(0, np.float32), tokens, FinishReason.STOP)
+        on_part(completion)
+        return completion
+
+
+class EvenIsRight:
+    """Grades the number of the request."""
+
+    async def grade(
+        self, token_ids: np.ndarray, prompt: Prompt, finish_reason: FinishReason
+    ) -> tuple[str, Score]:
+        assert finish_reason is FinishReason.STOP
+        number = int(token_ids[0])
+        reward = float(number % 2 == 0)
+        return str(number), Score(reward=reward, answer_found=True, extracted=str(number % 2))
+
+
+def evaluate(
+    run_dir: Path,
+    pool: Pool,
+    *,
+    evaluator: Evaluator | None = None,
+    resume: bool = False,
+    **eval_: Any,
+) -> list[EvalResult]:
+    made = evaluator or make_evaluator(run_dir, **eval_)
+    try:
+        return asyncio.run(made.evaluate(pool, "", "m (0123)", resume=resume))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def make_evaluator(run_dir: Path, **eval_: Any) -> Evaluator:
+    config = RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": run_dir,
+            "model": {"path": "m"},
+            "rollout": {"max_connections": 2},
+            "eval": {
+                "sets": [{"path": "s.jsonl", "name": name} for name in SETS],
+                "samples_per_prompt": 4,
+                "bootstrap_resamples": 100,
+                **eval_,
+            },
+        }
+    )
+    sets = [
+        EvalSet(
+            name,
+            tuple(Prompt(f"{name}:{row}", (row,), "0", "?") for row in range(size)),
+            config.eval.sampling_of(dataset),
+        )
+        for (name, size), dataset in zip(SETS.items(), config.eval.sets, strict=True)
+    ]
+    return Evaluator(EvenIsRight(), TextEquality(), sets, config, lambda _: None)
+
+
+def keys(run_dir: Path, name: str) -> list[tuple[str, int]]:
+    return sorted(sample.key for sample in iterate_samples(run_dir / "eval" / f"{name}.jsonl"))
+
+
+def test_every_sample_is_made_once_and_the_results_are_written(tmp_path: Path) -> None:
+    pool = Pool()
+    sums, products = evaluate(tmp_path, pool)
+    assert len(pool.requests) == len({label for label, _ in pool.requests}) == 4 * 8
+    for name, size in SETS.items():
+        assert keys(tmp_path, name) == [
+            (f"{name}:{row}", i) for row in range(size) for i in range(4)
+        ]
+    assert (sums.name, sums.num_prompts, products.num_prompts) == ("sums", 5, 3)
+    assert (sums.version, sums.generated_tokens) == (7, 60)
+    written = json.loads((tmp_path / "eval.json").read_text())
+    assert [entry["avg_at_k"] for entry in written] == [sums.avg_at_k, products.avg_at_k]
+    assert "| products | avg@4 |" in (tmp_path / "eval.md").read_text()
+    assert "| sums | m (0123) | 4 | 0.6 | 1.0 | -1 | 4,096 |" in (tmp_path / "eval.md").read_text()
+    assert len(set(pool.affinities.values())) == 8
+    assert max(pool.affinities.values()) < 0
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 7, 20, 31])
+def test_after_a_failure_another_process_makes_what_is_missing_and_nothing_twice(
+    tmp_path: Path, fails_after: int
+) -> None:
+    failing = Pool(fails_after=fails_after)
+    with pytest.raises(RolloutError, match="no server left"):
+        evaluate(tmp_path, failing)
+    before = {name: (tmp_path / "eval" / f"{name}.jsonl").read_bytes() for name in SETS}
+    num_kept = sum(content.count(b"\n") for content in before.values())
+    assert num_kept <= fails_after
+    pool = Pool()
+    results = evaluate(tmp_path, pool, resume=True)
+    assert len(pool.requests) == 32 - num_kept
+    for name, size in SETS.items():
+        assert len(keys(tmp_path, name)) == len(set(keys(tmp_path, name))) == 4 * size
+        assert (tmp_path / "eval" / f"{name}.jsonl").read_bytes().startswith(before[name])
+    for result in results:
+        times = [s.elapsed_s for s in iterate_samples(tmp_path / "eval" / f"{result.name}.jsonl")]
+        assert times == sorted(times)
+        assert result.wall_s == times[-1]
+
+
+def test_the_same_process_goes_on_where_servers_lost_the_weights(tmp_path: Path) -> None:
+    evaluator = make_evaluator(tmp_path)
+    with pytest.raises(RolloutError):
+        evaluate(tmp_path, Pool(fails_after=10), evaluator=evaluator)
+    num_kept = evaluator.num_samples
+    assert num_kept > 0
+    pool = Pool()
+    evaluate(tmp_path, pool, evaluator=evaluator)
+    assert len(pool.requests) == 32 - num_kept
+    again = Pool()
+    evaluate(tmp_path, again, evaluator=evaluator)  # the next one is a new one
+    assert len(again.requests) == 32
+
+
+def test_other_settings_do_not_go_on_with_the_samples(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError):
+        evaluate(tmp_path, Pool(fails_after=10))
+    pool = Pool()
+    with pytest.raises(ResultsError, match=r"made with temperature 0\.6, now it would be .* 1\.0"):
+        evaluate(tmp_path, pool, resume=True, temperature=1.0)
+    assert pool.requests == []
+
+
+def test_each_set_is_sampled_by_its_own_settings_and_each_sample_with_its_own_seed(
+    tmp_path: Path,
+) -> None:
+    pool = Pool()
+    own = {"samples_per_prompt": 2, "temperature": 1.5, "top_p": 0.9, "top_k": 20}
+    evaluate(
+        tmp_path,
+        pool,
+        sets=[
+            {"path": "s.jsonl", "name": "sums"},
+            {"path": "s.jsonl", "name": "products", "max_response_tokens": 9, **own},
+        ],
+    )
+    by_set = {
+        name: [s.to_json_dict() for label, s in pool.requests if f" of {name}," in label]
+        for name in SETS
+    }
+    assert [len(requests) for requests in by_set.values()] == [20, 6]
+    common = {"min_p": 0.0, "repetition_penalty": 1.0}
+    for request in by_set["sums"]:
+        assert request.items() >= {"temperature": 0.6, "top_p": 1.0, "top_k": -1, **common}.items()
+        assert request["max_new_tokens"] == 4096
+    for request in by_set["products"]:
+        assert request.items() >= {"temperature": 1.5, "top_p": 0.9, "top_k": 20, **common}.items()
+        assert request["max_new_tokens"] == 9
+    seeds = [request["sampling_seed"] for requests in by_set.values() for request in requests]
+    assert len(set(seeds)) == 26
+
+
+def test_seeds_are_the_same_in_every_process_and_differ_between_runs() -> None:
+    assert sample_seed(0, "sums", "a:0", 3) == 1202916968
+    assert sample_seed(1, "sums", "a:0", 3) != sample_seed(0, "sums", "a:0", 3)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "eval").write_text("not a directory")
+    with pytest.raises(RolloutError, match=r"cannot write the evaluation results to .*sums.jsonl"):
+        evaluate(tmp_path, Pool())
