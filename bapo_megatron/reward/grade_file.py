@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bapo_megatron.interruption import run_async
 from bapo_megatron.reward.base import Response, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 
@@ -81,7 +82,7 @@ def grade_file(
         RewardError: A reward function failed or cannot be loaded.
         OSError: The file cannot be read, or the output is closed.
     """
-    return asyncio.run(_grade(path, config, parse_answer, output, report))
+    return run_async(_grade(path, config, parse_answer, output, report))
 
 
 async def _grade(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import secrets
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bapo_megatron.config.check import check_serve_config
+from bapo_megatron.interruption import run_async
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.sglang_server import LOOPBACK
 from bapo_megatron.rollout.supervisor import ServerSupervisor
@@ -58,7 +58,7 @@ def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
         for export in exports:
             show(export)
 
-    asyncio.run(_serve(config, keys, show_servers))
+    run_async(_serve(config, keys, show_servers))
 
 
 async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]], None]) -> None:

@@ -22,6 +22,7 @@ from bapo_megatron.evaluation.settings import (
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.interruption import run_async
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.rollout.grading import Grader
@@ -210,7 +211,7 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
         ResultsError: Grading failed.
     """
     try:
-        return asyncio.run(work)
+        return run_async(work)
     except* RewardError as errors:
         error: BaseException = errors
         while isinstance(error, BaseExceptionGroup):
