@@ -82,6 +82,7 @@ class BatchCollector:
         self._grader = grader
         self._prompts = prompts
         self._config = config
+        self._plan = plan
         self._report = report
         self._buffer = RolloutBuffer(num_earlier_batches=replay.batches)
         self._selection = Selection(self._buffer, config, replay, plan)
@@ -94,7 +95,7 @@ class BatchCollector:
     def attach(self, pool: EnginePool) -> None:
         """Sample from these servers."""
         self._pool = pool
-        self._generation = Generation(pool, self._grader, self._config)
+        self._generation = Generation(pool, self._grader, self._config, self._plan.seed)
 
     @property
     def finished_samples(self) -> int:

@@ -5,6 +5,8 @@ R = tokens of one completion, or of one piece of it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,15 @@ class SamplingSettings:
             "presence_penalty": 0.0,
             **({} if self.seed is None else {"sampling_seed": self.seed}),
         }
+
+
+def sample_seed(*identity: str | int) -> int:
+    """A seed of its own for every response.
+
+    Args:
+        identity: The run's seed, and what tells the response from all others of the run.
+    """
+    return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:4])
 
 
 @dataclass(frozen=True, slots=True)

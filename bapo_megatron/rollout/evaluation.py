@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order
 from bapo_megatron.evaluation.settings import eval_settings
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.completion import SamplingSettings
+from bapo_megatron.rollout.completion import SamplingSettings, sample_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -267,12 +265,6 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
         reward=config.reward,
         seed=config.seed,
     )
-
-
-def sample_seed(run_seed: int, set_name: str, prompt_id: str, index: int) -> int:
-    """A seed of its own for every sample, the same in every evaluation with this run's seed."""
-    name = json.dumps([run_seed, set_name, prompt_id, index]).encode()
-    return int.from_bytes(hashlib.sha256(name).digest()[:4])
 
 
 @contextlib.contextmanager

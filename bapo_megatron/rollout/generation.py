@@ -11,7 +11,7 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.completion import SamplingSettings
+from bapo_megatron.rollout.completion import SamplingSettings, sample_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,17 +26,19 @@ if TYPE_CHECKING:
 class Generation:
     """The tasks of all samples in the buffer, and what they count."""
 
-    def __init__(self, pool: EnginePool, grader: Grader, config: RolloutConfig) -> None:
+    def __init__(self, pool: EnginePool, grader: Grader, config: RolloutConfig, seed: int) -> None:
         """Put the parts together; nothing is started.
 
         Args:
             pool: Samples.
             grader: Decodes and scores.
             config: Length, temperature, and what happens to requests in flight at a weight sync.
+            seed: The run's seed.
         """
         self._pool = pool
         self._grader = grader
         self._config = config
+        self._seed = seed
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._sampling: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -145,7 +147,9 @@ class Generation:
         completion = await self._pool.generate(
             pending.input_ids(),
             SamplingSettings(
-                temperature=self._config.temperature, max_new_tokens=longest - pending.num_tokens
+                temperature=self._config.temperature,
+                max_new_tokens=longest - pending.num_tokens,
+                seed=sample_seed(self._seed, sample.group_id, sample.index),
             ),
             label=f"sample {sample.index} of group {sample.group_id}, {sample.prompt.prompt_id}",
             affinity=sample.group_id,

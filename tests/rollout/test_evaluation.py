@@ -16,8 +16,8 @@ from bapo_megatron.evaluation.sets import EvalSet
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.completion import Completion
-from bapo_megatron.rollout.evaluation import Evaluator, sample_seed
+from bapo_megatron.rollout.completion import Completion, sample_seed
+from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt
 from tests.evaluation.results import TextEquality
 

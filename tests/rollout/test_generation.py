@@ -256,6 +256,9 @@ def test_requests_in_flight_are_limited_over_all_servers() -> None:
             assert one.most_concurrent <= 3
             assert one.requests
             assert two.requests
+            # With --enable-deterministic-inference requests without a seed have the same one.
+            sent = [*one.requests, *two.requests]
+            assert len({body["sampling_params"]["sampling_seed"] for body in sent}) == len(sent)
 
     asyncio.run(run())
 
