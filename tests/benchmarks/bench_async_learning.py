@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine
 from tests.launch import run
 
 CONFIG = REPOSITORY / "configs/demo.yaml"
@@ -130,12 +130,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: 
     lines = [
         "# Learning ahead of training",
         "",
-        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
-        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
-        f"{where['packages']['megatron-core']}.",
-        "",
-        f"    {where['command']}",
-        "",
+        *heading(where),
         f"The demo on one rank, {report['steps']} steps, held-out accuracy at the end. *One step "
         f"ahead* is `{' '.join(MODES['one step ahead'])}`: what is unfinished at the end of a "
         "step's budget is aborted and continued by the next weights.",

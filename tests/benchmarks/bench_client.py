@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import multiprocessing
 import random
@@ -244,15 +243,10 @@ def measure(case: Case, load: Load, seconds: float) -> Row:
 
 
 def _report(load: Load, rows: list[Row], machine: dict[str, Any]) -> str:
-    packages = f"httpx {importlib.metadata.version('httpx')}"
     lines = [
         "# Client",
         "",
-        f"{machine['date']}, commit {machine['commit']}, {machine['processor']}; Python "
-        f"{machine['python']}, {packages}.",
-        "",
-        f"    {machine['command']}",
-        "",
+        *harness.heading(machine, ("httpx",)),
         f"{load.requests} requests in flight, prompts of {load.prompt_tokens} and responses of "
         f"{load.response_tokens} tokens with log-probs, from a server in another process that "
         f"sends {load.tokens_per_s:,.0f} tokens/s in all. CPU time and memory are those of the "

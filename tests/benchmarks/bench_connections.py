@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import time
 from pathlib import Path
@@ -54,12 +53,7 @@ def report_of(seconds: dict[str, dict[int, list[float]]], machine: dict[str, Any
     lines = [
         "# Requests that end at a time",
         "",
-        f"{machine['date']}, commit {machine['commit']}, {machine['processor']}; Python "
-        f"{machine['python']}, httpx {importlib.metadata.version('httpx')}, httpcore "
-        f"{importlib.metadata.version('httpcore')}.",
-        "",
-        f"    {machine['command']}",
-        "",
+        *harness.heading(machine, ("httpx", "httpcore")),
         "Seconds from the first request of a wave to the end of the last one, with connections "
         "that are open already; the server answers all of them at once.",
         "",

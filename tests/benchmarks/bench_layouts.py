@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from tests.benchmarks.harness import REPOSITORY, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
 from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_references
@@ -63,12 +63,7 @@ def _markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Layouts against one rank",
         "",
-        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
-        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
-        f"{where['packages']['megatron-core']}.",
-        "",
-        f"    {where['command']}",
-        "",
+        *heading(where),
         f"A random Qwen2 of 4 layers in float32 trains {STEPS} steps of 2 updates from the same "
         "dumps in every layout (`train replay=…`). Differences are the largest over the steps, "
         "relative to max(1, |value|); those of the weights are absolute, after the last step "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine
 from tests.launch import run
 
 CONFIG = REPOSITORY / "configs/demo.yaml"
@@ -117,12 +117,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Generation beside training",
         "",
-        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
-        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
-        f"{where['packages']['megatron-core']}.",
-        "",
-        f"    {where['command']}",
-        "",
+        *heading(where),
         f"The demo on one rank{''.join(f', {setting}' for setting in report['settings'])}: medians "
         f"over {report['steps']} steps of each of {report['rounds']} runs, which took turns.",
         "",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
 import random
@@ -161,15 +160,10 @@ def measure(case: str, load: Load) -> Row:
 def _report(
     load: Load, rows: list[Row], idle_ms: tuple[float, float], machine: dict[str, Any]
 ) -> str:
-    packages = f"math-verify {importlib.metadata.version('math-verify')}"
     lines = [
         "# Rewards",
         "",
-        f"{machine['date']}, commit {machine['commit']}, {machine['processor']}; Python "
-        f"{machine['python']}, {packages}.",
-        "",
-        f"    {machine['command']}",
-        "",
+        *harness.heading(machine, ("math-verify",)),
         f"{load.answers:,} answers, graded by {load.workers} worker processes with a limit of "
         f"{load.timeout_s:g} s and {load.memory_limit_mb:,} MB each; a response has some "
         f"{load.reasoning_characters:,} characters of reasoning before one of the "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.harness import machine
+from tests.benchmarks.harness import heading, machine
 from tests.benchmarks.step_ranks import PARTS, profile_steps
 from tests.distributed_launch import run_ranks
 
@@ -62,12 +62,7 @@ def _markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Where the time of a training step goes",
         "",
-        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
-        f"{where['python']}, torch {where['packages']['torch']}, megatron-core "
-        f"{where['packages']['megatron-core']}.",
-        "",
-        f"    {where['command']}",
-        "",
+        *heading(where),
         "The batches of the demo (256 responses, 4 updates per step) are replayed; medians over "
         f"{report['steps']} steps on rank 0, in ms, and the share of the whole. Generation and the "
         "servers' loading are not part of it.",

@@ -31,7 +31,17 @@ from bapo_megatron.ops import extension
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "liger-kernel", "triton")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "liger-kernel",
+    "triton",
+    "httpx",
+    "httpcore",
+    "math-verify",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +222,26 @@ def machine(device: torch.device) -> dict[str, Any]:
         "instruction_set": build["isa"],
         "compiler": build["compiler"],
     }
+
+
+def heading(
+    where: dict[str, Any], packages: Sequence[str] = ("torch", "megatron-core")
+) -> list[str]:
+    """The lines of a report that tell where, with which packages and how it was made.
+
+    Args:
+        where: What ``machine`` returned.
+        packages: Those that matter.
+    """
+    versions = where["packages"]
+    named = ", ".join(f"{name} {versions[name]}" for name in packages)
+    return [
+        f"{where['date']}, commit {where['commit']}, {where['processor']}; Python "
+        f"{where['python']}, {named}.",
+        "",
+        f"    {where['command']}",
+        "",
+    ]
 
 
 def publish(
