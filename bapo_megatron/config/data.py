@@ -44,8 +44,12 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _has_one_place(self) -> Self:
         if (self.path is None) == (not self.hub):
-            got = "neither" if self.path is None else f"'{self.path}' and '{self.hub}'"
-            raise ValueError(f"must have path or hub, got {got}; set one of them")
+            if self.path is None:
+                raise ValueError("must have path or hub, got neither; set one of them")
+            raise ValueError(
+                f"must have path or hub, got '{self.path}' and '{self.hub}'; set the other one to "
+                "nothing (path: null, or hub: '')"
+            )
         if self.hub and not self.split:
             raise ValueError(
                 f"must have a split with hub = '{self.hub}', got none; set split, such as train"

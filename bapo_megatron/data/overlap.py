@@ -1,8 +1,9 @@
 """Finds evaluation prompts among the training prompts.
 
 Prompts are compared as rendered, after normalisation: case, white space, punctuation, LaTeX spacing
-and delimiters do not count. Where a question stands among instructions that its whole set has (a
-chat template, "Solve the following problem …"), it is compared without them as well.
+and delimiters do not count. Where a question stands among words that all sets have (a chat
+template), or all prompts of its set ("Solve the following problem …"), it is compared without them
+as well.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ def find_overlaps(
     """
     if not eval_sets:
         return []
-    keys_of_eval = [_keys(prompts) for _, prompts in eval_sets]
+    prompts_by_set = [*(prompts for _, prompts in eval_sets), *(s.prompts for s in train_sets)]
+    keys_by_set = _keys(prompts_by_set)
+    keys_of_eval, keys_of_train = keys_by_set[: len(eval_sets)], keys_by_set[len(eval_sets) :]
     found = []
-    for train_set in train_sets:
+    for train_set, keys_of_set in zip(train_sets, keys_of_train, strict=True):
         rows_of: dict[str, list[int]] = {}
-        for row, keys in enumerate(_keys(train_set.prompts)):
+        for row, keys in enumerate(keys_of_set):
             for key in keys:
                 rows_of.setdefault(key, []).append(row)
         for (name, prompts), keys_of in zip(eval_sets, keys_of_eval, strict=True):
@@ -119,16 +122,26 @@ def normalise(text: str) -> str:
     return " ".join(_WORD.findall(_POINT.sub(" ", text.translate(_SIGNS)).casefold()))
 
 
-def _keys(prompts: Sequence[Prompt]) -> list[set[str]]:
-    """What each prompt is compared by: all of it, and what its set's instructions leave."""
-    normalised_of = {text: normalise(text) for text in {prompt.text for prompt in prompts}}
-    before, after = _instructions(list(normalised_of.values()))
-    keys_of = {}
-    for text, whole in normalised_of.items():
-        question = whole[before : max(before, len(whole) - after)]
-        is_long = len(question.split()) >= _FEWEST_WORDS
-        keys_of[text] = {whole, question} if is_long else {whole}
-    return [keys_of[prompt.text] for prompt in prompts]
+def _keys(prompts_by_set: Sequence[Sequence[Prompt]]) -> list[list[set[str]]]:
+    """What each prompt of each set is compared by.
+
+    All of it, and what is left without the words that all prompts of all sets have at their ends,
+    and without those that all prompts of its set have.
+    """
+    normalised_by_set = [
+        {text: normalise(text) for text in {prompt.text for prompt in prompts}}
+        for prompts in prompts_by_set
+    ]
+    template = _instructions([text for known in normalised_by_set for text in known.values()])
+    keys_by_set = []
+    for prompts, normalised_of in zip(prompts_by_set, normalised_by_set, strict=True):
+        limits = {template, _instructions(list(normalised_of.values()))}
+        keys_of = {}
+        for text, whole in normalised_of.items():
+            parts = {whole[before : max(before, len(whole) - after)] for before, after in limits}
+            keys_of[text] = {whole, *(part for part in parts if len(part.split()) >= _FEWEST_WORDS)}
+        keys_by_set.append([keys_of[prompt.text] for prompt in prompts])
+    return keys_by_set
 
 
 def _instructions(texts: Sequence[str]) -> tuple[int, int]:

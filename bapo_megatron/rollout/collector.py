@@ -19,6 +19,7 @@ import functools
 import json
 import logging
 import os
+import resource
 import socket
 import sys
 import tempfile
@@ -385,6 +386,8 @@ def main(file_descriptor: int) -> None:
     """Run the collector on an open socket."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a socket per request
     asyncio.run(serve(socket.socket(fileno=file_descriptor)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import httpx
@@ -23,36 +25,51 @@ class SeparateConnections(httpx.AsyncBaseTransport):
         """Open nothing yet.
 
         Args:
-            keepalive_expiry_s: A connection that was idle for longer is not used again.
+            keepalive_expiry_s: A connection that was idle for longer is not used again, and closed
+                when the next request is sent.
         """
+        self._keepalive_expiry_s = keepalive_expiry_s
         self._limits = httpx.Limits(max_connections=1, keepalive_expiry=keepalive_expiry_s)
         self._ssl_context = httpx.create_ssl_context(trust_env=False)  # takes long to make
-        self._idle: list[httpx.AsyncHTTPTransport] = []
-        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+        """Since when, and which; the latest is used first."""
+        self._all: set[httpx.AsyncHTTPTransport] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request on an idle connection, or on a new one."""
-        connection = self._idle.pop() if self._idle else self._new()
+        await self._close_expired()
+        connection = self._idle.pop()[1] if self._idle else self._new()
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
-            self._idle.append(connection)  # it has closed its socket
+            self._release(connection)  # it has closed its socket
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(response.stream, lambda: self._idle.append(connection))
+        response.stream = _Stream(response.stream, lambda: self._release(connection))
         return response
 
     async def aclose(self) -> None:
         """Close every connection, also those of requests in flight."""
-        connections, self._all, self._idle = self._all, [], []
+        connections, self._all = self._all, set()
+        self._idle.clear()
         for connection in connections:
             await connection.aclose()
+
+    async def _close_expired(self) -> None:
+        expired_s = time.monotonic() - self._keepalive_expiry_s
+        while self._idle and self._idle[0][0] < expired_s:
+            _, connection = self._idle.popleft()
+            self._all.discard(connection)
+            await connection.aclose()
+
+    def _release(self, connection: httpx.AsyncHTTPTransport) -> None:
+        self._idle.append((time.monotonic(), connection))
 
     def _new(self) -> httpx.AsyncHTTPTransport:
         connection = httpx.AsyncHTTPTransport(
             verify=self._ssl_context, trust_env=False, limits=self._limits
         )
-        self._all.append(connection)
+        self._all.add(connection)
         return connection
 
 

@@ -135,7 +135,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     num_groups, num_samples = len(batch.groups), len(samples)
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
-        "reward/solved_groups": sum(_is_solved(group) for group in batch.groups) / num_groups,
+        "reward/solved_groups": sum(is_solved(group) for group in batch.groups) / num_groups,
         "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
         "reward/timeouts": float(batch.stats.reward_timeouts),
@@ -148,7 +148,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def _is_solved(group: Group) -> bool:
+def is_solved(group: Group) -> bool:
     """Whether all its responses are right, whatever shaping makes of their rewards."""
     scores = (
         sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)

@@ -15,6 +15,7 @@ from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_server import START_VERSION
+from bapo_megatron.telemetry.metrics import is_solved
 from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.types import FinishReason
 
@@ -56,7 +57,7 @@ class BatchTotals:
             truncated=sum(sample.finish_reason is FinishReason.LENGTH for sample in samples),
             answers_found=sum(sample.answer_found for sample in samples),
             reward_sum=math.fsum(sample.reward for sample in samples),
-            solved_groups=sum(min(group) >= 1.0 for group in rewards),
+            solved_groups=sum(is_solved(group) for group in batch.groups),
             mixed_groups=sum(min(group) < max(group) for group in rewards),
         )
 

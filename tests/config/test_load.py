@@ -134,7 +134,8 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
         ),
         (
             "data: {train: {path: x.jsonl, hub: a/b}}",
-            "'data.train' must have path or hub, got 'x.jsonl' and 'a/b'; set one of them",
+            "'data.train' must have path or hub, got 'x.jsonl' and 'a/b'; set the other one to "
+            "nothing (path: null, or hub: '')",
         ),
         (
             "data: {train: [{path: x.jsonl}, {hub: a/b}]}",

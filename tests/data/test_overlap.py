@@ -58,6 +58,18 @@ def test_short_questions_are_compared_whole():
     assert (found.first_eval_id, found.first_train_id) == ("e:0", "t:12")
 
 
+@pytest.mark.parametrize("num_eval", [1, 2])
+def test_a_small_evaluation_set_is_found_among_instructions(num_eval):
+    shared = "Find the number of "
+    questions = [f"{shared}primes below the {n}th power of the smallest odd one." for n in (3, 5)]
+    others = ["Compute the area of a circle inside a square.", "How far is it from A to B?"]
+    train = [f"Solve this problem with care: {question}" for question in [*questions, *others]]
+
+    (found,) = overlaps(train, questions[:num_eval])
+
+    assert (found.num_eval_prompts, found.num_train_prompts) == (num_eval, num_eval)
+
+
 def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
     aime = [
         row["prompt"][0]["content"]

@@ -88,6 +88,19 @@ def test_a_connection_that_was_idle_for_too_long_is_not_used_again() -> None:
     play(scene, keepalive_expiry_s=0.01)
 
 
+def test_connections_that_were_idle_for_too_long_are_closed() -> None:
+    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
+        server.wave = 30
+        await send(client, 30)
+        await asyncio.sleep(0.3)
+        server.wave = 2
+        await send(client, 2)
+        while server.num_open > 2:  # the ends arrive
+            await asyncio.sleep(0.01)
+
+    play(scene, keepalive_expiry_s=0.2)
+
+
 def test_after_a_broken_or_cancelled_request_others_go_on() -> None:
     async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
         await send(client, 1)
