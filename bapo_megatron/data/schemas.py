@@ -191,7 +191,9 @@ def _take(row: Row, column: str, setting: str, present: str) -> Any:
 
 def _parse_question(value: Any) -> str | list[Message]:
     """A question as text, or as chat messages."""
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("must be a question, got an empty text")
         return _utf8(value)
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a text or a list of chat messages, got {shown(value)}")

@@ -156,7 +156,10 @@ async def _read_ahead(
     try:
         async for line in _lines(path, stream):
             response = _parse(line, parse_answer)
-            await ahead.put(asyncio.create_task(_grade_one(rewards, response)))
+            task = asyncio.create_task(_grade_one(rewards, response))
+            # The first failure ends the command; asyncio would log the others at its end.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await ahead.put(task)
     except GradeError as error:
         await ahead.put(error)  # the results before it come first
     else:

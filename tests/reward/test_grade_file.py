@@ -143,6 +143,20 @@ def test_a_file_or_function_that_is_not_there_is_one_line(tmp_path, config):
     )
 
 
+def test_a_service_that_is_not_there_is_one_line_however_many_responses_wait(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"name: x\nrun_dir: {tmp_path}\nmodel: {{path: none}}\n"
+        "reward: {functions: [{name: s, url: 'http://127.0.0.1:9/s', http: {patience_s: 0.1}}]}\n"
+    )
+
+    done = run(["-", "--config", str(config)], line_of("3", "3") * 60)
+
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "gave no scores for" in done.stderr
+
+
 def test_results_come_while_the_input_is_still_open_and_a_closed_pipe_ends_it():
     grading = subprocess.Popen(
         [*GRADE, "-"],
