@@ -40,7 +40,7 @@ class HttpRewardConfig(Section):
     gather_s: float = Field(0.02, ge=0)
     """Wait this long for further responses before a request is sent."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest time without an answer to one request."""
+    """Longest time of one request, its whole answer included."""
     patience_s: float = Field(300.0, ge=0)
     """Repeat a request for this long, with growing pauses, when the connection fails or the service
     answers 5xx, 408, 425 or 429; then the run ends."""

@@ -132,8 +132,11 @@ def as_score(result: Any) -> Score:
         return replace(
             result,
             reward=_number(result.reward, "reward"),
-            extracted=result.extracted[:_LONGEST_TEXT],
-            reason=result.reason[:_LONGEST_TEXT],
+            answer_found=bool(result.answer_found),
+            extracted=str(result.extracted)[:_LONGEST_TEXT],
+            timed_out=bool(result.timed_out),
+            reason=str(result.reason)[:_LONGEST_TEXT],
+            failed=bool(result.failed),
             metrics=checked,
             components={},
         )

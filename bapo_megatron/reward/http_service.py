@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _LONGEST_REASON = 200
+_LONGEST_REPLY_BYTES = 64 << 20
 _RETRIED_STATUS = (408, 425, 429)
 """Beside 5xx: the service asks to come again."""
 
@@ -52,7 +53,7 @@ class HttpReward:
         self._senders: set[asyncio.Task[None]] = set()
         self._http = httpx.AsyncClient(
             headers=_headers(name, config.token_variable),
-            timeout=config.timeout_s,
+            timeout=None,  # httpx would limit each read, not the request
             limits=httpx.Limits(max_connections=config.connections),
             trust_env=False,  # a proxy would see responses and token
         )
@@ -74,10 +75,10 @@ class HttpReward:
         """
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((response, future))
+        self._senders = {sender for sender in self._senders if not sender.done()}
         if len(self._senders) < self._config.connections:
             sender = asyncio.create_task(self._send_waiting())
             self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
         return await future
 
     async def _send_waiting(self) -> None:
@@ -132,16 +133,15 @@ class HttpReward:
             RewardError: The service refuses: repeating the request would not help.
         """
         try:
-            reply = await self._http.post(
-                self._url, content=body, headers={"Content-Type": "application/json"}
-            )
-        except httpx.TimeoutException:
+            async with asyncio.timeout(self._config.timeout_s):
+                reply, content = await self._post(body)
+        except TimeoutError:
             return f"no answer within {self._config.timeout_s:g} s", None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return str(error) or type(error).__name__, None
         if reply.status_code == httpx.codes.OK:
-            return "", reply.content
-        problem = f"HTTP {reply.status_code}: {_first_words(reply.text)}"
+            return "", content
+        problem = f"HTTP {reply.status_code}: {_first_words(content.decode(errors='replace'))}"
         if reply.is_server_error or reply.status_code in _RETRIED_STATUS:
             return problem, None
         hint = "; set the variable of http.token_variable to its token" * (
@@ -150,6 +150,20 @@ class HttpReward:
         raise RewardError(
             f"reward '{self._name}': {self._url} refuses ({problem}){hint or '; correct the url'}"
         )
+
+    async def _post(self, body: bytes) -> tuple[httpx.Response, bytes]:
+        content = bytearray()
+        async with self._http.stream(
+            "POST", self._url, content=body, headers={"Content-Type": "application/json"}
+        ) as reply:
+            async for piece in reply.aiter_bytes():
+                content += piece
+                if len(content) > _LONGEST_REPLY_BYTES:
+                    raise RewardError(
+                        f"reward '{self._name}': unusable answer of {self._url}: longer than "
+                        f"{_LONGEST_REPLY_BYTES >> 20} MiB; correct the service"
+                    )
+        return reply, bytes(content)
 
     def _scores(self, reply: bytes, num_responses: int) -> list[Score]:
         place = f"reward '{self._name}': unusable answer of {self._url}"

@@ -18,6 +18,7 @@ from bapo_megatron.reward.math_symbolic import (
     DEEPEST_NESTING,
     TooLargeError,
     are_letters,
+    contradicts_itself,
     is_equal_symbolically,
     nesting,
 )
@@ -35,6 +36,13 @@ from bapo_megatron.reward.math_text import (
 _SENTENCE_END = re.compile(r"[.!?][*_)\"']*\s+(?=[A-Z])")
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _LEADING = re.compile(r"(?:\\?[$£€¥₹])?[\d(+.,/^*\s)%-]*\d[\d(+.,/^*\s)%-]*")
+_HEDGE = re.compile(
+    r"(?:[A-Za-z]+[\s,]+)?[\s,;(]*(?:\\text\{\s*)?(?:"
+    r"(?:or|if|when|whenever|unless|otherwise|depending|maybe|perhaps|but|vs|versus)\b"
+    r"|(?:and|to)\b[\s}]*(?:[-+\d$\\(]|\w+\s*=)|(?<=;)\s*[-+\d$\\])",
+    re.IGNORECASE,
+)
+"""What stands behind a number that is not the whole answer: "5 or 6", "5 if x > 0"."""
 _FILLERS = re.compile(
     r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|given by"
     r"|:|=)\s*,?\s*)+",
@@ -128,16 +136,23 @@ def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
 def _sentence_answers(line: str) -> list[str]:
     """What may be meant by the rest of a sentence: all of it, or what it begins with.
 
-    Nothing that stands further behind counts: "7, not 5" is not 5.
+    Nothing that stands further behind counts: "7, not 5" is not 5, and "5 or 6" is neither.
     """
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0].strip().strip("*").rstrip(".").strip()
     sentence = _FILLERS.sub("", sentence)
     candidates = [sentence]
     math = _MATH.search(sentence)
-    if math is not None:
-        candidates.append(next(group for group in math.groups() if group))
-    elif (leading := _LEADING.match(sentence)) is not None:
-        candidates.append(leading[0].strip().rstrip(" ,.+-*/^("))
+    leading = _LEADING.match(sentence, 0, math.start() if math is not None else len(sentence))
+    if leading is not None:
+        first, end = leading[0].strip().rstrip(" ,.+-*/^("), leading.end()
+        is_whole = math is None or math.start() > end  # else they may be a product
+    elif math is not None:
+        first, end = next(group for group in math.groups() if group), math.end()
+        is_whole = True
+    else:
+        return candidates
+    if is_whole and not _HEDGE.match(sentence, end):
+        candidates.append(first)
     return candidates
 
 
@@ -154,6 +169,8 @@ def _compare(given_text: str, wanted_text: str) -> Reason:
         return reason
     given_parts = quantity(without_option(given))
     try:
+        if contradicts_itself(given):
+            return Reason.DIFFERENT
         return _compare_quantities(given_parts, wanted_parts)
     except TooLargeError:
         return Reason.TOO_LARGE

@@ -7,6 +7,7 @@ left may still take for ever: only the worker's limits (``pool.RewardPool``) bou
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -24,6 +25,8 @@ from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 
+from bapo_megatron.reward.math_text import as_number
+
 # It warns that its own time limits are off, which is meant: the worker's stand above them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -35,6 +38,7 @@ _MOST_DIGITS = 20_000
 _MOST_TERMS = 5_000
 """Of a power of a sum that simplification would expand."""
 _RELATIVE_TOLERANCE = 1e-4
+_SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
@@ -45,11 +49,17 @@ _VARIABLES = frozenset("abcxyzmnpqrk")
 _LONGEST_PRODUCT = 3
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?!=)([^=]+)")
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
+_FACTORS_SIDE_BY_SIDE = re.compile(r"(?<![_^.\w])\d+\(\d+\)|(?<!\w)\(\d+\)(?:\d+|\(\d+\))")
 _CAPITAL = re.compile(
     r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z]|\s*[(_])"
 )
 _NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
+_ELLIPSIS = re.compile(r"(?:(?<![\d.])\d+|[^\d\s}])\s*\\ldots")
+"""One that the parser would leave out, and that does not continue decimals."""
+_ARITHMETIC = re.compile(
+    r"(?:[\d\s+\-*/^().,{}!]|\\(?:frac|sqrt|binom|cdot|times|div|pi)(?![A-Za-z]))+"
+)
 _SEPARATOR = re.compile(
     r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
 )
@@ -70,7 +80,10 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
         TooLargeError: One of them cannot be evaluated in reasonable time.
     """
     if given.casefold() == wanted.casefold() or any(
-        _NUMBERS_SIDE_BY_SIDE.search(text) for text in (given, wanted)
+        _NUMBERS_SIDE_BY_SIDE.search(text)
+        or _FACTORS_SIDE_BY_SIDE.fullmatch(text)
+        or _ELLIPSIS.search(text)
+        for text in (given, wanted)
     ):
         return False  # other letters; and the parser would add the numbers
     given, wanted = _SEPARATOR.sub(",", given), _SEPARATOR.sub(",", wanted)
@@ -92,6 +105,42 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
     if len(closed) == 2 or any(part.doit() == sympy.false for part in closed):
         return False  # 1 = 1 says nothing about 2 = 2, nor 3 = 5 about 5
     return bool(verify([right], [left], timeout_seconds=None)) and _is_close(left, right)
+
+
+def contradicts_itself(answer: str) -> bool:
+    """Whether a chain such as ``x = 2 = 3``, of which the parser takes the end, has two values.
+
+    Only plain arithmetic is evaluated; decimals are taken as rounded to their last place.
+    """
+    for part in _split(answer):
+        sides = _split(part, "=")
+        if len(sides) < 3:
+            continue
+        values = [value for side in sides if (value := _arithmetic_value(side)) is not None]
+        for (one, one_place), (other, other_place) in itertools.pairwise(values):
+            allowed = max(one_place, other_place, _SAME_VALUE * max(1, abs(one)))
+            if abs(one - other) > allowed:
+                return True
+    return False
+
+
+def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
+    """The value of plain arithmetic and the unit of its last decimal; none of anything else."""
+    if _ARITHMETIC.fullmatch(text) is None:
+        return None
+    number = as_number(text.strip())
+    if number is None and (
+        _NUMBERS_SIDE_BY_SIDE.search(text) or _FACTORS_SIDE_BY_SIDE.search(text)
+    ):
+        return None  # the parser would add them
+    expression = _parse(text) if number is None else sympy.Rational(number)
+    if expression is None or not _is_number(expression) or not _is_affordable(expression):
+        return None
+    value = expression.doit().evalf(30)
+    if not value.is_real or not value.is_finite:
+        return None
+    decimals = re.search(r"\.(\d*)", text)
+    return value, sympy.Float(10) ** -len(decimals[1]) if decimals else sympy.Float(0)
 
 
 def nesting(text: str) -> int:
@@ -166,12 +215,12 @@ def _closes_at_end(text: str) -> bool:
     return False
 
 
-def _split(text: str) -> list[str]:
+def _split(text: str, marks: str = ",;") -> list[str]:
     """The parts between commas and semicolons outside of brackets; thousands stay whole."""
     parts, depth, start = [], 0, 0
     for position, char in enumerate(text):
         depth += (char in _OPEN) - (char in _CLOSE)
-        if depth == 0 and char in ",;" and not _is_thousands(text, position):
+        if depth == 0 and char in marks and not _is_thousands(text, position):
             parts.append(text[start:position])
             start = position + 1
     return [*parts, text[start:]]

@@ -28,6 +28,7 @@ MEMORY_LIMIT_MB = 2048
 LIMIT = "limit"
 """``Score.reason`` of an answer that exceeded a limit."""
 _START_TIMEOUT_S = 60.0
+_SECOND_LOOK_S = 0.05
 _LONGEST_REPLY_BYTES = 1 << 20
 
 
@@ -152,11 +153,7 @@ class RewardPool:
             if worker is None or worker.returncode is not None:
                 worker = await self._start()
             self._refuse_if_closed()
-            reply: dict[str, Any] | None = {LIMIT: True}
-            with contextlib.suppress(TimeoutError):
-                # Not wait_for: in Python 3.11 it loses a cancellation that comes with the reply.
-                async with asyncio.timeout(self._timeout_s):
-                    reply = await _ask(worker, request)
+            reply = await self._reply(worker, request)
             self._refuse_if_closed()
             if reply is None or LIMIT in reply:
                 self.num_killed += 1
@@ -171,6 +168,20 @@ class RewardPool:
         finally:
             self._idle.put_nowait(worker)
         return reply
+
+    async def _reply(self, worker: Process, request: dict[str, Any]) -> dict[str, Any] | None:
+        """A running worker's reply, as ``_try`` returns it."""
+        asking = asyncio.create_task(_ask(worker, request))
+        try:
+            # The second look is for a loop that stood still until the time was over, with the reply
+            # in the pipe. Not wait_for: in Python 3.11 it loses a cancellation that comes with it.
+            for timeout_s in (self._timeout_s, _SECOND_LOOK_S):
+                if (await asyncio.wait([asking], timeout=timeout_s))[0]:
+                    return asking.result()
+            return {LIMIT: True}
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     async def close(self) -> None:
         """End every worker; answers in progress raise ``RewardError``. Safe to call twice."""

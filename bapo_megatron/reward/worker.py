@@ -54,7 +54,7 @@ def main(function_names: list[str], parent_pid: int, memory_limit_bytes: int) ->
     _send(output, {"ready": True})
     loop = asyncio.new_event_loop()
     for line in requests:
-        _send(output, _answer(functions, loop, line))
+        output.write(_answer(functions, loop, line))
 
 
 def _load_all(names: list[str], output: BinaryIO) -> dict[str, LoadedFunction] | None:
@@ -77,14 +77,14 @@ def _load_all(names: list[str], output: BinaryIO) -> dict[str, LoadedFunction] |
 
 def _answer(
     functions: dict[str, LoadedFunction], loop: asyncio.AbstractEventLoop, line: bytes
-) -> dict[str, Any]:
-    """The reply to a request, or the error of a faulty reward function."""
+) -> bytes:
+    """The encoded reply to a request, or the error of a faulty reward function."""
     from bapo_megatron.reward.base import SampleFacts
 
     request = json.loads(line)
     try:
         if "pattern" in request:
-            return {"matches": _matches(request["pattern"], request["text"])}
+            return _encoded({"matches": _matches(request["pattern"], request["text"])})
         score = functions[request["function"]](
             loop,
             request["text"],
@@ -92,12 +92,14 @@ def _answer(
             SampleFacts(**request["sample"]),
             request["row"],
         )
-        return asdict(score)
+        return _encoded(asdict(score))
     except MemoryError:
-        return {"limit": True}  # the parent ends this process: its heap is not to be trusted
+        return _encoded(
+            {"limit": True}
+        )  # the parent ends this process: its heap is not to be trusted
     except Exception as error:  # noqa: BLE001 - sent to the parent, which raises it
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"error": text[:_LONGEST_ERROR]}
+        return _encoded({"error": text[:_LONGEST_ERROR]})
 
 
 def _matches(pattern: str | None, text: str) -> bool:
@@ -109,7 +111,11 @@ def _matches(pattern: str | None, text: str) -> bool:
 
 
 def _send(output: BinaryIO, message: dict[str, Any]) -> None:
-    output.write(json.dumps(message).encode() + b"\n")
+    output.write(_encoded(message))
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 if __name__ == "__main__":

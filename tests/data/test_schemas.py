@@ -6,6 +6,7 @@ import copy
 import datetime
 import decimal
 import json
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -207,6 +208,32 @@ def test_a_field_that_cannot_be_used_is_named(fields, settings, message):
 )
 def test_answers_are_taken_from_their_usual_forms(value, answer):
     assert parse_answer(value) == answer
+
+
+@pytest.mark.parametrize(
+    "bait",
+    [
+        "#### a" + " " * 1_000_000 + "b\nc",
+        "####" + " " * 1_000_000 + "\nc",
+        "#" * 1_000_000 + "\nc",
+    ],
+    ids=["spaces behind", "spaces between", "marks"],
+)
+def test_long_solutions_are_read_in_linear_time(bait):
+    start_s = time.process_time()
+
+    assert parse_answer(bait) == bait
+    assert time.process_time() - start_s < 1
+
+
+def test_marks_without_an_answer_are_none():
+    assert parse_answer("5\n####  ") == "5\n####"
+    with pytest.raises(ValueError, match="must be a text that ends in '#### answer'"):
+        worked_answer("5\n####  ")
+
+
+def test_the_first_marks_of_the_last_line_count():
+    assert worked_answer("#### 1\n#### 2 #### 3") == "2 #### 3"
 
 
 def test_the_answer_of_a_worked_solution_stands_behind_its_marks():

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from bapo_megatron.reward.base import Score
 
 NOT_CALLABLE = 7
@@ -38,6 +40,15 @@ def everything(response, answer, sample, row):
 
 def a_score(response, **_others):
     return Score(reward=0.5, answer_found=False, extracted=response, metrics={"seen": 1})
+
+
+def a_score_of_numpy():
+    return Score(
+        reward=np.float32(0.5),
+        answer_found=np.bool_(False),
+        extracted=np.str_("5"),
+        metrics={"seen": np.int64(1)},
+    )
 
 
 def wrong_parameter(completion):

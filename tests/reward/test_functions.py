@@ -25,6 +25,7 @@ NAMES = (
     "slow_length",
     "everything",
     "a_score",
+    "a_score_of_numpy",
     "raises",
     "not_finite",
     "no_number",
@@ -72,6 +73,12 @@ def test_a_function_gets_the_sample_and_the_row_and_may_return_metrics(outcomes)
 def test_a_function_may_return_a_score(outcomes):
     assert outcomes["a_score"] == Score(
         reward=0.5, answer_found=False, extracted="some text", metrics={"seen": 1.0}
+    )
+
+
+def test_a_score_may_hold_numbers_of_numpy(outcomes):
+    assert outcomes["a_score_of_numpy"] == Score(
+        reward=0.5, answer_found=False, extracted="5", metrics={"seen": 1.0}
     )
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -141,6 +142,49 @@ def test_an_answer_that_takes_too_long_is_repeated_and_then_told():
             ask(url, 1, timeout_s=0.1, patience_s=0.3)
         release.set()
     assert len(service.batches) >= 2
+
+
+def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_silent():
+    class Trickling(Service):
+        def answer(self, handler):
+            handler.rfile.read(int(handler.headers["Content-Length"]))
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000")
+            handler.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    handler.wfile.write(b" ")
+                    time.sleep(0.02)
+
+    start_s = time.monotonic()
+    with (
+        serving(Trickling()) as url,
+        pytest.raises(RewardError, match=r"gave no scores for 0 s \(no answer within 0.2 s\)"),
+    ):
+        ask(url, 1, timeout_s=0.2, patience_s=0)
+    assert time.monotonic() - start_s < 5
+
+
+def test_an_answer_without_end_is_one_line(monkeypatch):
+    monkeypatch.setattr(http_service, "_LONGEST_REPLY_BYTES", 1 << 20)
+    with (
+        serving(Service(results=lambda batch: b" " * (2 << 20))) as url,
+        pytest.raises(RewardError, match=r"unusable answer of .*: longer than 1 MiB; correct"),
+    ):
+        ask(url, 1)
+
+
+def test_a_response_that_comes_as_the_last_sender_ends_is_sent():
+    async def run(url):
+        reward = HttpReward("judge", url, HttpRewardConfig(connections=1))
+        try:
+            async with asyncio.timeout(10):
+                return [(await reward.score(Response("x" * n, ""))).reward for n in range(3)]
+        finally:
+            await reward.close()
+
+    with serving(Service()) as url:
+        assert asyncio.run(run(url)) == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(

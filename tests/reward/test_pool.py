@@ -77,6 +77,21 @@ def test_a_hanging_answer_scores_zero_and_its_worker_is_replaced():
     assert before != replaced
 
 
+def test_a_reply_that_came_while_the_loop_stood_still_counts():
+    async def grade():
+        async with RewardPool(workers=1, timeout_s=1.0) as pool:
+            await pool.score(r"\boxed{1}", "1")
+            asked = [asyncio.create_task(pool.score(r"\boxed{1}", "1"))]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            time.sleep(1.5)
+            return (await asyncio.gather(*asked))[0], pool.num_killed
+
+    score, num_killed = asyncio.run(grade())
+
+    assert (score.reward, score.timed_out, num_killed) == (1.0, False, 0)
+
+
 def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
     async def grade():
         async with RewardPool(workers=2, timeout_s=30) as pool:
