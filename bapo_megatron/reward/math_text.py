@@ -56,6 +56,8 @@ _NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_BRACELESS = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})|\\overline\s*(\d)")
+"""TeX takes one digit where there are no braces: ``\\frac13`` is 1/3."""
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
     r"|operatorname)\s*\{([^{}]*)\}"
@@ -125,7 +127,7 @@ def canonical(answer: str) -> str:
     text = plain_unicode(answer).strip()
     text = _unwrapped(text)
     text = text.removesuffix(".").strip() if not text.endswith("..") else text
-    text = _FRACTION.sub(r"\\frac", _SIZING.sub("", text))
+    text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\frac", _SIZING.sub("", text)))
     text = text.replace(r"\varnothing", r"\emptyset")
     text = _TEXT.sub(r"\\text{\1}", _BRACED_COMMA.sub(",", text))
     text = _NEGATIVE_SPACE.sub("", text)
@@ -133,6 +135,13 @@ def canonical(answer: str) -> str:
     if (whole := _TEXT.fullmatch(text)) is not None and not _CHOICE.fullmatch(text):
         text = whole[1].strip()
     return _NEEDLESS_SPACE.sub("", text).strip().removeprefix("=").strip()
+
+
+def _braced(match: re.Match[str]) -> str:
+    if match[3]:
+        return rf"\overline{{{match[3]}}}"
+    top, bottom = (part.strip("{}") for part in (match[1], match[2]))
+    return rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def _unwrapped(text: str) -> str:
