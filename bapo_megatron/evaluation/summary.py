@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,10 @@ async def summarise(
         )
         for group, vote in zip(samples, votes, strict=True)
     )
-    scores = scores_of(problems, k_values, num_resamples=num_resamples, seed=seed)
+    # Seconds for a thousand problems, which the event loop of a collector cannot spare.
+    scores = await asyncio.to_thread(
+        scores_of, problems, k_values, num_resamples=num_resamples, seed=seed
+    )
     num_timeouts = sum(vote.num_timeouts for vote in votes)
     flat = [sample for group in samples for sample in group]
     return _result(name, flat, problems, scores, num_timeouts, settings)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.evaluation import summary
 from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.cost import SetCost, describe_cost, describe_duration
 from bapo_megatron.evaluation.report import read_results, write_results
@@ -49,6 +51,19 @@ def test_scores_and_intervals_do_not_depend_on_the_order_of_problems():
     many = {f"a:{row}": ["2"] * (row % 5) + ["3"] * (4 - row % 5) for row in range(12)}
     assert result(many) == result(dict(reversed(many.items())))
     assert [p.prompt_id for p in result(many).problems][9:] == ["a:9", "a:10", "a:11"]
+
+
+def test_the_bootstrap_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
+    threads, scores_of = [], summary.scores_of
+
+    def recorded(*arguments, **options):
+        threads.append(threading.current_thread())
+        return scores_of(*arguments, **options)
+
+    monkeypatch.setattr(summary, "scores_of", recorded)
+    result(FIRST)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 def test_lengths_truncation_and_time_outs_are_counted():
