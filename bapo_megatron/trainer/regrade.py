@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.load import parse_section
-from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.evaluation.compare import Comparison, compare_results
 from bapo_megatron.evaluation.report import read_results, write_results
 from bapo_megatron.evaluation.samples import EvalSample, read_samples
@@ -104,8 +104,7 @@ async def _regrade(
         if config is not None:
             rewards = config.reward
         else:
-            place = str(settings_path(path))
-            rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+            rewards = _recorded_rewards(settings, str(settings_path(path)))
         if settings:
             settings["reward"] = comparable_reward(rewards)
         with ProgressLine() as progress:
@@ -133,6 +132,23 @@ async def _regrade(
     if out_dir is not None:
         write_results(results, out_dir / "eval.json")
     return results
+
+
+def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
+    """The reward section beside samples, which may come from anywhere: it runs no foreign code.
+
+    Raises:
+        ResultsError: It names a module or a service.
+        ConfigError: It is damaged.
+    """
+    rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+    for number, entry in enumerate(rewards.functions):
+        if entry.function not in BUILT_IN_FUNCTIONS:
+            raise ResultsError(
+                f"{place}: reward.functions[{number}] is {entry.url or entry.function}, which "
+                "samples alone may not run; give the CONFIG that may run it"
+            )
+    return rewards
 
 
 async def _grade_again(
