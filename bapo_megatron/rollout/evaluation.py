@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order
 from bapo_megatron.evaluation.settings import eval_settings
@@ -262,7 +263,7 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
         weights=weights,
         prompts=eval_set.prompts,
         sampling=eval_set.sampling,
-        reward=config.reward,
+        reward=eval_reward(config.reward, config.eval),
         seed=config.seed,
     )
 

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.config.check_reward import check_rewards
+from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.evaluation.compare import Comparison, compare_results
@@ -102,7 +103,8 @@ async def _regrade(
         settings = _settings_beside(path)
         evaluation = config.eval if config else EvalConfig()
         if config is not None:
-            rewards = config.reward
+            rewards = eval_reward(config.reward, config.eval)
+            check_rewards(rewards.functions)
         else:
             rewards = _recorded_rewards(settings, str(settings_path(path)))
         if settings:

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.config.evaluation import EvalConfig, eval_reward
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation import summary
 from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.cost import SetCost, describe_cost, describe_duration
-from bapo_megatron.evaluation.report import read_results, write_results
+from bapo_megatron.evaluation.report import read_results, scoring_lines, write_results
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
 from tests.evaluation.results import result
@@ -85,6 +86,32 @@ def test_results_come_back_from_their_file_and_stand_in_markdown(tmp_path: Path)
     assert re.fullmatch(r"\| sums \| avg@4 \| 25\.00% \| [\d.]+% … [\d.]+% \|", row)
     columns = {line.count("|") for line in lines if line.startswith("| more |")}
     assert columns == {5, 13}
+
+
+def test_a_score_that_is_no_single_function_s_says_what_it_is(tmp_path: Path):
+    def scored(*functions: tuple[str, float]) -> EvalResult:
+        entries = [{"name": name, "weight": weight} for name, weight in functions]
+        sampling = dict.fromkeys(("weights", "temperature", "top_p", "top_k"), 1)
+        settings = {**sampling, "max_response_tokens": 9, "reward": {"functions": entries}}
+        return result(FIRST, settings=settings)
+
+    assert scoring_lines([scored(("math", 1.0)), result(FIRST)]) == []
+    mixed = scored(("math", 1.0), ("style", 0.1))
+    assert scoring_lines([mixed]) == ["sums: scored by math + 0.1 style"]
+    assert scoring_lines([scored(("math", 2.0))]) == ["sums: scored by 2 math"]
+    write_results([mixed], tmp_path / "eval.json")
+    assert "\nsums: scored by math + 0.1 style\n" in (tmp_path / "eval.md").read_text()
+
+
+def test_evaluations_have_functions_of_their_own_where_some_are_given():
+    judge = {"name": "judge", "url": "https://judge.example"}
+    reward = RewardConfig.model_validate({"functions": [judge], "timeout_s": 9})
+    math = EvalConfig.model_validate({"functions": [{"name": "math", "function": "math"}]})
+    assert eval_reward(reward, EvalConfig()) is reward
+    own = eval_reward(reward, math)
+    assert (own.functions, own.timeout_s) == (math.functions, 9)
+    with pytest.raises(ValueError, match="the name 'judge' occurs twice"):
+        EvalConfig.model_validate({"functions": [judge, judge]})
 
 
 def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path):
