@@ -141,7 +141,7 @@ class Collector:
             self._batches = BatchCollector(
                 grader, stream, run.rollout, run.replay, plan, self._report
             )
-        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens)
+        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=for_training)
         log_overlaps(train_sets, [(each.name, each.prompts) for each in sets])
         votes = await self._stack.enter_async_context(votes_pool(run.reward))
         self._evaluator = Evaluator(Grader(tokenizer, eval_rewards), votes, sets, run, self._report)
