@@ -65,7 +65,7 @@ def regrade(
             )
     if out_dir is not None and len({path.name for path in paths}) < len(paths):
         raise ResultsError("--out: two of the files have the same name; grade them one by one")
-    return _run(_regrade(paths, config, out_dir))
+    return run_graded(_regrade(paths, config, out_dir))
 
 
 def compare_files(
@@ -219,10 +219,10 @@ def _results_of(path: Path) -> list[EvalResult]:
                 seed=0,
             )
 
-    return [_run(count())]
+    return [run_graded(count())]
 
 
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
+def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
     """Run ``work`` to its end; what a reward function does wrong is one line.
 
     Raises:
