@@ -218,10 +218,17 @@ def test_a_model_is_told_from_one_that_was_trained_on(tmp_path: Path):
     assert fingerprint(tmp_path / "same") not in found
 
 
-def test_prompts_are_told_apart_by_tokens_and_answers():
+def test_prompts_are_told_apart_by_tokens_answers_and_rows():
     prompt = Prompt("a:0", (1, 2), "3", "1+2")
-    others = [Prompt("a:0", (1, 4), "3", "1+2"), Prompt("a:0", (1, 2), "4", "1+2")]
-    assert len({prompts_digest([p]) for p in [prompt, *others]} | {prompts_digest([])}) == 4
+    others = [
+        Prompt("a:0", (1, 4), "3", "1+2"),
+        Prompt("a:0", (1, 2), "4", "1+2"),
+        Prompt("a:0", (1, 2), "3", "1+2", row={"tests": [1], "budget": 2}),
+        Prompt("a:0", (1, 2), "3", "1+2", row={"tests": [1], "budget": 3}),
+    ]
+    assert len({prompts_digest([p]) for p in [prompt, *others]} | {prompts_digest([])}) == 6
+    reordered = Prompt("a:0", (1, 2), "3", "1+2", row={"budget": 2, "tests": [1]})
+    assert prompts_digest([reordered]) == prompts_digest([others[2]])
     assert prompts_digest([prompt]) == prompts_digest([Prompt("a:0", (1, 2), "3", "other text")])
 
 
