@@ -91,13 +91,19 @@ def sample_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
-    """Of each set whose score is not that of one function, what it is scored by."""
-    return [
+    """Of each set whose score is not that of one function what it is, and failures of functions."""
+    sums = [
         f"{result.name}: scored by {_sum_of(functions)}"
         for result in results
         if (functions := result.settings.get("reward", {}).get("functions", ()))
         and (len(functions) > 1 or functions[0]["weight"] != 1)
     ]
+    failures = [
+        f"{result.name}: a reward function failed on {result.grading_errors:,} samples and gave 0"
+        for result in results
+        if result.grading_errors
+    ]
+    return sums + failures
 
 
 def _sum_of(functions: Sequence[Mapping[str, Any]]) -> str:

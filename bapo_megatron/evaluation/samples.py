@@ -68,6 +68,10 @@ class EvalSample:
     answer_found: bool
     timed_out: bool = False
     """Grading was ended by its limit of time or memory."""
+    failed: bool = False
+    """A reward function failed, and ``reward.on_error: zero`` made it 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the reward functions: ``<function>/<name>``."""
     num_tokens: int
     finish_reason: FinishReason
     version: int = 0
@@ -111,6 +115,8 @@ _OPTIONAL_KINDS: dict[str, type | tuple[type, ...]] = {
     "components": dict,
     "reason": str,
     "timed_out": bool,
+    "failed": bool,
+    "metrics": dict,
     "version": int,
     "elapsed_s": (int, float),
     "source": str,
@@ -305,7 +311,9 @@ def _is_fit(name: str, value: object) -> bool:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     if isinstance(value, dict):
-        return name != "components" or all(_is_fit("reward", part) for part in value.values())
+        return name not in ("components", "metrics") or all(
+            _is_fit("reward", part) for part in value.values()
+        )
     if isinstance(value, int | float):
         least = -sys.float_info.max if name in ("reward", "version") else 0
         return least <= value <= sys.float_info.max  # not NaN

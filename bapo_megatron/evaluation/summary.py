@@ -107,7 +107,18 @@ def _result(
         settings=settings,
         scores=scores,
         problems=problems,
+        grading_errors=sum(sample.failed for sample in flat),
+        reward_means=_reward_means(flat),
     )
+
+
+def _reward_means(flat: Sequence[EvalSample]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for sample in flat:
+        components = sample.components if len(sample.components) > 1 else {}
+        for name, value in (*components.items(), *sample.metrics.items()):
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def _place(group: Sequence[EvalSample]) -> tuple[int, str]:

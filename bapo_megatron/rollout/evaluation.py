@@ -228,6 +228,8 @@ class Evaluator:
             reason=score.reason,
             answer_found=score.answer_found,
             timed_out=score.timed_out,
+            failed=score.failed,
+            metrics=dict(score.metrics),
             num_tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
             version=pool.version,

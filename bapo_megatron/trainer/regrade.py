@@ -176,6 +176,8 @@ async def _grade_again(
             reason=score.reason,
             answer_found=score.answer_found,
             timed_out=score.timed_out,
+            failed=score.failed,
+            metrics=dict(score.metrics),
         )
 
     async with asyncio.TaskGroup() as tasks:

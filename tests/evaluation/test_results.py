@@ -17,6 +17,7 @@ from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.cost import SetCost, describe_cost, describe_duration
 from bapo_megatron.evaluation.report import read_results, scoring_lines, write_results
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
+from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
 from tests.evaluation.results import result
 
@@ -101,6 +102,26 @@ def test_a_score_that_is_no_single_function_s_says_what_it_is(tmp_path: Path):
     assert scoring_lines([scored(("math", 2.0))]) == ["sums: scored by 2 math"]
     write_results([mixed], tmp_path / "eval.json")
     assert "\nsums: scored by math + 0.1 style\n" in (tmp_path / "eval.md").read_text()
+
+
+def test_failed_functions_and_the_parts_of_a_reward_are_reported(tmp_path: Path):
+    parts = {"components": {"math": 0.5, "style": 0.25}, "metrics": {"style/words": 3}}
+    failed = result({"a:0": ["2", "3"]}, failed=True, **parts)
+    assert scoring_lines([failed]) == [
+        "sums: a reward function failed on 2 samples and gave 0",
+    ]
+    values = eval_metrics([failed])
+    assert values["eval/sums/grading_errors"] == 2
+    parts_of = {name: value for name, value in values.items() if "/reward/" in name}
+    assert parts_of == {
+        "eval/sums/reward/math": 0.5,
+        "eval/sums/reward/style": 0.25,
+        "eval/sums/reward/style/words": 3.0,
+    }
+    write_results([failed], tmp_path / "eval.json")
+    assert read_results(tmp_path / "eval.json") == [failed]
+    alone = result({"a:0": ["2"]}, components={"math": 1.0})
+    assert (alone.grading_errors, alone.reward_means) == (0, {})
 
 
 def test_evaluations_have_functions_of_their_own_where_some_are_given():
