@@ -68,5 +68,5 @@ def _reward_config(config: Path | None, overrides: list[str]) -> RewardConfig:
             )
         return RewardConfig()
     rewards = load_config(config, overrides).reward
-    check_rewards(rewards)
+    check_rewards(rewards.functions)
     return rewards

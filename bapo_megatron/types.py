@@ -290,6 +290,11 @@ class EvalResult:
     scores: tuple[EvalScore, ...]
     """Every estimate with its interval."""
     problems: tuple[EvalProblem, ...]
+    grading_errors: int = 0
+    """Samples of which a reward function failed and gave 0 (``reward.on_error: zero``)."""
+    reward_means: Mapping[str, float] = field(default_factory=dict)
+    """Of several reward functions what each gave, and of all their metrics, each the mean over the
+    samples that have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
         check_servers(hf_config, config.rollout)
         check_weight_sync(config.rollout, config.parallel)
-        check_rewards(config.reward)
+        check_rewards(config.reward.functions)
         check_shaping(config.reward, config.rollout.max_response_tokens)
     check_training_eval(config)
     if config.eval.sets and config.replay.dumps is None:
@@ -83,7 +83,6 @@ def check_eval_config(config: RunConfig) -> None:
     """
     hf_config = check_model(config.model)
     check_servers(hf_config, config.rollout)
-    check_rewards(config.reward)
     check_rendering(config.data)
     if not config.eval.sets:
         raise ConfigError(
@@ -111,7 +110,7 @@ def check_generate_config(config: RunConfig) -> None:
     hf_config = check_model(config.model)
     check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
     check_servers(hf_config, config.rollout)
-    check_rewards(config.reward)
+    check_rewards(config.reward.functions)
     check_shaping(config.reward, config.rollout.max_response_tokens)
 
 

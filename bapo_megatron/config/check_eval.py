@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.check_data import check_dataset
 from bapo_megatron.config.check_model import check_positions
+from bapo_megatron.config.check_reward import check_rewards
 from bapo_megatron.config.check_rollout import refuse_twice
 from bapo_megatron.config.load import ConfigError
 
@@ -19,8 +20,12 @@ _BEST = re.compile(r"eval/(?P<name>[A-Za-z0-9._-]+)/(?P<score>[a-z0-9_]+)")
 
 
 def check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
-    """Every set can be read, sampled and named."""
+    """Every set can be read, sampled, named and scored."""
     evaluation = config.eval
+    if evaluation.functions is None:
+        check_rewards(config.reward.functions)
+    else:
+        check_rewards(evaluation.functions, "eval.functions")
     for number, dataset in enumerate(evaluation.sets):
         key = f"eval.sets[{number}]"
         check_dataset(dataset, key)

@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING
 from bapo_megatron.config.load import ConfigError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config.reward import RewardConfig
+    from collections.abc import Sequence
+
+    from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 
 
-def check_rewards(reward: RewardConfig) -> None:
+def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.functions") -> None:
     """The tokens of services are there.
+
+    Args:
+        functions: What scores.
+        key: Where they are configured.
 
     Raises:
         ConfigError: A variable is not set.
     """
-    for number, entry in enumerate(reward.functions):
+    for number, entry in enumerate(functions):
         variable = entry.http.token_variable
         if entry.url is not None and variable and not os.environ.get(variable):
             raise ConfigError(
-                f"reward.functions[{number}].http.token_variable: the environment variable must "
+                f"{key}[{number}].http.token_variable: the environment variable must "
                 f"hold the service's token, got none in {variable}; set it, or leave the key empty"
             )
 

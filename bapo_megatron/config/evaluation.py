@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from bapo_megatron.config.data import DatasetConfig
+from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig, refuse_taken_names
 from bapo_megatron.config.section import Section
 
 ALL_TOKENS = -1
@@ -59,6 +60,8 @@ class EvalConfig(Section):
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Evaluation files, each with its own sampling settings where they differ from these."""
+    functions: tuple[RewardFunctionConfig, ...] | None = Field(None, min_length=1)
+    """What evaluations are scored by; null: ``reward.functions``."""
     every_steps: int = Field(0, ge=0)
     """Evaluate each N steps; 0: never between start and end."""
     at_start: bool = True
@@ -94,6 +97,12 @@ class EvalConfig(Section):
         _refuse_no_token(self.top_k)
         return self
 
+    @model_validator(mode="after")
+    def _function_names_are_free(self) -> Self:
+        if self.functions is not None:
+            refuse_taken_names(self.functions)
+        return self
+
     def sampling_of(self, dataset: EvalSetConfig) -> EvalSamplingConfig:
         """How ``dataset`` is sampled: its own settings, and these where it has none."""
         names = EvalSamplingConfig.model_fields
@@ -101,6 +110,13 @@ class EvalConfig(Section):
         return EvalSamplingConfig.model_validate(
             {n: getattr(self, n) if value is None else value for n, value in own.items()}
         )
+
+
+def eval_reward(reward: RewardConfig, evaluation: EvalConfig) -> RewardConfig:
+    """The reward section that evaluations are scored by."""
+    if evaluation.functions is None:
+        return reward
+    return reward.model_copy(update={"functions": evaluation.functions})
 
 
 def _refuse_no_token(top_k: int | None) -> None:

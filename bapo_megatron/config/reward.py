@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.section import Section
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
@@ -160,15 +163,24 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _names_are_free(self) -> Self:
-        names = [entry.name for entry in self.functions]
-        for name in names:
-            if name in _OWN_METRICS:
-                raise ValueError(
-                    f"functions: the name '{name}' is that of a metric of the run; choose another"
-                )
-            if names.count(name) > 1:
-                raise ValueError(f"functions: the name '{name}' occurs twice; choose another")
+        refuse_taken_names(self.functions)
         return self
+
+
+def refuse_taken_names(functions: Sequence[RewardFunctionConfig]) -> None:
+    """Every function has a name of its own among the metrics.
+
+    Raises:
+        ValueError: One has not.
+    """
+    names = [entry.name for entry in functions]
+    for name in names:
+        if name in _OWN_METRICS:
+            raise ValueError(
+                f"functions: the name '{name}' is that of a metric of the run; choose another"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"functions: the name '{name}' occurs twice; choose another")
 
 
 def _is_loopback(host: str) -> bool:

@@ -44,6 +44,8 @@ class SetReport:
     """Place, field and reason of the first bad row; empty without one."""
     num_too_long: int
     max_prompt_tokens: int
+    longest_tokens: int
+    """Of all prompts, those that are too long included."""
     num_duplicates: int
     """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
     duplicates_dropped: bool
@@ -92,6 +94,13 @@ class SetReport:
             "data.max_prompt_tokens, or give a file with prompts"
         )
 
+    def refusal_to_evaluate(self) -> str:
+        """The error of an evaluation set whose score would lack problems."""
+        return (
+            f"{self.place}: {self._too_long()}, the longest has {self.longest_tokens}, and an "
+            "evaluation leaves none out; raise data.max_prompt_tokens"
+        )
+
     def _too_long(self) -> str:
         return (
             f"{self.num_too_long} of {self.num_rows - self.num_bad} prompts are longer than "
@@ -109,26 +118,27 @@ class PromptSet:
     weight: float = 1.0
 
 
-def load_prompts(
+def load_eval_set(
     dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
-) -> list[Prompt]:
-    """Read and render every prompt of a set; what the report warns about is logged once.
+) -> PromptSet:
+    """Read and render every prompt of an evaluation set, without a word about it.
 
     Args:
         dataset: The set and its columns.
         renderer: Puts the question into the chat template.
-        max_prompt_tokens: Longest prompt that is kept.
+        max_prompt_tokens: Longest prompt; none is left out.
 
     Returns:
         The prompts in the set's order; ``prompt_id`` is the file's name and the row, from 0.
 
     Raises:
-        DataError: A row cannot be read, or no prompt is left.
+        DataError: A row cannot be read, or a prompt is too long.
         OSError: A file cannot be opened.
     """
     loaded = load_set(dataset, renderer, max_prompt_tokens)
-    log_warnings([loaded])
-    return list(loaded.prompts)
+    if loaded.report.num_too_long:
+        raise DataError(loaded.report.refusal_to_evaluate())
+    return loaded
 
 
 def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]:
@@ -288,6 +298,7 @@ class _Loading:
             first_bad=self.bad[0] if self.bad else "",
             num_too_long=num_too_long,
             max_prompt_tokens=max_prompt_tokens,
+            longest_tokens=max(map(len, token_ids_of.values()), default=0),
             num_duplicates=num_duplicates,
             duplicates_dropped=self.drops_duplicates,
             num_contradictions=len(contradictions),

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import find_overlaps
-from bapo_megatron.data.prompts import load_set, load_train_sets, shared_prompts
+from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
     renderer = make_renderer(tokenizer, config.data)
     train_sets = load_train_sets(config.data, renderer)
     eval_sets = [
-        load_set(dataset, renderer, config.data.max_prompt_tokens) for dataset in config.eval.sets
+        load_eval_set(dataset, renderer, config.data.max_prompt_tokens)
+        for dataset in config.eval.sets
     ]
     summaries = []
     prompts: dict[str, tuple[ShownPrompt, ...]] = {}

@@ -7,6 +7,7 @@ not enter: rank 0's collector draws every prompt of the run.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class PromptStream:
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
-        self._digest = ""
+        self._digest = self._rows_digest = ""
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
@@ -76,6 +77,7 @@ class PromptStream:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "digest": self._digest_of_prompts(),
+            "rows_digest": self._digest_of_rows(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -96,6 +98,13 @@ class PromptStream:
                 "cannot resume the data position: the training prompts differ from those it was "
                 "saved with; restore the data file, chat template and data settings"
             )
+        # Positions that were saved without it stay good.
+        if "rows_digest" in state and state["rows_digest"] != self._digest_of_rows():
+            raise ValueError(
+                "cannot resume the data position: the columns that reward functions get of the "
+                "training prompts differ from those it was saved with; restore the data file and "
+                "its columns"
+            )
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._order = self._epoch_order()
@@ -114,6 +123,14 @@ class PromptStream:
                 digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.answer)).encode())
             self._digest = digest.hexdigest()
         return self._digest
+
+    def _digest_of_rows(self) -> str:
+        if not self._rows_digest:
+            digest = hashlib.sha256()
+            for prompt in self._prompts:
+                digest.update(json.dumps(prompt.row, sort_keys=True).encode() + b"\n")
+            self._rows_digest = digest.hexdigest()
+        return self._rows_digest
 
 
 class PromptMixture:

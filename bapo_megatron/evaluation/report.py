@@ -13,7 +13,7 @@ from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EvalProblem, EvalResult, EvalScore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -90,6 +90,31 @@ def sample_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
     ]
 
 
+def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
+    """Of each set whose score is not that of one function what it is, and failures of functions."""
+    sums = [
+        f"{result.name}: scored by {_sum_of(functions)}"
+        for result in results
+        if (functions := result.settings.get("reward", {}).get("functions", ()))
+        and (len(functions) > 1 or functions[0]["weight"] != 1)
+    ]
+    failures = [
+        f"{result.name}: a reward function failed on {result.grading_errors:,} samples and gave 0"
+        for result in results
+        if result.grading_errors
+    ]
+    return sums + failures
+
+
+def _sum_of(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Such as ``math + 0.1 style``."""
+    terms = [
+        entry["name"] if entry["weight"] == 1 else f"{entry['weight']:g} {entry['name']}"
+        for entry in functions
+    ]
+    return " + ".join(terms)
+
+
 def print_results(results: Sequence[EvalResult], console: Console) -> None:
     """Print both tables."""
     for title, headings, rows in (
@@ -97,6 +122,8 @@ def print_results(results: Sequence[EvalResult], console: Console) -> None:
         ("Samples", SAMPLE_HEADINGS, sample_rows(results)),
     ):
         console.print(rich_table(title, headings, rows, num_left=1))
+    for line in scoring_lines(results):
+        console.print(line, markup=False, highlight=False)
 
 
 def rich_table(
@@ -130,6 +157,7 @@ def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
     text += markdown_table(SCORE_HEADINGS, score_rows(results), num_left=2)
     text += "\n" + markdown_table(SAMPLE_HEADINGS, sample_rows(results), num_left=1)
     text += "\n" + markdown_table(SETTING_HEADINGS, setting_rows(results), num_left=2)
+    text += "".join(f"\n{line}\n" for line in scoring_lines(results))
     text += (
         "\nIntervals: percentile bootstrap over problems. A response counts as truncated where it "
         "reached the limit of tokens. Definitions: docs/evaluation.md.\n"

@@ -16,6 +16,7 @@ import fcntl
 import json
 import logging
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -67,6 +68,10 @@ class EvalSample:
     answer_found: bool
     timed_out: bool = False
     """Grading was ended by its limit of time or memory."""
+    failed: bool = False
+    """A reward function failed, and ``reward.on_error: zero`` made it 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the reward functions: ``<function>/<name>``."""
     num_tokens: int
     finish_reason: FinishReason
     version: int = 0
@@ -104,6 +109,19 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "finish_reason": str,
 }
 """Keys that every line has."""
+_OPTIONAL_KINDS: dict[str, type | tuple[type, ...]] = {
+    "prompt": str,
+    "extracted": str,
+    "components": dict,
+    "reason": str,
+    "timed_out": bool,
+    "failed": bool,
+    "metrics": dict,
+    "version": int,
+    "elapsed_s": (int, float),
+    "source": str,
+    "row": dict,
+}
 
 
 class SampleJournal:
@@ -273,8 +291,8 @@ def _parse(line: bytes, place: str) -> EvalSample:
         raise ResultsError(f"{place}: no JSON ({error}); remove the line") from error
     if not isinstance(content, dict):
         raise ResultsError(f"{place}: must be a JSON object; remove the line")
-    for name, kind in _KINDS.items():
-        if not isinstance(content.get(name), kind):
+    for name in [*_KINDS, *(name for name in _OPTIONAL_KINDS if name in content)]:
+        if not _is_fit(name, content.get(name)):
             raise ResultsError(
                 f"{place}: needs '{name}' as an evaluation writes it, got "
                 f"{json.dumps(content.get(name))[:60]}; give a file that an evaluation wrote"
@@ -285,6 +303,21 @@ def _parse(line: bytes, place: str) -> EvalSample:
     except ValueError as error:
         raise ResultsError(f"{place}: finish_reason: {error}; correct it") from error
     return EvalSample(**known)
+
+
+def _is_fit(name: str, value: object) -> bool:
+    """Whether a line may have this value: of its kind, finite, and no number of samples below 0."""
+    kind = _KINDS.get(name) or _OPTIONAL_KINDS[name]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        return False
+    if isinstance(value, dict):
+        return name not in ("components", "metrics") or all(
+            _is_fit("reward", part) for part in value.values()
+        )
+    if isinstance(value, int | float):
+        least = -sys.float_info.max if name in ("reward", "version") else 0
+        return least <= value <= sys.float_info.max  # not NaN
+    return True
 
 
 def _remove_torn_line(path: Path, file: FileIO) -> None:

@@ -65,11 +65,13 @@ def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """A hash of ids, tokens and answers: of the data, the chat template and the tokenizer."""
+    """A hash of ids, tokens, answers and rows: of the data, the chat template and the tokenizer."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        entry = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
-        digest.update(json.dumps(entry).encode() + b"\n")
+        entry: list[Any] = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
+        if prompt.row:  # reward functions may read tests or a budget of tokens there
+            entry.append(prompt.row)
+        digest.update(json.dumps(entry, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()[:16]
 
 

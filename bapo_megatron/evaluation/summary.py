@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,10 @@ async def summarise(
         )
         for group, vote in zip(samples, votes, strict=True)
     )
-    scores = scores_of(problems, k_values, num_resamples=num_resamples, seed=seed)
+    # Seconds for a thousand problems, which the event loop of a collector cannot spare.
+    scores = await asyncio.to_thread(
+        scores_of, problems, k_values, num_resamples=num_resamples, seed=seed
+    )
     num_timeouts = sum(vote.num_timeouts for vote in votes)
     flat = [sample for group in samples for sample in group]
     return _result(name, flat, problems, scores, num_timeouts, settings)
@@ -103,7 +107,18 @@ def _result(
         settings=settings,
         scores=scores,
         problems=problems,
+        grading_errors=sum(sample.failed for sample in flat),
+        reward_means=_reward_means(flat),
     )
+
+
+def _reward_means(flat: Sequence[EvalSample]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for sample in flat:
+        components = sample.components if len(sample.components) > 1 else {}
+        for name, value in (*components.items(), *sample.metrics.items()):
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def _place(group: Sequence[EvalSample]) -> tuple[int, str]:

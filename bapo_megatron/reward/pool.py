@@ -50,6 +50,8 @@ class RewardPool:
             functions: What the workers can run: ``math``, ``package.module:function``.
             memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
         """
+        self.num_workers = workers
+        """How many requests are worked on at a time."""
         self._timeout_s = timeout_s
         self._functions = tuple(functions)
         self._memory_limit_bytes = memory_limit_mb << 20

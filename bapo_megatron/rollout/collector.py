@@ -28,6 +28,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import log_overlaps
@@ -56,6 +57,7 @@ from bapo_megatron.rollout.weight_service import WeightService
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bapo_megatron.config.reward import RewardConfig
     from bapo_megatron.types import Prompt, RolloutBatch
 
 _LOG = logging.getLogger(__name__)
@@ -112,8 +114,9 @@ class Collector:
         """
         self._config = run = RunConfig.model_validate(config)
         # First, because a reward function that cannot be loaded should cost no server's start.
-        rewards = await self._stack.enter_async_context(Rewards(run.reward))
-        await rewards.start()
+        rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
+        if for_training and run.eval.functions is not None:
+            rewards = await self._start_rewards(run.reward)
         if run.rollout.timeline:
             self.timeline = Timeline()
         if not run.rollout.servers:  # early, because they take longest
@@ -139,10 +142,15 @@ class Collector:
             self._batches = BatchCollector(
                 grader, stream, run.rollout, run.replay, plan, self._report
             )
-        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens)
+        sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=for_training)
         log_overlaps(train_sets, [(each.name, each.prompts) for each in sets])
         votes = await self._stack.enter_async_context(votes_pool(run.reward))
-        self._evaluator = Evaluator(grader, votes, sets, run, self._report)
+        self._evaluator = Evaluator(Grader(tokenizer, eval_rewards), votes, sets, run, self._report)
+
+    async def _start_rewards(self, config: RewardConfig) -> Rewards:
+        rewards = await self._stack.enter_async_context(Rewards(config))
+        await rewards.start()
+        return rewards
 
     async def connect(self, version: int | None) -> None:
         """Reach every server and probe its temperature convention before training.
@@ -235,8 +243,7 @@ class Collector:
                 if self._pool.needs_weights:
                     return self._ask_for_weights()
                 await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
-            results = evaluation.result()
-            return {"results": [asdict(result) for result in results]}
+            return {"results": [asdict(result) for result in evaluation.result()]}
         finally:
             evaluation.cancel()
             await asyncio.gather(evaluation, return_exceptions=True)

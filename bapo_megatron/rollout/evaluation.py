@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order
 from bapo_megatron.evaluation.settings import eval_settings
@@ -227,6 +228,8 @@ class Evaluator:
             reason=score.reason,
             answer_found=score.answer_found,
             timed_out=score.timed_out,
+            failed=score.failed,
+            metrics=dict(score.metrics),
             num_tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
             version=pool.version,
@@ -262,7 +265,7 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
         weights=weights,
         prompts=eval_set.prompts,
         sampling=eval_set.sampling,
-        reward=config.reward,
+        reward=eval_reward(config.reward, config.eval),
         seed=config.seed,
     )
 

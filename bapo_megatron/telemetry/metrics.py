@@ -53,6 +53,7 @@ _EVAL_FIELDS = (
     "answer_found_share",
     "missing_answers",
     "grading_timeouts",
+    "grading_errors",
     "comparison_timeouts",
     "response_tokens_mean",
     "response_tokens_median",
@@ -124,6 +125,8 @@ def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
             values[f"{prefix}/{kind}_at_k_high"] = score.high
         for name in _EVAL_FIELDS:
             values[f"{prefix}/{name}"] = float(getattr(result, name))
+        for name, mean in result.reward_means.items():
+            values[f"{prefix}/reward/{name}"] = mean
     return values
 
 

@@ -13,11 +13,11 @@ from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.settings import ResultsError, check_same, fingerprint
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.evaluation.votes import votes_pool
-from bapo_megatron.interruption import run_async
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.progress import ProgressLine
+from bapo_megatron.trainer.regrade import run_graded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     for line in describe_cost(costs, config.eval.assumed_tokens_per_s):
         say(line)
     if not any(cost.num_samples for cost in costs):
-        results = run_async(_summarise_finished(sets, config, model))
+        results = run_graded(_summarise_finished(sets, config, model))
         write_results(results, results_file(config.run_dir, NO_TRAINING))
         return results
     config.run_dir.mkdir(parents=True, exist_ok=True)

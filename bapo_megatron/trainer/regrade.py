@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.config.check_reward import check_rewards
+from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.load import parse_section
-from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.evaluation.compare import Comparison, compare_results
 from bapo_megatron.evaluation.report import read_results, write_results
 from bapo_megatron.evaluation.samples import EvalSample, read_samples
@@ -64,7 +65,7 @@ def regrade(
             )
     if out_dir is not None and len({path.name for path in paths}) < len(paths):
         raise ResultsError("--out: two of the files have the same name; grade them one by one")
-    return _run(_regrade(paths, config, out_dir))
+    return run_graded(_regrade(paths, config, out_dir))
 
 
 def compare_files(
@@ -102,10 +103,10 @@ async def _regrade(
         settings = _settings_beside(path)
         evaluation = config.eval if config else EvalConfig()
         if config is not None:
-            rewards = config.reward
+            rewards = eval_reward(config.reward, config.eval)
+            check_rewards(rewards.functions)
         else:
-            place = str(settings_path(path))
-            rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+            rewards = _recorded_rewards(settings, str(settings_path(path)))
         if settings:
             settings["reward"] = comparable_reward(rewards)
         with ProgressLine() as progress:
@@ -135,6 +136,23 @@ async def _regrade(
     return results
 
 
+def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
+    """The reward section beside samples, which may come from anywhere: it runs no foreign code.
+
+    Raises:
+        ResultsError: It names a module or a service.
+        ConfigError: It is damaged.
+    """
+    rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+    for number, entry in enumerate(rewards.functions):
+        if entry.function not in BUILT_IN_FUNCTIONS:
+            raise ResultsError(
+                f"{place}: reward.functions[{number}] is {entry.url or entry.function}, which "
+                "samples alone may not run; give the CONFIG that may run it"
+            )
+    return rewards
+
+
 async def _grade_again(
     grader: Grader, groups: Sequence[Sequence[EvalSample]]
 ) -> list[list[EvalSample]]:
@@ -158,6 +176,8 @@ async def _grade_again(
             reason=score.reason,
             answer_found=score.answer_found,
             timed_out=score.timed_out,
+            failed=score.failed,
+            metrics=dict(score.metrics),
         )
 
     async with asyncio.TaskGroup() as tasks:
@@ -201,10 +221,10 @@ def _results_of(path: Path) -> list[EvalResult]:
                 seed=0,
             )
 
-    return [_run(count())]
+    return [run_graded(count())]
 
 
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
+def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
     """Run ``work`` to its end; what a reward function does wrong is one line.
 
     Raises:

@@ -35,7 +35,7 @@ def test_a_token_of_a_service_must_be_in_its_variable(monkeypatch):
 
     monkeypatch.delenv("JUDGE", raising=False)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check_rewards(config)
+        check_rewards(config.functions)
     monkeypatch.setenv("JUDGE", "token")
-    check_rewards(config)
-    check_rewards(RewardConfig())
+    check_rewards(config.functions)
+    check_rewards(RewardConfig().functions)

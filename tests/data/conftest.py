@@ -6,7 +6,7 @@ import pytest
 
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.data.prompts import load_set, log_warnings
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,8 @@ def load(tokenizer):
 
     def load_file(path, max_prompt_tokens=4096, **settings):
         renderer = ChatRenderer(tokenizer)
-        return load_prompts(DatasetConfig(path=path, **settings), renderer, max_prompt_tokens)
+        loaded = load_set(DatasetConfig(path=path, **settings), renderer, max_prompt_tokens)
+        log_warnings([loaded])
+        return list(loaded.prompts)
 
     return load_file

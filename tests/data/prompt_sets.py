@@ -22,6 +22,7 @@ def make_prompt_set(name: str, prompts: Sequence[Prompt], weight: float = 1.0) -
         first_bad="",
         num_too_long=0,
         max_prompt_tokens=1024,
+        longest_tokens=0,
         num_duplicates=0,
         duplicates_dropped=False,
         num_contradictions=0,

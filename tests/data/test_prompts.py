@@ -10,7 +10,7 @@ from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import (
     DataError,
-    load_prompts,
+    load_eval_set,
     load_set,
     load_train_sets,
     shared_prompts,
@@ -63,7 +63,7 @@ def test_two_system_messages_are_refused(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt' has a system message of its"):
-        load_prompts(DatasetConfig(path=path), ChatRenderer(tokenizer, system_prompt="C"), 4096)
+        load_eval_set(DatasetConfig(path=path), ChatRenderer(tokenizer, system_prompt="C"), 4096)
 
 
 def test_prompts_that_are_too_long_are_left_out_and_reported_once(tmp_path, load, caplog):
@@ -78,6 +78,21 @@ def test_prompts_that_are_too_long_are_left_out_and_reported_once(tmp_path, load
     assert [p.prompt_id for p in prompts] == ["a.jsonl:0", "a.jsonl:1"]
     (record,) = caplog.records
     assert f"2 of 4 prompts are longer than {around + 2} tokens" in record.getMessage()
+
+
+def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, tokenizer):
+    rows = [{"prompt": "x" * n, "answer": "1"} for n in (1, 2, 3, 4)]
+    path = write_jsonl(tmp_path / "a.jsonl", *rows)
+    longest = load_one(path, tokenizer).report.longest_tokens
+    arguments = DatasetConfig(path=path), ChatRenderer(tokenizer)
+
+    assert len(load_eval_set(*arguments, longest).prompts) == 4
+    message = (
+        f"a.jsonl: 2 of 4 prompts are longer than {longest - 2} tokens, the longest has {longest}, "
+        "and an evaluation leaves none out; raise data.max_prompt_tokens"
+    )
+    with pytest.raises(DataError, match=message):
+        load_eval_set(*arguments, longest - 2)
 
 
 def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):

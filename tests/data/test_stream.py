@@ -200,6 +200,18 @@ def test_a_lone_set_may_get_another_name_or_weight():
     assert take(renamed, 9) == take(mixture, 9)
 
 
+def test_a_position_with_other_columns_is_refused_where_they_were_saved():
+    def stream(tests: int) -> PromptStream:
+        return PromptStream([Prompt("a:0", (1,), "2", "1", row={"t": tests})], 0, shuffle=True)
+
+    state = stream(1).state()
+    stream(1).restore(state)
+    with pytest.raises(ValueError, match=r"columns that reward functions get .* restore the data"):
+        stream(2).restore(state)
+    del state["rows_digest"]  # as earlier versions saved it
+    stream(2).restore(state)
+
+
 def test_a_stream_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptStream([], seed=0, shuffle=True)

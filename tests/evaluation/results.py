@@ -36,6 +36,7 @@ class TextEquality:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.num_workers = 2
 
     async def score(self, response_text: str, answer: str) -> Score:
         self.num_calls += 1

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron.config.evaluation import EvalConfig
+from bapo_megatron.config.evaluation import EvalConfig, eval_reward
+from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.evaluation import summary
 from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.cost import SetCost, describe_cost, describe_duration
-from bapo_megatron.evaluation.report import read_results, write_results
+from bapo_megatron.evaluation.report import read_results, scoring_lines, write_results
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
+from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
 from tests.evaluation.results import result
 
@@ -51,6 +55,19 @@ def test_scores_and_intervals_do_not_depend_on_the_order_of_problems():
     assert [p.prompt_id for p in result(many).problems][9:] == ["a:9", "a:10", "a:11"]
 
 
+def test_the_bootstrap_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
+    threads, scores_of = [], summary.scores_of
+
+    def recorded(*arguments, **options):
+        threads.append(threading.current_thread())
+        return scores_of(*arguments, **options)
+
+    monkeypatch.setattr(summary, "scores_of", recorded)
+    result(FIRST)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
 def test_lengths_truncation_and_time_outs_are_counted():
     lengths = result(
         {"a:0": ["2"]}, num_tokens=7, finish_reason=FinishReason.LENGTH, timed_out=True
@@ -70,6 +87,52 @@ def test_results_come_back_from_their_file_and_stand_in_markdown(tmp_path: Path)
     assert re.fullmatch(r"\| sums \| avg@4 \| 25\.00% \| [\d.]+% … [\d.]+% \|", row)
     columns = {line.count("|") for line in lines if line.startswith("| more |")}
     assert columns == {5, 13}
+
+
+def test_a_score_that_is_no_single_function_s_says_what_it_is(tmp_path: Path):
+    def scored(*functions: tuple[str, float]) -> EvalResult:
+        entries = [{"name": name, "weight": weight} for name, weight in functions]
+        sampling = dict.fromkeys(("weights", "temperature", "top_p", "top_k"), 1)
+        settings = {**sampling, "max_response_tokens": 9, "reward": {"functions": entries}}
+        return result(FIRST, settings=settings)
+
+    assert scoring_lines([scored(("math", 1.0)), result(FIRST)]) == []
+    mixed = scored(("math", 1.0), ("style", 0.1))
+    assert scoring_lines([mixed]) == ["sums: scored by math + 0.1 style"]
+    assert scoring_lines([scored(("math", 2.0))]) == ["sums: scored by 2 math"]
+    write_results([mixed], tmp_path / "eval.json")
+    assert "\nsums: scored by math + 0.1 style\n" in (tmp_path / "eval.md").read_text()
+
+
+def test_failed_functions_and_the_parts_of_a_reward_are_reported(tmp_path: Path):
+    parts = {"components": {"math": 0.5, "style": 0.25}, "metrics": {"style/words": 3}}
+    failed = result({"a:0": ["2", "3"]}, failed=True, **parts)
+    assert scoring_lines([failed]) == [
+        "sums: a reward function failed on 2 samples and gave 0",
+    ]
+    values = eval_metrics([failed])
+    assert values["eval/sums/grading_errors"] == 2
+    parts_of = {name: value for name, value in values.items() if "/reward/" in name}
+    assert parts_of == {
+        "eval/sums/reward/math": 0.5,
+        "eval/sums/reward/style": 0.25,
+        "eval/sums/reward/style/words": 3.0,
+    }
+    write_results([failed], tmp_path / "eval.json")
+    assert read_results(tmp_path / "eval.json") == [failed]
+    alone = result({"a:0": ["2"]}, components={"math": 1.0})
+    assert (alone.grading_errors, alone.reward_means) == (0, {})
+
+
+def test_evaluations_have_functions_of_their_own_where_some_are_given():
+    judge = {"name": "judge", "url": "https://judge.example"}
+    reward = RewardConfig.model_validate({"functions": [judge], "timeout_s": 9})
+    math = EvalConfig.model_validate({"functions": [{"name": "math", "function": "math"}]})
+    assert eval_reward(reward, EvalConfig()) is reward
+    own = eval_reward(reward, math)
+    assert (own.functions, own.timeout_s) == (math.functions, 9)
+    with pytest.raises(ValueError, match="the name 'judge' occurs twice"):
+        EvalConfig.model_validate({"functions": [judge, judge]})
 
 
 def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path):
@@ -176,10 +239,17 @@ def test_a_model_is_told_from_one_that_was_trained_on(tmp_path: Path):
     assert fingerprint(tmp_path / "same") not in found
 
 
-def test_prompts_are_told_apart_by_tokens_and_answers():
+def test_prompts_are_told_apart_by_tokens_answers_and_rows():
     prompt = Prompt("a:0", (1, 2), "3", "1+2")
-    others = [Prompt("a:0", (1, 4), "3", "1+2"), Prompt("a:0", (1, 2), "4", "1+2")]
-    assert len({prompts_digest([p]) for p in [prompt, *others]} | {prompts_digest([])}) == 4
+    others = [
+        Prompt("a:0", (1, 4), "3", "1+2"),
+        Prompt("a:0", (1, 2), "4", "1+2"),
+        Prompt("a:0", (1, 2), "3", "1+2", row={"tests": [1], "budget": 2}),
+        Prompt("a:0", (1, 2), "3", "1+2", row={"tests": [1], "budget": 3}),
+    ]
+    assert len({prompts_digest([p]) for p in [prompt, *others]} | {prompts_digest([])}) == 6
+    reordered = Prompt("a:0", (1, 2), "3", "1+2", row={"budget": 2, "tests": [1]})
+    assert prompts_digest([reordered]) == prompts_digest([others[2]])
     assert prompts_digest([prompt]) == prompts_digest([Prompt("a:0", (1, 2), "3", "other text")])
 
 

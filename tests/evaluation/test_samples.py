@@ -224,6 +224,30 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str | None, message: str)
         parse_samples(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("index", -1),
+        ("index", True),
+        ("reward", float("nan")),
+        ("reward", True),
+        ("num_tokens", -1),
+        ("components", {"math": None}),
+        ("prompt", None),
+        ("row", None),
+        ("elapsed_s", float("inf")),
+    ],
+)
+def test_a_value_that_no_evaluation_writes_is_named(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    path = tmp_path / "sums.jsonl"
+    line = {**json.loads(ALL[0].to_line()), name: value}
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ResultsError, match=rf"^\S+:1: needs '{name}' as an .* that an evaluation "):
+        parse_samples(path)
+
+
 def test_an_incomplete_file_is_refused_with_the_number_of_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     asyncio.run(write(path, ALL[0], ALL[1], ALL[3]))

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+
+import pytest
 
 from bapo_megatron.evaluation.estimators import NO_VOTE
 from bapo_megatron.evaluation.votes import Votes, count_votes
@@ -30,6 +33,16 @@ def test_a_problem_with_hostile_answers_stops_comparing_after_three_time_outs():
     # "slow 1" against a, b and c; then "a " is compared with nothing, and equals none by its text.
     assert votes == Votes((0, 1, 2, 3, 4, 3), 3)
     assert pool.num_calls == 1 + 2 + 3 - 2
+
+
+def test_a_problem_whose_comparisons_are_slow_stops_comparing(monkeypatch: pytest.MonkeyPatch):
+    pool = TextEquality()
+    clock = SimpleNamespace(monotonic=lambda: 6.0 * pool.num_calls)
+    monkeypatch.setattr("bapo_megatron.evaluation.votes.time", clock)
+    counted = votes_of("1", "2", "3", "4", " 1", "2", pool=pool)
+    # 2-1, 3-1, 3-2, 4-1: 24 s; then " 1" is compared with nothing.
+    assert counted == Votes((0, 1, 2, 3, 4, 1), 1)
+    assert pool.num_calls == 4
 
 
 def test_the_math_reward_s_own_workers_find_equal_values_of_several_problems():

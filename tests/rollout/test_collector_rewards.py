@@ -59,12 +59,16 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
         assert sample.reward == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("section", ["reward", "eval"])
 def test_a_function_that_is_not_there_ends_the_run_before_a_server_is_started(
-    make_config: MakeConfig,
+    make_config: MakeConfig, section: str
 ) -> None:
     before = descendants()
     functions = [{"name": "mine", "function": "not_there:grade"}]
-    config = with_rewards(make_config(), workers=1, functions=functions)
+    content = make_config().model_dump(mode="json")
+    content["reward"]["workers"] = 1
+    content[section]["functions"] = functions
+    config = RunConfig.model_validate(content)
     client = CollectorClient(config, on_progress=lambda text: None)
     try:
         client.start()

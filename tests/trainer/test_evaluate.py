@@ -20,6 +20,7 @@ from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, write_settings
 from bapo_megatron.rollout.evaluation import settings_of
 from bapo_megatron.trainer.evaluate import evaluate_model
+from bapo_megatron.trainer.regrade import regrade
 from tests.evaluation.results import sample
 from tests.launch import run, start
 from tests.trainer.chaos import wait_for
@@ -105,6 +106,26 @@ def test_what_a_user_gets_wrong_is_one_line(
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("bapo-megatron:")]
     assert message in line
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ({"function": "beside:grade"}, "beside:grade"),
+        ({"url": "https://judge.example"}, "https://judge.example"),
+    ],
+)
+def test_samples_alone_run_no_code_and_send_nothing_to_a_service(
+    samples_file: Path, entry: dict[str, str], named: str
+) -> None:
+    functions = [{"name": "math", "function": "math"}, {"name": "own", **entry}]
+    write_settings(
+        samples_file,
+        {"num_prompts": 2, "samples_per_prompt": 4, "reward": {"functions": functions}},
+    )
+    message = rf"sums\.settings\.json: reward\.functions\[1\] is {named}, .*; give the CONFIG that"
+    with pytest.raises(ResultsError, match=message):
+        regrade([samples_file], None, None)
 
 
 def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
