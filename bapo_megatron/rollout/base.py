@@ -55,3 +55,10 @@ class RolloutSource(Protocol):
     def close(self) -> None:
         """End every process that the source started; safe to call twice."""
         ...
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error of nested task groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -39,7 +39,7 @@ from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.rollout.base import RolloutError, first_cause
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool
@@ -369,7 +369,7 @@ async def _answer_calls(
             with collector.timeline.span(call["call"]):
                 result = await attrgetter(call["call"])(collector)(**call["arguments"])
         except Exception as error:
-            cause = _first_cause(error)
+            cause = first_cause(error)
             if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
                 raise
             # Into the log only, the client gets the line. Logging survives a full disk.
@@ -380,13 +380,6 @@ async def _answer_calls(
             send({"id": call["id"], "result": result})
         with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends
             await writer.drain()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The first error of nested task groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def main(file_descriptor: int) -> None:

@@ -26,6 +26,7 @@ from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.interruption import run_async
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.rollout.base import first_cause
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.progress import ProgressLine
@@ -233,9 +234,7 @@ def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
     try:
         return run_async(work)
     except* RewardError as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_cause(errors)
         raise ResultsError(str(error)) from error
 
 
