@@ -319,6 +319,15 @@ def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
     rows = train.read_text()
     train.write_text(json.dumps({"prompt": "1" * 100, "answer": "1"}) + "\n" + rows)
     client = open_client(config)
+    with pytest.raises(RolloutError, match=r"1 of 17 .* an evaluation leaves none out"):
+        client.wait_ready()
+
+    sums = train.with_name("sums.jsonl")
+    sums.write_text(rows)
+    eval_sets = (config.eval.sets[0].model_copy(update={"path": sums}),)
+    evaluation = config.eval.model_copy(update={"sets": eval_sets})
+    config = config.model_copy(update={"eval": evaluation})
+    client = open_client(config)
     with caplog.at_level(logging.WARNING), pytest.raises(RolloutError, match="no answer for 1 s"):
         client.wait_ready()
     assert "1 of 17 prompts are longer than 32 tokens" in caplog.text
