@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
+    from bapo_megatron.reward.base import Score
+
 _LOG = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0
 _LOCK_PATIENCE_S = 15.0
@@ -95,6 +97,20 @@ class EvalSample:
             return json.dumps(content, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:  # half a surrogate pair, from an escape in a data file
             return json.dumps(content).encode() + b"\n"
+
+
+def score_fields(score: Score) -> dict[str, Any]:
+    """What a score says of an ``EvalSample``, by the names of its fields."""
+    return {
+        "extracted": score.extracted,
+        "reward": score.reward,
+        "components": dict(score.components),
+        "reason": score.reason,
+        "answer_found": score.answer_found,
+        "timed_out": score.timed_out,
+        "failed": score.failed,
+        "metrics": dict(score.metrics),
+    }
 
 
 _NAMES = {f.name for f in fields(EvalSample)}

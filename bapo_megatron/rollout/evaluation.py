@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order
+from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
 from bapo_megatron.evaluation.settings import eval_settings
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.rollout.base import RolloutError
@@ -222,14 +222,7 @@ class Evaluator:
             prompt=prompt.text,
             answer=prompt.answer,
             response=text,
-            extracted=score.extracted,
-            reward=score.reward,
-            components=dict(score.components),
-            reason=score.reason,
-            answer_found=score.answer_found,
-            timed_out=score.timed_out,
-            failed=score.failed,
-            metrics=dict(score.metrics),
+            **score_fields(score),
             num_tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
             version=pool.version,

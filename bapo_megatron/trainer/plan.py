@@ -85,12 +85,11 @@ def plan_step(
     """
     samples = batch.samples
     advantage_B = batch_advantages(batch, config)
-    masks_B = [trainable_mask(sample.versions, batch.version, staleness) for sample in samples]
-    if masks_truncated:
-        masks_B = [
-            mask_R & (sample.finish_reason is not FinishReason.LENGTH)
-            for sample, mask_R in zip(samples, masks_B, strict=True)
-        ]
+    masks_B = [
+        trainable_mask(sample.versions, batch.version, staleness)
+        & (not masks_truncated or sample.finish_reason is not FinishReason.LENGTH)
+        for sample in samples
+    ]
     trained_B = np.array([np.count_nonzero(mask_R) for mask_R in masks_B])
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):

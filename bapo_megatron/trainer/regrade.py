@@ -12,7 +12,7 @@ from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.evaluation.compare import Comparison, compare_results
 from bapo_megatron.evaluation.report import read_results, write_results
-from bapo_megatron.evaluation.samples import EvalSample, read_samples
+from bapo_megatron.evaluation.samples import EvalSample, read_samples, score_fields
 from bapo_megatron.evaluation.settings import (
     ResultsError,
     comparable_reward,
@@ -169,17 +169,7 @@ async def _grade_again(
         score = await grader.grade_text(
             sample.response, prompt, sample.finish_reason, sample.num_tokens
         )
-        return replace(
-            sample,
-            extracted=score.extracted,
-            reward=score.reward,
-            components=dict(score.components),
-            reason=score.reason,
-            answer_found=score.answer_found,
-            timed_out=score.timed_out,
-            failed=score.failed,
-            metrics=dict(score.metrics),
-        )
+        return replace(sample, **score_fields(score))
 
     async with asyncio.TaskGroup() as tasks:
         graded = [[tasks.create_task(grade(sample)) for sample in group] for group in groups]
