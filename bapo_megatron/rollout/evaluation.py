@@ -121,20 +121,11 @@ class Evaluator:
                 for eval_set, journal in zip(self._sets, journals, strict=True)
             ]
         self._begun = None
-        evaluation = self._config.eval
         results = []
         for eval_set, groups in zip(self._sets, samples, strict=True):
             self._report(f"evaluation of {eval_set.name}: counting")
             results.append(
-                await summarise(
-                    eval_set.name,
-                    groups,
-                    self._votes,
-                    settings=settings_of(eval_set, self._config, weights),
-                    k_values=evaluation.k_values,
-                    num_resamples=evaluation.bootstrap_resamples,
-                    seed=self._config.seed,
-                )
+                await summarise_set(eval_set, groups, self._votes, self._config, weights)
             )
         path = results_file(self._config.run_dir, moment)
         with _named_write_errors(path):
@@ -233,6 +224,29 @@ class Evaluator:
         with _named_write_errors(job.journal.path):
             await job.journal.append(sample)
         self.num_samples += 1
+
+
+async def summarise_set(
+    eval_set: EvalSet,
+    groups: Sequence[Sequence[EvalSample]],
+    votes: RewardPool,
+    config: RunConfig,
+    weights: str,
+) -> EvalResult:
+    """The scores of a set whose samples are complete, as the run's settings want them.
+
+    Raises:
+        RewardError: Comparing answers failed (inside an exception group).
+    """
+    return await summarise(
+        eval_set.name,
+        groups,
+        votes,
+        settings=settings_of(eval_set, config, weights),
+        k_values=config.eval.k_values,
+        num_resamples=config.eval.bootstrap_resamples,
+        seed=config.seed,
+    )
 
 
 def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:

@@ -11,10 +11,9 @@ from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import iterate_samples, read_samples
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.settings import ResultsError, check_same, fingerprint
-from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.rollout.collector_client import CollectorClient
-from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of
+from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of, summarise_set
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.trainer.regrade import run_graded
@@ -96,14 +95,12 @@ async def _summarise_finished(
     """The results of an evaluation whose samples are all there."""
     async with votes_pool(config.reward) as votes:
         return [
-            await summarise(
-                eval_set.name,
+            await summarise_set(
+                eval_set,
                 read_samples(samples_file(config.run_dir, NO_TRAINING, eval_set.name)),
                 votes,
-                settings=settings_of(eval_set, config, model),
-                k_values=config.eval.k_values,
-                num_resamples=config.eval.bootstrap_resamples,
-                seed=config.seed,
+                config,
+                model,
             )
             for eval_set in sets
         ]
