@@ -10,7 +10,7 @@ responses and padding), T = response tokens of a micro-batch, S = sequences of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,8 @@ class MicroBatch:
     """[T] float32: log π_rollout, always the engine's."""
     advantage_T: torch.Tensor
     """[T] float32: A."""
+    reward_T: torch.Tensor
+    """[T] float32: reward of the token's response."""
     mask_T: torch.Tensor
     """[T] float32: m, 1 for tokens that train, else 0."""
     importance_T: torch.Tensor
@@ -166,16 +168,27 @@ class MicroBatch:
     """[T] float32: m over the global denominator of the update. Σ ``loss_weight · loss`` over all
     ranks and micro-batches is the loss of the update."""
     sample_T: torch.Tensor
-    """[T] int64: index of the token's sample in the step's batch (for error messages)."""
+    """[T] int64: index of the token's sample in the step's batch."""
+    response_tokens_T: torch.Tensor
+    """[T] float32: Σm over the token's whole response, whatever rank holds its parts."""
     position_T: torch.Tensor
     """[T] int64: position of the token in its response (for error messages)."""
     version_T: torch.Tensor
     """[T] int64: weights version that sampled the token."""
+    entropy_T: torch.Tensor | None = None
+    """[T] float32: H from the collection pass, where there was one."""
+    response_sum_T: torch.Tensor | None = None
+    """[T] float64: what the objective sums over each response, where it asks for it."""
+    selected_T: torch.Tensor | None = None
+    """[T] bool: tokens that the objective keeps, where it leaves some out."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with every tensor on ``device``."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        return MicroBatch(**moved)
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in values if value is not None
+        }
+        return replace(self, **moved)
 
     @property
     def num_tokens(self) -> int:
@@ -189,36 +202,16 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ClipBounds:
-    """The outcome of one bound search (or the constants of a fixed clip)."""
-
-    low: float
-    """c_low, an importance ratio."""
-    high: float
-    """c_high, an importance ratio."""
-    positive_share_start: float
-    """P / (P + N) at the first pair of the path; nan where no search was made."""
-    positive_share: float
-    """P / (P + N) at the chosen pair; nan where no search was made."""
-    exit: str
-    """``start``, ``met`` or ``exhausted``; ``fixed`` where no search was made; ``refused`` where
-    the tokens were not fit for one (no such update is ever applied)."""
-    nonfinite_tokens: int = 0
-    """Tokens of the search with a log-prob or advantage that is NaN or infinite."""
-    out_of_range_tokens: int = 0
-    """Tokens of the search with |w·A| ≥ 256, or a mask that is neither 0 nor 1."""
-    tokens: int = 0
-    """Tokens of the search with A ≠ 0."""
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateResult:
     """One optimizer update, reduced over all ranks (equal on every rank)."""
 
     sums: dict[str, float]
-    """Global sums and counts by metric name; means are formed once, at the end of the step."""
-    bounds: tuple[ClipBounds, ...]
-    """One per search: one for ``scope: update``, one per micro-batch for ``scope: micro_batch``."""
+    """Global sums and counts by name; quotients are formed once, at the end of the step."""
+    maxima: dict[str, float]
+    """Largest values by the metric's name."""
+    decisions: tuple[dict[str, float], ...]
+    """What the objective reports of each of its decisions, by the metric's name: one for the
+    update, or one per micro-batch."""
     grad_norm: float
     """Global gradient norm before clipping; 0 where the update was skipped."""
     skipped: bool

@@ -1,22 +1,90 @@
 """Group-relative advantages: how much better one response is than its siblings.
 
+A user's function is called once per group, with the rewards [G] float64 and the group's samples,
+and returns [G]:
+
+    def centred(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+        return rewards - rewards.mean()
+
+Every rank calls it for all groups of a batch, so it must give the same values everywhere.
+
 Shape legend: P = prompts (groups), G = responses per prompt.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-AdvantageKind = Literal["grpo", "grpo_no_std", "rloo"]
+from bapo_megatron.algorithm.user_code import UserCode
+
+if TYPE_CHECKING:
+    from bapo_megatron.types import Group, Sample
+
+GroupAdvantage = Callable[[Tensor, Sequence["Sample"]], Tensor]
+"""A user's function."""
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of ``grpo``."""
 
 
-def group_advantages(reward_PG: Tensor, kind: AdvantageKind) -> Tensor:
+class Advantages:
+    """The estimator that ``algorithm.advantage`` names."""
+
+    def __init__(self, kind: str) -> None:
+        """Import a user's function.
+
+        Args:
+            kind: ``grpo``, ``grpo_no_std``, ``rloo`` or ``package.module:function``.
+
+        Raises:
+            UserCodeError: The function cannot be imported.
+        """
+        self._kind = kind
+        self._code = UserCode("algorithm.advantage", kind) if ":" in kind else None
+        if self._code is not None and not callable(self._code.object):
+            self._code.refuse(f"is a {type(self._code.object).__name__}; name a function")
+
+    def compute(self, groups: Sequence[Group]) -> Tensor:
+        """Return the advantage of every sample, [P, G] float32.
+
+        Args:
+            groups: Of equal size.
+
+        Raises:
+            ValueError: As by ``group_advantages``.
+            UserCodeError: The user's function raised, or returned what is not [G] and finite.
+        """
+        rewards = [[sample.reward for sample in group.samples] for group in groups]
+        reward_PG = torch.tensor(rewards, dtype=torch.float64)
+        if self._code is None:
+            return group_advantages(reward_PG, self._kind)
+        rows = [
+            self._call(self._code, reward_G, group.samples)
+            for reward_G, group in zip(reward_PG, groups, strict=True)
+        ]
+        return torch.stack(rows)
+
+    @staticmethod
+    def _call(code: UserCode, reward_G: Tensor, samples: Sequence[Sample]) -> Tensor:
+        with code.guard():
+            advantage_G = code.object(reward_G.clone(), samples)
+        if not isinstance(advantage_G, Tensor) or advantage_G.shape != reward_G.shape:
+            shape = getattr(advantage_G, "shape", None)
+            found = type(advantage_G).__name__ if shape is None else f"shape {list(shape)}"
+            code.refuse(f"returned {found} for {len(samples)} samples; return a tensor [G]")
+        if not bool(torch.isfinite(advantage_G).all()):
+            code.refuse(
+                f"returned {advantage_G.tolist()} for the rewards {reward_G.tolist()}; advantages "
+                "must be finite"
+            )
+        return advantage_G.to(torch.float32)
+
+
+def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
     """Compute the advantage of every response relative to its group.
 
     - ``grpo``: (R − mean) / (std + 1e-6), with the unbiased standard deviation;

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 LOG_LIMIT = 20.0
 """|log w| is clamped to it, like the log of the importance ratio."""
 
-LOG_UNIT = 2.0**-36
-"""Resolution of summed log weights. Sums are integers, so they do not depend on the order of
-tokens: ranks that hold the same layers get the same weights. At ±20, 2^22 tokens fit in int64."""
-
 
 def log_weights(recomputed_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tensor:
     """Log of w of every token, [T] float32; 0 where the mask is 0 or a log-prob is not finite.
@@ -38,26 +34,6 @@ def log_weights(recomputed_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tens
     log_weight_T = recomputed_T - rollout_T
     counts_T = (mask_T > 0) & log_weight_T.isfinite()
     return torch.where(counts_T, log_weight_T.clamp(-LOG_LIMIT, LOG_LIMIT), 0.0)
-
-
-def add_log_weights(sum_B: Tensor, log_weight_T: Tensor, sample_T: Tensor) -> None:
-    """Add the log weights of a part of the tokens to the sums of their responses.
-
-    Sums of several ranks that hold parts of the same responses are added up.
-
-    Args:
-        sum_B: [B] int64, in units of ``LOG_UNIT``; changed in place.
-        log_weight_T: [T] from ``log_weights``.
-        sample_T: [T] int64 index of each token's sample.
-    """
-    units_T = (log_weight_T.double() / LOG_UNIT).round().to(torch.int64)
-    sum_B.index_add_(0, sample_T, units_T)
-
-
-def sequence_log_weights(sum_B: Tensor, sample_T: Tensor) -> Tensor:
-    """Log of ∏ w over the response of every token, [T] float32, clamped like that of a token."""
-    log_weight_B = (sum_B.double() * LOG_UNIT).clamp(-LOG_LIMIT, LOG_LIMIT)
-    return log_weight_B.float()[sample_T]
 
 
 def limit_weights(importance_T: Tensor, config: CorrectionConfig) -> Tensor:

@@ -4,8 +4,8 @@ The loss of an update is Σ_t weight_t · loss_t over all its tokens, on every r
 micro-batch. Weights hold the *global* denominators, so partial sums simply add up: neither
 micro-batching nor the number of ranks changes the gradient.
 
-What one token contributes is in ``ops.policy_loss``. Shape legend: T = response tokens of a
-micro-batch, R = responses of an update.
+What one token contributes is the objective's (``algorithm.objective``). Shape legend: T = response
+tokens of a micro-batch, R = responses of an update.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ Aggregation = Literal["token_mean", "sequence_mean", "token_sum_norm"]
 class Denominators:
     """Counts over one whole update: all micro-batches of all data- and context-parallel ranks."""
 
-    tokens: float
-    """Tokens with m = 1."""
-    responses: float
+    tokens: float | Tensor
+    """Tokens with m = 1; a number, or a tensor without dimensions that stays on the device."""
+    responses: float | Tensor
     """Responses with at least one such token."""
 
     @classmethod
     def count(cls, response_tokens_R: Tensor) -> Self:
-        """Count from Σm of each response [R]; each response must appear once."""
-        return cls(
-            tokens=float(response_tokens_R.sum().item()),
-            responses=float((response_tokens_R > 0).sum().item()),
-        )
+        """Count from Σm of each response [R], without a wait; each response must appear once."""
+        return cls(tokens=response_tokens_R.sum(), responses=(response_tokens_R > 0).sum())
 
 
 def token_weights(

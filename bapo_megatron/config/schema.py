@@ -7,10 +7,11 @@ into one line; ``check.check_config`` holds rules that cross sections.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.evaluation import EvalConfig
@@ -23,6 +24,17 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.config.section import Section
+
+BUILT_IN_OBJECTIVES = ("bapo", "clip", "none")
+BUILT_IN_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
+
+_NAMED_OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _built_in_or_own(name: str, built_in: tuple[str, ...], own: str) -> str:
+    if name in built_in or _NAMED_OBJECT.fullmatch(name):
+        return name
+    raise ValueError(f"must be {', '.join(built_in)} or {own}, got '{name}'")
 
 
 class RangeConfig(Section):
@@ -158,16 +170,21 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages, clipping and the loss (docs/algorithm.md)."""
 
-    clip: Literal["bapo", "fixed", "none"] = "bapo"
-    """The clip rule; ``fixed`` turns the run into GRPO."""
+    objective: str = "bapo"
+    """What updates minimise: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO;
+    ``none``, without a clip; or ``package.module:name``, your function or class
+    (docs/algorithm.md)."""
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of your class, or further ones of your function."""
     bapo: BapoConfig = BapoConfig.model_validate({})
-    """Settings of ``clip: bapo``."""
+    """Settings of ``objective: bapo``."""
     fixed: FixedClipConfig = FixedClipConfig()
-    """Settings of ``clip: fixed``."""
+    """Settings of ``objective: clip``."""
     dual_clip: float | None = Field(None, ge=1.0001)
     """Upper limit of the ratio for negative advantages (3 in the recipe), or none."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
-    """Group-relative advantage."""
+    advantage: str = "grpo"
+    """Advantage of each response of a group: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, or
+    ``package.module:function``, called with rewards [G] and the group's samples."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum_norm"] = "token_mean"
     """How token losses become one number; denominators are global."""
     token_sum_norm_constant: float = Field(1.0, gt=0)
@@ -184,6 +201,36 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     on_nonfinite: Literal["raise", "skip_update"] = "raise"
     """What a non-finite log-prob, advantage or gradient norm does."""
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_is_known(cls, name: str) -> str:
+        return _built_in_or_own(name, BUILT_IN_OBJECTIVES, "package.module:name")
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage_is_known(cls, name: str) -> str:
+        return _built_in_or_own(name, BUILT_IN_ADVANTAGES, "package.module:function")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_has_a_new_name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "clip" in given:
+            new = {"fixed": "clip"}.get(given["clip"], given["clip"])
+            raise ValueError(
+                f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _options_belong_to_own_code(self) -> Self:
+        if self.objective_options and ":" not in self.objective:
+            raise ValueError(
+                "objective_options are those of an objective of your own, got "
+                f"{self.objective_options} with objective: {self.objective}; leave them out, or "
+                "set objective: package.module:name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _correction_compares(self) -> Self:
@@ -225,6 +272,10 @@ class TrainConfig(Section):
     """Training steps (batches)."""
     max_tokens_per_micro_batch: int = Field(8192, ge=1)
     """Token budget of one packed forward pass on one rank."""
+    dump_tokens: int = Field(0, ge=0)
+    """Write log-prob, behaviour log-prob, advantage, entropy and mask of every response token of
+    each N-th step to ``<run_dir>/tokens``, a parquet file per update, which ``bounds`` reads; 0:
+    never."""
 
 
 class CheckpointConfig(Section):

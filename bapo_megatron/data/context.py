@@ -53,7 +53,8 @@ def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     place_N[own_N] = torch.arange(len(own_N))
     row_T = place_N[micro_batch.rows_T]
     own_T = row_T >= 0
-    kept = {name: getattr(micro_batch, name)[own_T] for name in TOKEN_FIELDS}
+    values = {name: getattr(micro_batch, name) for name in TOKEN_FIELDS}
+    kept = {name: value[own_T] for name, value in values.items() if value is not None}
     return replace(
         micro_batch,
         token_ids_N=micro_batch.token_ids_N[own_N],

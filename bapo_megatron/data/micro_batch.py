@@ -83,8 +83,11 @@ def build_micro_batch(
     rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
 
     mask_T = torch.ones(len(packed.position_T), dtype=torch.float32)
+    trained_S = packed.response_S
     if masks_B is not None:
-        mask_T = torch.from_numpy(_concatenate([masks_B[i] for i in sample_indices], np.float32))
+        masks_S = [masks_B[i] for i in sample_indices]
+        mask_T = torch.from_numpy(_concatenate(masks_S, np.float32))
+        trained_S = np.array([np.count_nonzero(mask_R) for mask_R in masks_S], dtype=np.int64)
 
     def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), packed.response_S))
@@ -98,10 +101,12 @@ def build_micro_batch(
         behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
         rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
         advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
+        reward_T=per_token([sample.reward for sample in chosen], np.float32),
         mask_T=mask_T,
         importance_T=torch.ones_like(mask_T),
         loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
         sample_T=per_token(index_S, np.int64),
+        response_tokens_T=per_token(trained_S, np.float32),
         position_T=torch.from_numpy(packed.position_T),
         version_T=torch.from_numpy(_concatenate([s.versions for s in chosen], np.int64)),
     )

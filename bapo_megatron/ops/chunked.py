@@ -1,12 +1,12 @@
-"""Log-probs and policy loss from hidden states, without ever holding the logits of all tokens.
+"""Log-probs and a loss over tokens from hidden states, without the logits of all tokens at once.
 
 The response tokens are walked in chunks. Per chunk of the loss, with W the language-model head:
 
     logits = hidden · Wᵀ → partials → all-gather → log-prob → loss and coefficient
     → ∂loss/∂logits, in place → ∂loss/∂hidden = ∂logits · W,  ∂loss/∂W += ∂logitsᵀ · hidden
 
-That is three matrix products, and nothing per logit outlives its chunk. It takes bounds and loss
-scale that are known before the forward pass, which therefore computes the gradients as well; the
+That is three matrix products, and nothing per logit outlives its chunk. What the loss of a token
+depends on is known before the forward pass, which therefore computes the gradients as well; the
 backward pass only hands them out. Both gradients are added up in float32.
 
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
@@ -20,7 +20,6 @@ tokens, C = tokens of a chunk, P = ranks of the tensor-parallel group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +28,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.chunk_logits import ChunkLogits, OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.ops.policy_loss import LOSS_SUMS, entropy_gradient
+from bapo_megatron.ops.token_loss import TokenLoss
 
-__all__ = ["OutputHead", "chunked_logprobs", "chunked_policy_loss"]
+__all__ = ["OutputHead", "chunked_logprobs", "chunked_loss"]
 
 PRODUCT_ROWS = 2048
 """Rows of the weight's gradient per product, where products cannot be added up in place."""
@@ -85,7 +84,7 @@ def chunked_logprobs(
     return TokenLogprobs(logprob_T, entropy_T)
 
 
-def chunked_policy_loss(
+def chunked_loss(
     hidden_MH: Tensor,
     head: OutputHead,
     target_T: Tensor,
@@ -93,26 +92,18 @@ def chunked_policy_loss(
     rows_T: Tensor,
     vocab_size: int,
     temperature: float,
-    behaviour_logprob_T: Tensor,
-    advantage_T: Tensor,
-    mask_T: Tensor,
-    loss_weight_T: Tensor,
-    bounds: Tensor,
-    dual_clip: float | None,
-    entropy_coefficient: float,
+    token_loss: TokenLoss,
     chunk_tokens: int,
-    loss_scale: float = 1.0,
     kernels: Kernels | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of ``ops.policy_loss`` and, at once, its gradients.
+) -> tuple[Tensor, TokenLogprobs]:
+    """Compute a loss over tokens and, at once, its gradients.
 
     A collective: every rank of the head's group calls it with the same tokens, with none too. One
     all-gather of [C, 4] per chunk, and one reduction of the hidden states' gradient.
 
-    The gradients are those of ``loss_scale · loss``, so the backward pass must arrive with the
-    gradient ``loss_scale`` (checked on the device, nothing waits for it), and arrives once. The
-    weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that does
-    not go on to the backward pass must clear it.
+    The backward pass must arrive with the gradient 1 (checked on the device, nothing waits for it),
+    and arrives once. The weight's gradient is added to its ``main_grad`` here, in the forward pass:
+    a caller that does not go on to the backward pass must clear it.
 
     Args:
         hidden_MH: [M, H] what the head is applied to; float32, bfloat16 or float16.
@@ -121,20 +112,12 @@ def chunked_policy_loss(
         rows_T: [T] int64, the row of [N, H] that predicts each target.
         vocab_size: True vocabulary size, without padding rows.
         temperature: Logits are divided by it, > 0.
-        behaviour_logprob_T: [T] float32, μ.
-        advantage_T: [T] float32, A.
-        mask_T: [T] float32, 1 for tokens that train, else 0.
-        loss_weight_T: [T] float32, m over the global denominator.
-        bounds: [8] float64 on the device, from ``ops.contributions``.
-        dual_clip: Largest ratio where A < 0; None: no limit.
-        entropy_coefficient: The loss has −coefficient · Σ weight · H.
+        token_loss: The loss of a chunk's tokens.
         chunk_tokens: Most tokens whose logits are held at a time.
-        loss_scale: What the loss is multiplied by between here and its backward pass.
         kernels: None: the best for the device.
 
     Returns:
-        The loss (scalar float32, without ``loss_scale``); the sums of ``LOSS_SUMS`` [11] float64;
-        ℓ [T] float32. The last two have no gradient.
+        The loss (scalar float32); ℓ and H of all tokens, without gradient.
 
     Raises:
         ValueError: For shapes, types or settings that do not fit together.
@@ -142,7 +125,7 @@ def chunked_policy_loss(
     """
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            "chunked_policy_loss computes gradients in its forward pass and would add them to the "
+            "chunked_loss computes gradients in its forward pass and would add them to the "
             "weights under no_grad too; call chunked_logprobs, or leave the no_grad block"
         )
     if kernels is None:
@@ -153,38 +136,13 @@ def chunked_policy_loss(
         raise ValueError(
             "neither hidden states nor weight require a gradient; call chunked_logprobs"
         )
-    tokens = _Tokens(target_T, rows_T, behaviour_logprob_T, advantage_T, mask_T, loss_weight_T)
-    objective = _Objective(bounds, dual_clip, entropy_coefficient, loss_scale)
-    loss, sums, logprob_T = _ChunkedPolicyLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_MH, head.weight, logits, tokens, objective
+    loss, logprob_T, entropy_T = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_MH, head.weight, logits, (target_T, rows_T), token_loss
     )
-    return loss, sums, logprob_T
+    return loss, TokenLogprobs(logprob_T, entropy_T)
 
 
-class _Tokens(NamedTuple):
-    """What is known of each token, [T] each; or of the tokens of a chunk."""
-
-    target_T: Tensor
-    rows_T: Tensor
-    behaviour_logprob_T: Tensor
-    advantage_T: Tensor
-    mask_T: Tensor
-    weight_T: Tensor
-
-    def chunk(self, chunk: slice) -> _Tokens:
-        return _Tokens(*(values_T[chunk] for values_T in self))
-
-
-class _Objective(NamedTuple):
-    """What the loss is, beside its tokens."""
-
-    bounds: Tensor
-    dual_clip: float | None
-    entropy_coefficient: float
-    scale: float
-
-
-class _ChunkedPolicyLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradients forward and keeps them, not what they are computed from."""
 
     @staticmethod
@@ -193,8 +151,8 @@ class _ChunkedPolicyLoss(torch.autograd.Function):
         hidden_MH: Tensor,
         weight_VH: Tensor,
         logits: ChunkLogits,
-        tokens: _Tokens,
-        objective: _Objective,
+        tokens: tuple[Tensor, Tensor],
+        token_loss: TokenLoss,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         hidden_NH = logits.head.gather_rows(hidden_MH)
@@ -204,21 +162,26 @@ class _ChunkedPolicyLoss(torch.autograd.Function):
         if needs_weight:
             grad_weight_VH = _float32_zeros(weight_VH) if main_grad_VH is None else main_grad_VH
 
-        device = hidden_MH.device
-        sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64, device=device)
-        logprob_T = torch.empty(len(tokens.target_T), device=device)
-        buffer_CV = logits.new_buffer(tokens.target_T)
-        for chunk in _split(tokens.target_T, logits.chunk_tokens):
-            chunk_sums, logprob_T[chunk] = _add_chunk(
-                hidden_NH,
-                tokens.chunk(chunk),
-                buffer_CV,
-                grad_hidden_NH,
-                grad_weight_VH,
-                logits=logits,
-                objective=objective,
-            )
-            sums += chunk_sums
+        target_T, rows_T = tokens
+        loss = torch.zeros((), dtype=torch.float64, device=hidden_MH.device)
+        logprob_T = torch.empty(len(target_T), device=hidden_MH.device)
+        entropy_T = torch.empty_like(logprob_T)
+        buffer_CV = logits.new_buffer(target_T)
+        for chunk in _split(target_T, logits.chunk_tokens):
+            target_C, rows_C = target_T[chunk], rows_T[chunk]
+            hidden_CH = hidden_NH.index_select(0, rows_C)
+            grad_CV = logits.compute(hidden_CH, buffer_CV)
+            combined = logits.combine(logits.partials(grad_CV, target_C))
+            logprob_T[chunk], entropy_T[chunk], _, _ = combined
+            loss_C, by_logprob_C, by_entropy_C = token_loss(combined[0], combined[1], chunk)
+            loss += loss_C
+            logits.backward_(grad_CV, target_C, combined, by_logprob_C, by_entropy_C)
+            if grad_weight_VH is not None:
+                _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
+            del hidden_CH  # its room is needed for the other product
+            if grad_hidden_NH is not None:
+                grad_CH = _product(grad_CV, logits.head.weight.detach())
+                grad_hidden_NH.index_add_(0, rows_C, grad_CH)
         del buffer_CV  # before the reduction and the cast of the gradient
 
         grad_hidden_MH = None
@@ -228,10 +191,9 @@ class _ChunkedPolicyLoss(torch.autograd.Function):
         # Not saved for backward: that is for values, and only its attributes are needed.
         ctx.weight = weight_VH  # type: ignore[attr-defined]
         ctx.in_main_grad = main_grad_VH is not None  # type: ignore[attr-defined]
-        ctx.scale = objective.scale  # type: ignore[attr-defined]
-        ctx.mark_non_differentiable(sums, logprob_T)
+        ctx.mark_non_differentiable(logprob_T, entropy_T)
         ctx.set_materialize_grads(False)
-        return _loss(sums, objective.entropy_coefficient), sums, logprob_T
+        return loss.to(torch.float32), logprob_T, entropy_T
 
     @staticmethod
     @once_differentiable
@@ -240,75 +202,19 @@ class _ChunkedPolicyLoss(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         if ctx.gradients is None:  # type: ignore[attr-defined]
             raise RuntimeError(
-                "the backward pass of chunked_policy_loss ran twice, but its gradients are handed "
+                "the backward pass of chunked_loss ran twice, but its gradients are handed "
                 "out once; compute the loss again"
             )
-        scale: float = ctx.scale  # type: ignore[attr-defined]
         torch._assert_async(
-            grad_loss == scale,
-            f"chunked_policy_loss was given loss_scale={scale}, but its loss arrives at the "
-            "backward pass with another gradient; pass the scale that the loss is multiplied by",
+            grad_loss == 1,
+            "the loss of chunked_loss arrives at its backward pass with a gradient other than 1; "
+            "multiply the losses of tokens instead",
         )
         grad_hidden_MH, grad_weight_VH = ctx.gradients  # type: ignore[attr-defined]
         ctx.gradients = None  # type: ignore[attr-defined]
         if grad_weight_VH is not None and ctx.in_main_grad:  # type: ignore[attr-defined]
             grad_weight_VH = _placeholder(ctx.weight)  # type: ignore[attr-defined]
         return grad_hidden_MH, grad_weight_VH, None, None, None
-
-
-def _add_chunk(
-    hidden_NH: Tensor,
-    tokens: _Tokens,
-    buffer_CV: Tensor,
-    grad_hidden_NH: Tensor | None,
-    grad_weight_VH: Tensor | None,
-    *,
-    logits: ChunkLogits,
-    objective: _Objective,
-) -> tuple[Tensor, Tensor]:
-    """Add a chunk's part to the gradients; returns its loss sums [11] and ℓ [C]."""
-    hidden_CH = hidden_NH.index_select(0, tokens.rows_T)
-    logits_CV = logits.compute(hidden_CH, buffer_CV)
-    combined = logits.combine(logits.partials(logits_CV, tokens.target_T))
-    logprob_C, entropy_C, _, _ = combined
-    sums, coefficient_C = logits.kernels.policy_loss(
-        logprob_C,
-        entropy_C,
-        tokens.behaviour_logprob_T,
-        tokens.advantage_T,
-        tokens.mask_T,
-        tokens.weight_T,
-        objective.bounds,
-        objective.dual_clip,
-    )
-    grad_entropy_C = None
-    if objective.entropy_coefficient != 0:
-        weight_C = entropy_gradient(
-            logprob_C,
-            tokens.behaviour_logprob_T,
-            tokens.advantage_T,
-            tokens.mask_T,
-            tokens.weight_T,
-        )
-        grad_entropy_C = weight_C * (-objective.entropy_coefficient * objective.scale)
-    grad_logprob_C = coefficient_C * objective.scale
-    logits.backward_(logits_CV, tokens.target_T, combined, grad_logprob_C, grad_entropy_C)
-    grad_CV = logits_CV
-    if grad_weight_VH is not None:
-        _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
-    del hidden_CH  # its room is needed for the other product
-    if grad_hidden_NH is not None:
-        grad_CH = _product(grad_CV, logits.head.weight.detach())
-        grad_hidden_NH.index_add_(0, tokens.rows_T, grad_CH)
-    return sums, logprob_C
-
-
-def _loss(sums: Tensor, entropy_coefficient: float) -> Tensor:
-    """The scalar float32 loss, a tensor of its own (Megatron's pipelines refuse views)."""
-    loss = sums[LOSS_SUMS.index("policy_loss")]
-    if entropy_coefficient != 0:
-        loss = loss - entropy_coefficient * sums[LOSS_SUMS.index("weighted_entropy")]
-    return loss.to(torch.float32)
 
 
 def _product(left_AC: Tensor, right_CB: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ Shape legend: T = response tokens, B = slots of the table.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import copy
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops import extension
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.types import ClipBounds
 
 CPU = torch.device("cpu")
 
@@ -38,7 +36,6 @@ BOUNDS_FIELDS = (
 EXIT_NAMES = ("start", "met", "exhausted", "fixed", "refused")
 """``ClipBounds.exit`` by the number in the tensor."""
 
-NO_SEARCH = EXIT_NAMES.index("fixed")
 REFUSED = EXIT_NAMES.index("refused")
 
 
@@ -78,6 +75,16 @@ class ContributionTable:
         num_slots = len(extension.ContributionTable(self.grid))
         self.tensor = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """[B] int64: sum-reduce it in place over ranks."""
+
+    def new_empty(self) -> ContributionTable:
+        """Return an empty table of the same layout, on the same device."""
+        return self.with_sums(torch.zeros_like(self.tensor))
+
+    def with_sums(self, tensor: Tensor) -> ContributionTable:
+        """Return a table of the same layout that holds ``tensor``, [B] int64, itself."""
+        table = copy.copy(self)
+        table.tensor = tensor
+        return table
 
     def to_host(self) -> extension.ContributionTable:
         """Copy the table for a look at its counts; waits for the device."""
@@ -167,25 +174,4 @@ def search_path(table: ContributionTable, config: BapoConfig) -> extension.Searc
     """
     return extension.search(
         table.to_host(), table.grid, config.target, config.contribution, config.measure
-    )
-
-
-def constant_bounds(low: float, high: float, device: torch.device) -> Tensor:
-    """Return bounds that no search chose: ``BOUNDS_FIELDS`` as float64."""
-    values = [low, high, math.nan, math.nan, NO_SEARCH, 0, 0, 0]
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def to_clip_bounds(values: Sequence[float]) -> ClipBounds:
-    """Return the record of ``BOUNDS_FIELDS``, once they are on the host."""
-    named = dict(zip(BOUNDS_FIELDS, values, strict=True))
-    return ClipBounds(
-        low=named["low"],
-        high=named["high"],
-        positive_share_start=named["positive_share_start"],
-        positive_share=named["positive_share"],
-        exit=EXIT_NAMES[int(named["exit"])],
-        nonfinite_tokens=int(named["nonfinite_tokens"]),
-        out_of_range_tokens=int(named["out_of_range_tokens"]),
-        tokens=int(named["tokens"]),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.planning.activations import FLOAT32_BYTES
 from bapo_megatron.planning.memory import ELEMENT_BYTES
 from bapo_megatron.planning.parameters import (
@@ -19,7 +20,7 @@ from bapo_megatron.planning.parameters import (
 
 if TYPE_CHECKING:
     from bapo_megatron.config.megatron import MegatronConfig
-    from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
+    from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.planning.hardware import Assumptions
     from bapo_megatron.planning.layout import Layout
     from bapo_megatron.planning.workload import Workload
@@ -33,6 +34,7 @@ Phase = Literal["forward", "backward", "update", "sync"]
 step when the servers get new weights."""
 
 PARTIALS_BYTES = 4 * FLOAT32_BYTES
+INT64_BYTES = 8
 """Of one response token in the loss stage's all-gather (``ops.logprob``)."""
 
 
@@ -244,9 +246,12 @@ class Messages:
         response_tokens = self.workload.micro_batch_tokens * response_share
         gathered = self.layout.tensor * PARTIALS_BYTES * response_tokens
         messages = [self._make("loss: [T, 4]", "tensor", "all-gather", "forward", 1, gathered)]
-        if self.config.algorithm.clip == "bapo":
-            table = table_bytes(self.config.algorithm)
-            messages.append(self._make("bounds: table", "data", "all-reduce", "update", 1, table))
+        loaded = load_objective(self.config.algorithm)
+        if loaded.statistic_size:
+            table = INT64_BYTES * loaded.statistic_size
+            messages.append(
+                self._make("objective: table", "data", "all-reduce", "update", 1, table)
+            )
         return messages
 
     def _data(self) -> list[Collective]:
@@ -285,16 +290,3 @@ class Messages:
             self._make("weight sync", "tensor", "all-gather", "sync", 1, weights),
             self._make("weight sync", "pipeline", "send", "sync", 1, elsewhere),
         ]
-
-
-def table_bytes(algorithm: AlgorithmConfig) -> int:
-    """Return the size of the contribution table: 4 int64 for each bin of both sides, 4 counters.
-
-    A side has a bin more than candidates; the lower one another for the dual clip, which only
-    ``contribution: gradient`` sees (csrc/README.md).
-    """
-    config = algorithm.bapo
-    bins = sum(side.candidates + 1 for side in (config.lower, config.upper))
-    if config.contribution == "gradient" and algorithm.dual_clip is not None:
-        bins += 1
-    return 8 * (4 * bins + 4)

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bapo_megatron.algorithm.load_objective import load_objective
+
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.planning.hardware import Assumptions
@@ -141,9 +143,9 @@ def _forward_passes(config: RunConfig) -> float:
     """Forward-only passes of a step, each over the samples of one update (``trainer.step``)."""
     algorithm = config.algorithm
     updates = algorithm.updates_per_batch
-    searches = algorithm.clip == "bapo" and algorithm.bapo.scope == "update"
+    collects = load_objective(algorithm).objective.needs in ("response", "update")
     recomputes = algorithm.behaviour == "recomputed"
-    passes = updates * algorithm.epochs if searches else 0
+    passes = updates * algorithm.epochs if collects else 0
     if recomputes:  # the first update finds its log-probs there
-        passes += updates - (1 if searches else 0)
+        passes += updates - (1 if collects else 0)
     return float(passes)

@@ -5,7 +5,6 @@ Only worker processes load and call them.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.names import LoadError, load_named
 from bapo_megatron.reward.base import Result, RewardFunction, SampleFacts, Score
 
 if TYPE_CHECKING:
@@ -24,17 +24,11 @@ PARAMETERS = ("response", "answer", "sample", "row")
 
 _LONGEST_TEXT = 200
 _MOST_METRICS = 32
-_OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
-"""How the loader of libraries tells that the address space is used up."""
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
 """Functions that have a name of their own."""
-
-
-class LoadError(ValueError):
-    """A function that cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +68,12 @@ def load(name: str) -> LoadedFunction:
     Raises:
         LoadError: It is not there, cannot be imported, or asks for something unknown.
     """
-    function = _imported(BUILT_IN.get(name, name))
+    function = load_named(BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb")
     if not callable(function):
         raise LoadError(
             f"must name a function, got {type(function).__name__}; name a function of the module"
         )
     return LoadedFunction(name, function, _parameters(function))
-
-
-def _imported(name: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except MemoryError:
-        raise
-    except Exception as error:
-        remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
-        if any(words in str(error) for words in _OUT_OF_MEMORY):
-            remedy = "raise reward.memory_limit_mb"
-        raise LoadError(f"cannot import {module_name}: {_shown(error)}; {remedy}") from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        raise LoadError(
-            f"module {module_name} has no '{attribute}'; name one of its functions"
-        ) from error
 
 
 def _parameters(function: RewardFunction) -> tuple[str, ...]:
@@ -182,7 +157,3 @@ def _number(value: Any, name: str) -> float:
 
 def _keys(result: Mapping[str, Any]) -> str:
     return ", ".join(map(str, list(result)[:5])) or "none"
-
-
-def _shown(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TEXT]

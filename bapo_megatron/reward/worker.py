@@ -59,7 +59,8 @@ def main(function_names: list[str], parent_pid: int, memory_limit_bytes: int) ->
 
 def _load_all(names: list[str], output: BinaryIO) -> dict[str, LoadedFunction] | None:
     """Every function by its name; none, and the parent is told, where one cannot be loaded."""
-    from bapo_megatron.reward.functions import LoadError, load
+    from bapo_megatron.names import LoadError
+    from bapo_megatron.reward.functions import load
 
     functions = {}
     for name in names:

@@ -1,7 +1,6 @@
-"""From global sums and counts to the metrics of a step (names: docs/algorithm.md).
+"""The metrics of a step from its batch, its evaluations and its updates (names: docs/algorithm.md).
 
-An ``UpdateResult`` carries sums that are already reduced over all ranks; the quotients are formed
-here, once per step, so that no mean of means appears.
+What the updates of a step report is formed in ``trainer.numbers``.
 """
 
 from __future__ import annotations
@@ -21,33 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bapo_megatron.types import (
-        ClipBounds,
         EvalResult,
         Group,
         RolloutBatch,
         RolloutStats,
         Sample,
-        UpdateResult,
     )
-
-MAX_PREFIX = "max:"
-"""Sums whose name starts with this are maxima: they are reduced with max instead of added."""
 
 _ROUNDING = 1e-9
 
 BEFORE_TRAINING = -1
 """The step of an evaluation that comes before the first one."""
-
-_PER_TOKEN = {
-    "clip/fraction_high": "clipped_high",
-    "clip/fraction_low": "clipped_low",
-    "clip/fraction_dual": "clipped_dual",
-    "policy/entropy": "entropy",
-    "policy/kl_behaviour": "kl_behaviour",
-    "rollout/staleness_mean": "staleness",
-}
-"""Metric name → name of the sum that is divided by the number of training tokens."""
-
 
 _EVAL_FIELDS = (
     "answer_found_share",
@@ -65,28 +48,14 @@ _EVAL_FIELDS = (
 """Fields of an ``EvalResult`` that are metrics of the same name."""
 
 
-def merge_sums(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Add sums by name; names that start with ``max:`` keep the largest value."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in merged:
-                merged[name] = value
-            elif name.startswith(MAX_PREFIX):
-                merged[name] = max(merged[name], value)
-            else:
-                merged[name] += value
-    return merged
-
-
 def step_metrics(
-    batch: RolloutBatch, results: Sequence[UpdateResult], lr: float, phase_s: dict[str, float]
+    batch: RolloutBatch, updates: dict[str, float], lr: float, phase_s: dict[str, float]
 ) -> StepMetrics:
     """All metrics of one step.
 
     Args:
         batch: The samples that were trained on.
-        results: One entry per optimizer update, reduced over all ranks.
+        updates: What its updates report (``trainer.numbers``).
         lr: Learning rate of the step's first update.
         phase_s: Seconds by phase.
     """
@@ -94,8 +63,7 @@ def step_metrics(
         **_rollout_metrics(batch),
         **_source_metrics(batch),
         **_age_metrics(batch),
-        **_update_metrics(results),
-        **_bound_metrics([bounds for result in results for bounds in result.bounds]),
+        **updates,
         "train/lr": lr,
     }
     values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
@@ -224,62 +192,3 @@ def _age_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/age_p90": float(ages[bisect_left(reached, 0.9 * num_tokens)]),
         "rollout/age_max": float(ages[-1]),
     }
-
-
-def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    stepped = [result for result in results if not result.skipped]
-    sums = merge_sums([result.sums for result in results])
-    values = {
-        "train/updates": float(len(stepped)),
-        "train/skipped_updates": float(len(results) - len(stepped)),
-        "train/nonfinite_tokens": sums.get("nonfinite_tokens", 0.0),
-    }
-    if stepped:
-        values["loss/policy"] = sums["policy_loss"] / len(stepped)
-        values["policy/grad_norm"] = math.fsum(r.grad_norm for r in stepped) / len(stepped)
-    tokens = sums.get("tokens", 0.0)
-    if tokens > 0:
-        values |= {name: sums[source] / tokens for name, source in _PER_TOKEN.items()}
-        values["rollout/staleness_max"] = sums[f"{MAX_PREFIX}staleness"]
-    response_tokens = sums.get("response_tokens", 0.0)
-    if response_tokens > 0:
-        values["rollout/masked_token_share"] = sums["masked_tokens"] / response_tokens
-    corrected = sums.get("corrected_tokens", 0.0)
-    if corrected > 0:
-        values["correction/weight_mean"] = sums["correction_weight"] / corrected
-        values["correction/weight_max"] = sums[f"{MAX_PREFIX}correction_weight"]
-        values["correction/capped_share"] = sums["correction_capped"] / corrected
-        values["correction/masked_share"] = sums["correction_masked"] / corrected
-    signed = sums.get("signed_tokens", 0.0)
-    if signed > 0:
-        values["tokens/positive_share"] = sums["positive_tokens"] / signed
-    compared = values["mismatch/tokens"] = sums.get("mismatch_tokens", 0.0)
-    if compared > 0:
-        values["mismatch/logprob_abs_mean"] = sums["mismatch_abs"] / compared
-        values["mismatch/logprob_abs_max"] = sums[f"{MAX_PREFIX}mismatch_abs"]
-    slots = sums.get("packing_slots", 0.0)
-    if slots > 0:
-        values["train/packing_share"] = sums["packing_real"] / slots
-        values["train/imbalance_ratio"] = sums["flops_max"] / sums["flops_mean"]
-    return values
-
-
-def _bound_metrics(bounds: Sequence[ClipBounds]) -> dict[str, float]:
-    """Means over the searches of a step; nothing where no clip acted."""
-    if not bounds:
-        return {}
-    count = len(bounds)
-    values = {
-        "bapo/clip_low": math.fsum(b.low for b in bounds) / count,
-        "bapo/clip_high": math.fsum(b.high for b in bounds) / count,
-    }
-    searched = [b for b in bounds if b.exit != "fixed"]
-    if searched:
-        count = len(searched)
-        values["bapo/positive_share_start"] = (
-            math.fsum(b.positive_share_start for b in searched) / count
-        )
-        values["bapo/positive_share"] = math.fsum(b.positive_share for b in searched) / count
-        for name in ("start", "met", "exhausted"):
-            values[f"bapo/exit_{name}_share"] = sum(b.exit == name for b in searched) / count
-    return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
+from bapo_megatron.trainer.numbers import update_metrics
 from bapo_megatron.trainer.run import Run
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def train(config: RunConfig) -> None:
                 run.push_weights()
             with run.timer.phase("evaluation"):
                 evaluated = eval_metrics(run.evaluate_if_due(step))
-            metrics = step_metrics(batch, results, lr, run.timer.end_step())
+            metrics = step_metrics(batch, update_metrics(results), lr, run.timer.end_step())
             run.report(metrics, evaluated, results)
             with run.timer.phase("checkpoint"):  # its time is part of the next row
                 run.save_if_due(step, evaluated)

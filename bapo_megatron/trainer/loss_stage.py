@@ -3,49 +3,46 @@
 The output is the logits [N, V], or with ``ops.logits_chunk_tokens`` the hidden states [N, H] from
 which logits are made chunk by chunk. With compiled kernels nothing here waits for the device.
 
-Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens.
+Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
+C = response tokens of a chunk, B = samples of the step's batch, D = entries of a decision.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.algorithm.clipping import make_clip_rule
 from bapo_megatron.algorithm.correction import limit_weights
-from bapo_megatron.algorithm.masked import masked_max, masked_sum
+from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.algorithm.loss import Denominators, token_weights
+from bapo_megatron.algorithm.objective import (
+    SAFE_LOGPROB,
+    TokenBatch,
+    add_over_responses,
+    differentiate,
+    response_sums,
+)
 from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import chunked_logprobs, chunked_policy_loss
-from bapo_megatron.ops.contributions import accumulate
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import LOSS_SUMS, clipped_policy_loss
+from bapo_megatron.ops.chunked import chunked_logprobs, chunked_loss
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.ops.token_loss import LossGradient, apply_token_loss
+from bapo_megatron.trainer.numbers import Numbers, TokenView
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from bapo_megatron.algorithm.objective import Objective
     from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
     from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.ops.backend import Kernels
     from bapo_megatron.ops.chunked import OutputHead
-    from bapo_megatron.ops.logprob import TokenLogprobs
     from bapo_megatron.types import MicroBatch
-
-SUM_NAMES = (
-    *LOSS_SUMS,
-    "staleness",
-    "mismatch_tokens",
-    "mismatch_abs",
-    "corrected_tokens",
-    "correction_weight",
-    "correction_capped",
-    "correction_masked",
-)
-"""What ``TokenReport.sums`` holds, in order."""
-
-MAX_NAMES = ("staleness", "mismatch_abs", "correction_weight")
-"""What ``TokenReport.maxima`` holds, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +50,26 @@ class TokenReport:
     """What one micro-batch reports beside its loss; all of it on the device, without gradient."""
 
     sums: Tensor
-    """[len(SUM_NAMES)] float64."""
+    """[S] float64: ``Numbers.sum_names``."""
     maxima: Tensor
-    """[len(MAX_NAMES)] float64."""
-    bounds: Tensor
-    """[len(BOUNDS_FIELDS)] float64: the bounds that held."""
-    logprob_T: Tensor
-    """[T] ℓ; read only to explain a failure."""
+    """[M] float64: ``Numbers.max_names``."""
+    decision: Tensor
+    """[D] float64: the objective's decision that held; empty where it needs none."""
+    policy: TokenLogprobs
+    """[T] ℓ and H; for dumps, and to explain a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What an objective knows of a whole update before its first gradient."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    """This rank's, with what the objective asked for."""
+    decision: Tensor | None
+    """[D] float64, equal on all ranks."""
+    nonfinite_tokens: Tensor
+    """int64, no dimensions: tokens of this rank that train and whose collected log-probs, or other
+    values, are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +83,11 @@ class UpdateContext:
     compared with the trainer's log-probs. None once the weights have moved."""
 
 
-class LossStage:
-    """Log-probs and loss of a micro-batch, on the ranks that hold the model's output."""
+class PolicyOutput:
+    """Log-probs and entropies of the response tokens from the model's output."""
 
     def __init__(
         self,
-        config: AlgorithmConfig,
         ops: OpsConfig,
         *,
         vocab_size: int,
@@ -86,10 +95,9 @@ class LossStage:
         groups: ProcessGroups,
         head: OutputHead | None,
     ) -> None:
-        """Choose kernels and clip rule.
+        """Choose the kernels.
 
         Args:
-            config: The algorithm section.
             ops: The ops section.
             vocab_size: True size of the vocabulary.
             temperature: Sampling temperature of the rollouts; logits are divided by it.
@@ -99,224 +107,351 @@ class LossStage:
         Raises:
             ValueError: ``ops.backend`` names kernels that this machine does not have.
         """
-        self.config = config
-        self._data_group = groups.data
-        self._kernels = select_kernels(ops.backend, groups.device)
-        self._rule = make_clip_rule(config, groups.device)
-        self._chunk_tokens = ops.logits_chunk_tokens
-        self._vocab_size = vocab_size
-        self._temperature = temperature
+        self.kernels: Kernels = select_kernels(ops.backend, groups.device)
+        self.head = head
+        self.chunk_tokens = ops.logits_chunk_tokens
+        self.vocab_size = vocab_size
+        self.temperature = temperature
         self._tensor_group = groups.tensor
-        self._head = head
 
-    @property
-    def kernels_name(self) -> str:
-        """Which kernels ``ops.backend`` came to: ``cpu``, ``cuda`` or ``reference``."""
-        return self._kernels.name
-
-    @property
-    def searches_whole_update(self) -> bool:
-        """Whether the bounds need every token of the update before the first backward."""
-        return self.config.clip == "bapo" and self.config.bapo.scope == "update"
+    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """ℓ and H [T] of the response tokens, without gradient."""
+        if self.head is None:
+            with torch.no_grad():
+                return self.differentiable(output, micro_batch)
+        return chunked_logprobs(
+            output,
+            self.head,
+            micro_batch.target_T,
+            rows_T=micro_batch.rows_T,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            kernels=self.kernels,
+        )
 
     def logprobs(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
         """ℓ [T] of the response tokens, without gradient."""
-        if self._head is None:
-            with torch.no_grad():
-                return self._token_logprobs(output, micro_batch).logprob_T
-        return chunked_logprobs(
-            output,
-            self._head,
+        return self.read(output, micro_batch).logprob_T
+
+    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """ℓ and H [T] with a graph; their backward pass overwrites the logits."""
+        return vocab_parallel_logprobs(
+            logits_NV,
             micro_batch.target_T,
+            vocab_size=self.vocab_size,
             rows_T=micro_batch.rows_T,
-            vocab_size=self._vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-            kernels=self._kernels,
-        ).logprob_T
+            temperature=self.temperature,
+            group=self._tensor_group,
+            kernels=self.kernels,
+            overwrite_logits=True,
+        )
 
-    def search(self, logprobs: list[Tensor], micro_batches: tuple[MicroBatch, ...]) -> Tensor:
-        """Choose the bounds for these tokens of this rank and those of all others.
 
-        A collective over the data-parallel group: one integer all-reduce where the rule searches.
+class LossStage:
+    """The objective of a run on the ranks that hold the model's output."""
+
+    def __init__(
+        self, config: AlgorithmConfig, output: PolicyOutput, groups: ProcessGroups
+    ) -> None:
+        """Load the objective and try it.
 
         Args:
-            logprobs: ℓ [T] of each micro-batch.
-            micro_batches: This rank's micro-batches.
+            config: The algorithm section.
+            output: How log-probs are made of the model's output.
+            groups: This rank's process groups.
 
-        Returns:
-            The bounds, equal on all ranks. Tokens that are not finite or too large are counted in
-            them, and refused by the trainer before the optimizer step.
+        Raises:
+            UserCodeError: The objective cannot be used.
         """
-        table = self._rule.new_table(self._kernels)
-        if table is not None:
-            for logprob_T, micro_batch in zip(logprobs, micro_batches, strict=True):
-                behaviour_T, advantage_T, mask_T = (
-                    values_T.to(logprob_T.device, non_blocking=True)
-                    for values_T in (
-                        micro_batch.behaviour_logprob_T,
-                        micro_batch.advantage_T,
-                        micro_batch.mask_T,
-                    )
-                )
-                accumulate(table, logprob_T, behaviour_T, advantage_T, mask_T)
-            dist.all_reduce(table.tensor, group=self._data_group)
-        return self._rule.bounds(table)
+        self._config = config
+        self._output = output
+        self._device = groups.device
+        self._data_group = groups.data
+        loaded = load_objective(config, groups.device, output.kernels)
+        self.objective: Objective = loaded.objective
+        self.decision_size = loaded.decision_size
+        """D."""
+        self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
+        self._statistic_size = loaded.statistic_size
+
+    @property
+    def collects(self) -> bool:
+        """Whether the objective must see the whole update before the first gradient."""
+        return self.objective.needs in ("response", "update")
+
+    def collect(
+        self,
+        policy: Sequence[TokenLogprobs],
+        micro_batches: Sequence[MicroBatch],
+        context: UpdateContext,
+        *,
+        num_samples: int,
+    ) -> Collected:
+        """Form what the objective must know of these tokens of this rank and of all others.
+
+        A collective over the data-parallel group: one integer all-reduce, another one where the
+        objective selects tokens.
+
+        Args:
+            policy: ℓ and H of each micro-batch.
+            micro_batches: This rank's micro-batches.
+            context: Where the update stands.
+            num_samples: B.
+        """
+        objective, kernels = self.objective, self._output.kernels
+        # A rank without any token takes part with zeros.
+        held = [
+            (index, _SafeTokens(self._config, micro_batch, None, context, self._device))
+            for index, micro_batch in enumerate(micro_batches)
+            if micro_batch.num_response_tokens
+        ]
+        tokens = {index: safe.batch(*policy[index], kernels=kernels) for index, safe in held}
+        by_response = objective.needs == "response"
+        size = num_samples if by_response else self._statistic_size
+        total = torch.zeros(size, dtype=torch.int64, device=self._device)
+        for batch in tokens.values():
+            if by_response:
+                value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0)
+                add_over_responses(total, value_T, batch.response)
+            else:
+                total += objective.statistics(batch)
+        dist.all_reduce(total, group=self._data_group)
+        decision = None if by_response else objective.decide(total)
+        known = list(micro_batches)
+        nonfinite = torch.zeros((), dtype=torch.int64, device=self._device)
+        for index, safe in held:
+            batch = tokens[index]
+            nonfinite += (safe.trains_T & ~safe.finite(policy[index].logprob_T)).sum()
+            known[index] = replace(known[index], entropy_T=batch.entropy)
+            if by_response:
+                sum_T = response_sums(total, batch.response)
+                known[index] = replace(known[index], response_sum_T=sum_T)
+                tokens[index] = replace(batch, response_sums=sum_T.to(batch.logprob.dtype))
+            else:
+                tokens[index] = replace(batch, decision=decision)
+        if objective.selects_tokens:
+            self._select(known, tokens, num_samples)
+        return Collected(tuple(known), decision, nonfinite)
 
     def loss(
         self,
         output: Tensor,
         micro_batch: MicroBatch,
         *,
-        bounds: Tensor | None,
+        decision: Tensor | None,
         context: UpdateContext,
     ) -> tuple[Tensor, TokenReport]:
         """The loss of one micro-batch over the global denominators, and its report.
 
         Args:
             output: Logits [N, V], overwritten by their gradient; or hidden states.
-            micro_batch: The tokens.
-            bounds: The bounds of the update; None: choose them for the micro-batches that all
-                data-parallel ranks hold at this position (``scope: micro_batch``, fixed clips).
+            micro_batch: The tokens, with what was collected.
+            decision: The decision for the update, where the objective made one.
             context: Where the update stands.
         """
-        if self._head is None:
-            return self._loss_from_logits(output, micro_batch, bounds, context)
-        if bounds is None:
-            # A search needs all log-probs before the first gradient: one more pass over the chunks.
-            searches = self.config.clip == "bapo"
-            current = [self.logprobs(output, micro_batch)] if searches else []
-            bounds = self.search(current, (micro_batch,) if searches else ())
-        factor_T = self._correction_factor(micro_batch)
-        loss, loss_sums, logprob_T = chunked_policy_loss(
-            output,
-            self._head,
-            micro_batch.target_T,
-            rows_T=micro_batch.rows_T,
-            vocab_size=self._vocab_size,
-            temperature=self._temperature,
-            behaviour_logprob_T=micro_batch.behaviour_logprob_T,
-            advantage_T=_weighed(micro_batch.advantage_T, factor_T),
-            mask_T=micro_batch.mask_T,
-            loss_weight_T=micro_batch.loss_weight_T,
-            bounds=bounds,
-            dual_clip=self.config.dual_clip,
-            entropy_coefficient=self.config.entropy_coefficient,
-            chunk_tokens=self._chunk_tokens,
-            kernels=self._kernels,
-        )
-        return loss, _report(logprob_T, micro_batch, context, bounds, loss_sums, factor_T)
+        made, head = self._output, self._output.head
+        policy = made.differentiable(output, micro_batch) if head is None else None
+        if self.objective.needs == "micro_batch":
+            # Over the micro-batches that all data-parallel ranks hold at this position. With
+            # chunks it takes one more pass over them.
+            current = made.read(output, micro_batch) if policy is None else _detached(policy)
+            decision = self.collect([current], [micro_batch], context, num_samples=0).decision
+        safe = _SafeTokens(self._config, micro_batch, decision, context, self._device)
+        token_loss = _MicroBatchLoss(self.objective, safe, made.kernels)
+        if policy is not None:
+            loss = apply_token_loss(*policy, token_loss)
+            policy = _detached(policy)
+        else:
+            assert head is not None
+            loss, policy = chunked_loss(
+                output,
+                head,
+                micro_batch.target_T,
+                rows_T=micro_batch.rows_T,
+                vocab_size=made.vocab_size,
+                temperature=made.temperature,
+                token_loss=token_loss,
+                chunk_tokens=made.chunk_tokens,
+                kernels=made.kernels,
+            )
+        sums, maxima = self._measure(token_loss, policy)
+        if decision is None:
+            decision = torch.zeros(0, dtype=torch.float64, device=self._device)
+        return loss, TokenReport(sums, maxima, decision, policy)
 
-    def _loss_from_logits(
+    def _select(
+        self, known: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int
+    ) -> None:
+        """Let the objective leave tokens out, and count the denominators of those that stay."""
+        count_B = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
+        for index, batch in tokens.items():
+            selected_T = self.objective.select(batch) & (batch.mask > 0)
+            known[index] = replace(known[index], selected_T=selected_T)
+            count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
+        dist.all_reduce(count_B, group=self._data_group)
+        denominators = Denominators.count(count_B)
+        for index, batch in tokens.items():
+            kept_T = known[index].selected_T
+            assert kept_T is not None
+            weight_T = token_weights(
+                kept_T,
+                count_B[batch.response],
+                self._config.loss_aggregation,
+                denominators,
+                self._config.token_sum_norm_constant,
+            )
+            known[index] = replace(known[index], loss_weight_T=weight_T)
+
+    def _measure(self, token_loss: _MicroBatchLoss, policy: TokenLogprobs) -> tuple[Tensor, Tensor]:
+        """Sums and maxima over the tokens with mask 1."""
+        safe = token_loss.safe
+        if len(policy.logprob_T) == 0:
+            return self.numbers.nothing(self._device)
+        tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
+        age_T, same_weights_T = safe.ages()
+        mismatch_T = (policy.logprob_T - safe.micro_batch.rollout_logprob_T).abs()
+        low_high = self.objective.bounds(tokens)
+        ratio_T = tokens.ratio
+        if low_high is not None:
+            low, high = low_high
+            ratio_T = torch.where(
+                tokens.advantage < 0, ratio_T.clamp(min=low), ratio_T.clamp(max=high)
+            )
+        view = TokenView(
+            tokens=tokens,
+            trains_T=safe.trains_T,
+            finite_T=safe.finite(policy.logprob_T),
+            counts_T=(tokens.mask > 0) & (token_loss.weight_T != 0),
+            loss_T=token_loss.loss_T,
+            weight_T=token_loss.weight_T,
+            derivative_T=token_loss.derivative_T,
+            contribution_T=tokens.advantage.abs() * ratio_T,
+            age_T=age_T,
+            mismatch_T=torch.where(same_weights_T, mismatch_T, 0),
+            same_weights_T=same_weights_T,
+            correction_T=safe.correction_T,
+            importance_T=safe.micro_batch.importance_T,
+        )
+        return self.numbers.measure(view, self.objective.report(tokens))
+
+
+class _SafeTokens:
+    """The tokens of a micro-batch for an objective, harmless where they do not train."""
+
+    def __init__(
         self,
-        logits_NV: Tensor,
+        config: AlgorithmConfig,
         micro_batch: MicroBatch,
-        bounds: Tensor | None,
+        decision: Tensor | None,
         context: UpdateContext,
-    ) -> tuple[Tensor, TokenReport]:
-        logprob_T, entropy_T = self._token_logprobs(logits_NV, micro_batch)
-        current_T = logprob_T.detach()
-        if bounds is None:
-            bounds = self.search([current_T], (micro_batch,))
-        factor_T = self._correction_factor(micro_batch)
-        loss, loss_sums = clipped_policy_loss(
-            logprob_T,
-            behaviour_logprob_T=micro_batch.behaviour_logprob_T,
-            advantage_T=_weighed(micro_batch.advantage_T, factor_T),
-            mask_T=micro_batch.mask_T,
-            loss_weight_T=micro_batch.loss_weight_T,
-            bounds=bounds,
-            dual_clip=self.config.dual_clip,
-            entropy_T=entropy_T,
-            entropy_coefficient=self.config.entropy_coefficient,
-            kernels=self._kernels,
+        device: torch.device,
+    ) -> None:
+        self.micro_batch = own = micro_batch.to(device)
+        self.entropy_coefficient = config.entropy_coefficient
+        self.trains_T = own.mask_T > 0
+        self.correction_T = torch.ones_like(own.mask_T)
+        if config.correction.kind != "none":
+            self.correction_T = limit_weights(own.importance_T, config.correction)
+        self._context = context
+        self._finite_T = (
+            self.trains_T & own.behaviour_logprob_T.isfinite() & own.advantage_T.isfinite()
         )
-        return loss, _report(current_T, micro_batch, context, bounds, loss_sums, factor_T)
-
-    def _correction_factor(self, micro_batch: MicroBatch) -> Tensor | None:
-        """What the policy loss of each token [T] is multiplied by; None without a correction."""
-        correction = self.config.correction
-        if correction.kind == "none":
-            return None
-        return limit_weights(micro_batch.importance_T, correction)
-
-    def _token_logprobs(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        return vocab_parallel_logprobs(
-            logits_NV,
-            micro_batch.target_T,
-            vocab_size=self._vocab_size,
-            rows_T=micro_batch.rows_T,
-            temperature=self._temperature,
-            group=self._tensor_group,
-            kernels=self._kernels,
-            overwrite_logits=True,
+        behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
+        self._known = TokenBatch(
+            logprob=behaviour_T,
+            behaviour_logprob=behaviour_T,
+            rollout_logprob=torch.where(self._finite_T, own.rollout_logprob_T, SAFE_LOGPROB),
+            ratio=behaviour_T,
+            advantage=torch.where(self._finite_T, own.advantage_T, 0),
+            reward=own.reward_T,
+            mask=(self.trains_T if own.selected_T is None else own.selected_T).float(),
+            entropy=behaviour_T,
+            collected_entropy=behaviour_T if own.entropy_T is None else own.entropy_T,
+            reference_logprob=None,
+            response=own.sample_T,
+            response_tokens=own.response_tokens_T,
+            response_sums=None if own.response_sum_T is None else own.response_sum_T.float(),
+            decision=decision,
+            update=context.num_updates,
         )
 
+    def finite(self, logprob_T: Tensor) -> Tensor:
+        """Return which tokens [T] train and have finite values only."""
+        return self._finite_T & logprob_T.isfinite()
 
-def _weighed(advantage_T: Tensor, factor_T: Tensor | None) -> Tensor:
-    """The advantage that the loss takes: the factor scales a token's policy loss, not its entropy.
+    def batch(
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice = slice(None),
+        *,
+        kernels: Kernels | None,
+    ) -> TokenBatch:
+        """Return the tokens ``part``, with these ℓ and H of the policy.
 
-    The search has the plain advantage.
-    """
-    return advantage_T if factor_T is None else advantage_T * factor_T
+        Without kernels the ratio is left to ``differentiate``.
+        """
+        known = self._known.select(part)
+        finite_T = self._finite_T[part] & logprob_T.isfinite()
+        logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
+        entropy_T = torch.where(finite_T, entropy_T, 0)
+        ratio_T = known.ratio
+        if kernels is not None:
+            ratio_T = importance_ratio(logprob_T, known.behaviour_logprob, kernels)
+        collected_T = entropy_T if self.micro_batch.entropy_T is None else known.collected_entropy
+        return replace(
+            known,
+            logprob=logprob_T,
+            ratio=ratio_T,
+            mask=known.mask * finite_T,
+            entropy=entropy_T,
+            collected_entropy=collected_T,
+        )
 
-
-def _report(
-    current_T: Tensor,
-    micro_batch: MicroBatch,
-    context: UpdateContext,
-    bounds: Tensor,
-    loss_sums: Tensor,
-    factor_T: Tensor | None,
-) -> TokenReport:
-    """Sums and maxima over the tokens with mask 1; ``current_T`` [T] is ℓ without gradient."""
-    staleness_T = (context.num_updates - micro_batch.version_T).double()
-    mask_T = micro_batch.mask_T
-    mismatch_T, compared_T = _mismatch(current_T, micro_batch, context)
-    further = torch.stack(
-        [
-            masked_sum(staleness_T, mask_T),
-            compared_T.sum(dtype=torch.float64),
-            masked_sum(mismatch_T, compared_T),
-        ]
-    )
-    correction_sums, correction_max = _correction_report(micro_batch, factor_T)
-    return TokenReport(
-        sums=torch.cat([loss_sums, further, correction_sums]),
-        maxima=torch.stack(
-            [
-                masked_max(staleness_T, mask_T),
-                masked_max(mismatch_T, compared_T),
-                correction_max,
-            ]
-        ),
-        bounds=bounds,
-        logprob_T=current_T,
-    )
-
-
-def _correction_report(micro_batch: MicroBatch, factor_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The ``correction`` entries of ``SUM_NAMES`` and ``MAX_NAMES``; 0 without a correction."""
-    mask_T, importance_T = micro_batch.mask_T, micro_batch.importance_T
-    if factor_T is None:
-        zeros = torch.zeros(4, dtype=torch.float64, device=mask_T.device)
-        return zeros, zeros[0]
-    masked_T = factor_T == 0
-    sums = [
-        masked_sum(torch.ones_like(mask_T), mask_T),
-        masked_sum(factor_T, mask_T),
-        masked_sum((factor_T < importance_T) & ~masked_T, mask_T),
-        masked_sum(masked_T, mask_T),
-    ]
-    return torch.stack(sums), masked_max(importance_T, mask_T)
+    def ages(self) -> tuple[Tensor, Tensor]:
+        """Age of each token [T], and which were sampled by the weights that the policy has."""
+        own, context = self.micro_batch, self._context
+        age_T = context.num_updates - own.version_T
+        if context.rollout_version is None:
+            return age_T, torch.zeros_like(self.trains_T)
+        return age_T, (own.version_T == context.rollout_version) & self.trains_T
 
 
-def _mismatch(
-    logprob_T: Tensor, micro_batch: MicroBatch, context: UpdateContext
-) -> tuple[Tensor, Tensor]:
-    """|trainer − engine| [T] and which tokens [T] can be compared: those of the same weights."""
-    difference_T = (logprob_T - micro_batch.rollout_logprob_T).abs()
-    if context.rollout_version is None:
-        return difference_T, torch.zeros_like(micro_batch.mask_T)
-    same_T = (micro_batch.version_T == context.rollout_version).to(micro_batch.mask_T.dtype)
-    return difference_T, same_T * micro_batch.mask_T
+class _MicroBatchLoss:
+    """A ``TokenLoss``: objective, weights and entropy bonus; keeps what is reported."""
+
+    def __init__(self, objective: Objective, safe: _SafeTokens, kernels: Kernels) -> None:
+        self.safe = safe
+        self.loss_T = torch.zeros_like(safe.micro_batch.mask_T)
+        self.derivative_T = torch.zeros_like(self.loss_T)
+        self.weight_T = safe.micro_batch.loss_weight_T * safe.correction_T
+        self.tokens: TokenBatch | None = None
+        """All of them, where they came in one part."""
+        self._objective = objective
+        self._kernels = kernels
+
+    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+        tokens = self.safe.batch(logprob_T, entropy_T, part, kernels=None)
+        counts_T = tokens.mask > 0
+        weight_T = torch.where(counts_T, self.weight_T[part], 0)
+        ratio_T, loss_T, by_logprob_T, by_entropy_T = differentiate(
+            self._objective, tokens, weight_T, self._kernels
+        )
+        if len(tokens) == len(self.weight_T):
+            self.tokens = replace(tokens, ratio=ratio_T)
+            self.loss_T, self.derivative_T = loss_T, by_logprob_T
+        else:
+            self.loss_T[part], self.derivative_T[part] = loss_T, by_logprob_T
+        loss = (weight_T * loss_T).sum(dtype=torch.float64)
+        coefficient = self.safe.entropy_coefficient
+        if coefficient != 0:
+            bonus_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0)
+            bonus_T = bonus_T * -coefficient
+            loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
+            by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
+        return LossGradient(loss, by_logprob_T, by_entropy_T)
+
+
+def _detached(policy: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(policy.logprob_T.detach(), policy.entropy_T.detach())

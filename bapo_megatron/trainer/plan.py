@@ -8,13 +8,13 @@ Shape legend: B = samples of the batch, G = responses per prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from bapo_megatron.algorithm.advantage import group_advantages
+from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.loss import Denominators, token_weights
 from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update, split_updates
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.rollout import StalenessConfig
     from bapo_megatron.config.schema import AlgorithmConfig
     from bapo_megatron.data.packing import PackingRules
-    from bapo_megatron.types import MicroBatch, RolloutBatch
+    from bapo_megatron.types import MicroBatch, RolloutBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class PlannedUpdate:
 
     response_tokens: int
     """Response tokens over all ranks, those that are too old to train included."""
+    lengths: dict[str, float] = field(default_factory=dict)
+    """Responses with A > 0 and A < 0, and their tokens (``trainer.numbers``)."""
     trained_tokens: int = 0
     """Those with m = 1; where there is none, the update has no micro-batches."""
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -84,7 +86,7 @@ def plan_step(
             ``updates_per_batch`` equal parts.
     """
     samples = batch.samples
-    advantage_B = batch_advantages(batch, config)
+    advantage_B = batch_advantages(batch, Advantages(config.advantage))
     masks_B = [
         trainable_mask(sample.versions, batch.version, staleness)
         & (not masks_truncated or sample.finish_reason is not FinishReason.LENGTH)
@@ -95,8 +97,9 @@ def plan_step(
     for indices in split_updates(batch, config.updates_per_batch):
         response_tokens = sum(len(masks_B[i]) for i in indices)
         trains = [i for i in indices if trained_B[i] > 0]
+        lengths = _lengths(samples, indices, advantage_B)
         if not trains:
-            updates.append(PlannedUpdate(response_tokens))
+            updates.append(PlannedUpdate(response_tokens, lengths))
             continue
         plan = plan_update(samples, trains, layout.rules)
         micro_batches = build_micro_batches(
@@ -113,6 +116,7 @@ def plan_step(
         updates.append(
             PlannedUpdate(
                 response_tokens=response_tokens,
+                lengths=lengths,
                 trained_tokens=int(trained_B[trains].sum()),
                 micro_batches=tuple(micro_batches),
                 has_gradient=bool(np.any(advantage_B[trains] != 0)),
@@ -124,21 +128,32 @@ def plan_step(
     return tuple(updates)
 
 
-def batch_advantages(batch: RolloutBatch, config: AlgorithmConfig) -> np.ndarray:
+def batch_advantages(batch: RolloutBatch, advantages: Advantages) -> np.ndarray:
     """Advantage of every sample [B], float32, relative to its group.
 
     Raises:
         ValueError: groups of different sizes.
     """
-    rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
-    sizes = {len(group) for group in rewards}
+    sizes = {len(group.samples) for group in batch.groups}
     if len(sizes) != 1:
         raise ValueError(
             f"step {batch.step}: groups have {sorted(sizes)} samples; all groups of a batch need "
             "the same number, so collect the batch again with one samples_per_group"
         )
-    advantage_PG = group_advantages(torch.tensor(rewards, dtype=torch.float64), config.advantage)
-    return advantage_PG.flatten().numpy()
+    return advantages.compute(batch.groups).flatten().numpy()
+
+
+def _lengths(
+    samples: Sequence[Sample], indices: Sequence[int], advantage_B: np.ndarray
+) -> dict[str, float]:
+    """Responses and their tokens by the sign of the advantage."""
+    length_R = np.array([len(samples[i].response_token_ids) for i in indices])
+    advantage_R = advantage_B[list(indices)]
+    found = {}
+    for name, is_meant_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):
+        found[f"{name}_responses"] = float(np.count_nonzero(is_meant_R))
+        found[f"{name}_length"] = float(length_R[is_meant_R].sum())
+    return found
 
 
 def _loss_weights(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.algorithm.correction import add_log_weights, log_weights, sequence_log_weights
+from bapo_megatron.algorithm.correction import LOG_LIMIT, log_weights
+from bapo_megatron.algorithm.objective import add_over_responses, response_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,9 +76,9 @@ def _over_sequences(
     sum_B = torch.zeros(num_samples, dtype=torch.int64, device=weighed[0][1].device)
     samples = [micro_batch.sample_T.to(sum_B.device) for micro_batch, _ in weighed]
     for sample_T, (_, log_weight_T) in zip(samples, weighed, strict=True):
-        add_log_weights(sum_B, log_weight_T, sample_T)
+        add_over_responses(sum_B, log_weight_T, sample_T)
     dist.all_reduce(sum_B, group=context_group)
     return [
-        (micro_batch, sequence_log_weights(sum_B, sample_T))
+        (micro_batch, response_sums(sum_B, sample_T).clamp(-LOG_LIMIT, LOG_LIMIT).float())
         for sample_T, (micro_batch, _) in zip(samples, weighed, strict=True)
     ]

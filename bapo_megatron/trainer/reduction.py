@@ -1,6 +1,6 @@
 """From the reports of one update's micro-batches to what it measured over all ranks.
 
-Shape legend: K = searches of the update.
+Shape legend: S = sums, M = maxima, K = decisions of the update, D = entries of a decision.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED, to_clip_bounds
-from bapo_megatron.telemetry.metrics import MAX_PREFIX
-from bapo_megatron.trainer.loss_stage import MAX_NAMES, SUM_NAMES
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.trainer.loss_stage import TokenReport
-    from bapo_megatron.types import ClipBounds
+    from bapo_megatron.trainer.loss_stage import LossStage, TokenReport
 
-FAULTS = ("nonfinite_tokens", "refused_searches")
+FAULTS = ("nonfinite_tokens", "nonfinite_losses", "refused_decisions")
 """Counts that must be 0 before an optimizer step."""
 
 
@@ -31,24 +26,28 @@ class Measurement:
     """What one update measured over all ranks, equal on all of them and still on the device."""
 
     sums: Tensor
-    """[len(SUM_NAMES)] float64."""
+    """[S] float64."""
     maxima: Tensor
-    """[len(MAX_NAMES)] float64."""
-    bounds: Tensor
-    """[K, len(BOUNDS_FIELDS)] float64."""
+    """[M] float64."""
+    collected_nonfinite: Tensor
+    """[1] float64: non-finite tokens of the collection pass."""
+    decisions: Tensor
+    """[K, D] float64."""
 
-    @property
-    def faults(self) -> Tensor:
-        """[len(FAULTS)] float64, on the device."""
-        refused_K = self.bounds[:, BOUNDS_FIELDS.index("exit")] == REFUSED
-        # The search saw the log-probs of another pass than the loss where it came before it.
-        in_search = self.bounds[:, BOUNDS_FIELDS.index("nonfinite_tokens")].sum()
-        in_loss = self.sums[SUM_NAMES.index("nonfinite_tokens")]
-        return torch.stack([torch.maximum(in_loss, in_search), refused_K.sum(dtype=torch.float64)])
+    def flatten(self) -> Tensor:
+        """All of it, one after the other."""
+        return torch.cat(
+            [self.sums, self.maxima, self.collected_nonfinite, self.decisions.flatten()]
+        )
 
 
 def reduce_reports(
-    reports: list[TokenReport], num_searches: int, groups: ProcessGroups
+    reports: list[TokenReport],
+    collected_nonfinite: Tensor | None,
+    stage: LossStage,
+    groups: ProcessGroups,
+    *,
+    num_decisions: int,
 ) -> Measurement:
     """Add up the reports over micro-batches and data-parallel ranks, and tell all stages.
 
@@ -57,17 +56,30 @@ def reduce_reports(
 
     Args:
         reports: One per micro-batch on ranks of the last stage, elsewhere [].
-        num_searches: K; with 1 all reports hold the same bounds, else each has its own.
+        collected_nonfinite: Non-finite tokens that this rank found before the loss; None where
+            there was no collection pass.
+        stage: Names what the reports hold.
         groups: This rank's groups.
+        num_decisions: K; with 1 all reports hold the same decision, else each has its own.
     """
-    shapes = ((len(SUM_NAMES),), (len(MAX_NAMES),), (num_searches, len(BOUNDS_FIELDS)))
+    numbers = stage.numbers
+    shapes = (
+        (len(numbers.sum_names),),
+        (len(numbers.max_names),),
+        (1,),
+        (num_decisions, stage.decision_size),
+    )
     if groups.is_last_stage:
         sums = torch.stack([report.sums for report in reports]).sum(dim=0)
         maxima = torch.stack([report.maxima for report in reports]).amax(dim=0)
-        dist.all_reduce(sums, group=groups.data)
+        found = torch.zeros(1, dtype=torch.float64, device=groups.device)
+        if collected_nonfinite is not None:
+            found += collected_nonfinite
+        counted = torch.cat([sums, found])
+        dist.all_reduce(counted, group=groups.data)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=groups.data)
-        bounds = torch.stack([report.bounds for report in reports[:num_searches]])
-        packed = torch.cat([sums, maxima, bounds.flatten()])
+        decisions = torch.stack([report.decision for report in reports[:num_decisions]])
+        packed = torch.cat([counted[:-1], maxima, counted[-1:], decisions.flatten()])
     else:
         size = sum(torch.Size(shape).numel() for shape in shapes)
         packed = torch.empty(size, dtype=torch.float64, device=groups.device)
@@ -78,24 +90,42 @@ def reduce_reports(
     return Measurement(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
-def read_measurements(
-    measurements: list[Measurement],
-) -> list[tuple[dict[str, float], tuple[ClipBounds, ...]]]:
-    """Bring measurements to the host, all in one copy.
+def find_faults(measurement: Measurement, stage: LossStage) -> Tensor:
+    """Return the counts of ``FAULTS`` of an update, [3] float64, on the device."""
+    names = stage.numbers.sum_names
+    in_loss = measurement.sums[names.index("nonfinite_tokens")]
+    # The collection pass saw the log-probs of another pass than the loss where it came before it.
+    tokens = torch.maximum(in_loss, measurement.collected_nonfinite[0])
+    losses = measurement.sums[names.index("nonfinite_losses")]
+    refused = torch.zeros_like(losses)
+    for decision in measurement.decisions:
+        is_refused = stage.objective.refuses(decision) if len(decision) else None
+        if is_refused is not None:
+            refused = refused + is_refused
+    return torch.stack([tokens, losses, refused])
 
-    Returns:
-        For each, the sums and maxima by name, and the bounds of its searches.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A ``Measurement`` on the host."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    decisions: tuple[tuple[float, ...], ...]
+    """[K][D]."""
+
+
+def read_measurements(measurements: list[Measurement], stage: LossStage) -> list[Measured]:
+    """Bring measurements to the host, all in one copy."""
     if not measurements:
         return []
-    flat = [torch.cat([m.sums, m.maxima, m.bounds.flatten()]) for m in measurements]
-    values = iter(torch.cat(flat).tolist())
-    names = [*SUM_NAMES, *(f"{MAX_PREFIX}{name}" for name in MAX_NAMES)]
+    values = iter(torch.cat([m.flatten() for m in measurements]).tolist())
     results = []
     for measurement in measurements:
-        sums = {name: next(values) for name in names}
-        bounds = tuple(
-            to_clip_bounds([next(values) for _ in BOUNDS_FIELDS]) for _ in measurement.bounds
-        )
-        results.append((sums, bounds))
+        sums = {name: next(values) for name in stage.numbers.sum_names}
+        maxima = {name: next(values) for name in stage.numbers.max_names}
+        next(values)  # the count of the collection pass is a fault, not a number
+        num_decisions, size = measurement.decisions.shape
+        decisions = tuple(tuple(next(values) for _ in range(size)) for _ in range(num_decisions))
+        results.append(Measured(sums, maxima, decisions))
     return results

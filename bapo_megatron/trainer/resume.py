@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.rollout.base import RolloutSource
     from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
+
+
+_EXIT = re.compile(r"bapo/exit_(\w+)_share")
 
 
 @dataclass(slots=True)
@@ -50,8 +53,10 @@ class Progress:
         self.generated_tokens += tokens
         self.generation_s += tokens / rate if rate > 0 else 0.0
         self.updates += sum(not result.skipped for result in results)
-        seen = Counter(bounds.exit for result in results for bounds in result.bounds)
-        self.exits = dict(Counter(self.exits) + seen)
+        for decision in (d for result in results for d in result.decisions):
+            for name, share in decision.items():
+                if share and (exit_name := _EXIT.fullmatch(name)):
+                    self.exits[exit_name[1]] = self.exits.get(exit_name[1], 0) + 1
 
     def record_evaluation(self, step: int, results: list[EvalResult]) -> None:
         """Keep the scores of the first evaluation set before training and the newest after it."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from rich.console import Console
 
+from bapo_megatron.algorithm.advantage import Advantages
+from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import save_resolved
 from bapo_megatron.data.dump import dump_bytes, read_batch
@@ -38,6 +40,7 @@ from bapo_megatron.trainer.best import take_best
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.token_dump import TokenDump
 from bapo_megatron.trainer.weight_probe import WeightProbe
 from bapo_megatron.trainer.weight_sync import SyncReport, WeightSync, sync_metrics
 from bapo_megatron.types import StepMetrics
@@ -83,6 +86,7 @@ class Run:
             staleness=config.rollout.staleness,
             layout=layout,
             masks_truncated=config.reward.truncated == "mask",
+            dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
         )
         self.progress = Progress()
         self.saver = CheckpointSaver(_checkpoint_root(config), config.checkpoint)
@@ -98,7 +102,7 @@ class Run:
         self._sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
-            WeightProbe(policy, config.algorithm, config.ops, layout),
+            WeightProbe(policy, config.ops, layout),
             groups.device,
         )
 
@@ -111,6 +115,9 @@ class Run:
         """
         rank = int(os.environ.get("RANK", "0"))
         check_config(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
+        # Before anything is started: what the configuration names may not be usable.
+        load_objective(config.algorithm)
+        Advantages(config.algorithm.advantage)
         with ExitStack() as stack:
             source: RolloutSource | None = None
             if rank == 0:

@@ -1,6 +1,6 @@
 """One training step: the updates that one batch is used for.
 
-plan → (recompute μ) → for each epoch and update: collect ℓ → search the bounds →
+plan → (recompute μ) → for each epoch and update: collect what the objective must know →
 forward and backward → check → optimizer step
 
 The host waits for the device in one place per update, where the gradient norm and the faults of the
@@ -15,10 +15,23 @@ from typing import TYPE_CHECKING
 from bapo_megatron.algorithm.masked import first_nonfinite
 from bapo_megatron.distributed import first_message
 from bapo_megatron.policy.megatron_policy import LossOutput
-from bapo_megatron.trainer.loss_stage import LossStage, TokenReport, UpdateContext
+from bapo_megatron.trainer.loss_stage import (
+    Collected,
+    LossStage,
+    PolicyOutput,
+    TokenReport,
+    UpdateContext,
+)
 from bapo_megatron.trainer.plan import plan_step
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
-from bapo_megatron.trainer.reduction import Measurement, read_measurements, reduce_reports
+from bapo_megatron.trainer.reduction import (
+    FAULTS,
+    Measurement,
+    find_faults,
+    read_measurements,
+    reduce_reports,
+)
+from bapo_megatron.trainer.token_dump import TokenDump
 from bapo_megatron.types import UpdateResult
 
 if TYPE_CHECKING:
@@ -26,7 +39,9 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.rollout import StalenessConfig
     from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+    from bapo_megatron.ops.logprob import TokenLogprobs
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
+    from bapo_megatron.policy.optimizer import OptimizerStep
     from bapo_megatron.trainer.plan import Layout, PlannedUpdate
     from bapo_megatron.types import MicroBatch, RolloutBatch
 
@@ -45,10 +60,12 @@ class _Outcome:
     """What the host knew by itself."""
     grad_norm: float = 0.0
     skipped: bool = True
+    tokens: tuple[tuple[MicroBatch, TokenReport], ...] = ()
+    """This rank's, for a dump."""
 
 
 class BatchTrainer:
-    """Makes the optimizer updates of one batch after the other."""
+    """Runs a batch's optimizer updates in order."""
 
     def __init__(
         self,
@@ -60,6 +77,7 @@ class BatchTrainer:
         staleness: StalenessConfig,
         layout: Layout,
         masks_truncated: bool = False,
+        dump: TokenDump | None = None,
     ) -> None:
         """Prepare for batches.
 
@@ -71,6 +89,10 @@ class BatchTrainer:
             staleness: Which tokens are too old to train.
             layout: How samples become this rank's micro-batches.
             masks_truncated: Whether no token of a truncated response trains.
+            dump: Writes the tokens of some steps; None: of none.
+
+        Raises:
+            UserCodeError: The objective cannot be used.
         """
         self._policy = policy
         self._config = config
@@ -78,19 +100,20 @@ class BatchTrainer:
         self._staleness = staleness
         self._layout = layout
         self._masks_truncated = masks_truncated
-        self._stage = LossStage(
-            config,
+        self._dump = dump
+        self._output = PolicyOutput(
             ops,
             vocab_size=policy.vocab_size,
             temperature=temperature,
             groups=policy.groups,
             head=policy.head,
         )
+        self._stage = LossStage(config, self._output, policy.groups)
 
     @property
     def kernels_name(self) -> str:
-        """Which kernels the loss stage runs."""
-        return self._stage.kernels_name
+        """Which kernels the loss stage runs: ``cpu``, ``cuda`` or ``reference``."""
+        return self._output.kernels.name
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
@@ -107,9 +130,13 @@ class BatchTrainer:
             masks_truncated=self._masks_truncated,
         )
         updates_before = self._policy.num_updates
+        first_pass: list[TokenLogprobs] | None = None
         if self._config.behaviour == "recomputed":
             num_samples = len(batch.samples)
-            updates = tuple(self._recompute_behaviour(update, num_samples) for update in updates)
+            passes = [self._recompute_behaviour(update, num_samples) for update in updates]
+            updates = tuple(update for update, _ in passes)
+            # That pass ran with the weights of the first update.
+            first_pass = passes[0][1]
         outcomes = []
         for number in range(self._config.epochs * len(updates)):
             update = updates[number % len(updates)]
@@ -120,68 +147,100 @@ class BatchTrainer:
                 num_updates=batch.version + made,
                 rollout_version=batch.version if same_weights else None,
             )
-            outcomes.append(self._update(batch, update, context, is_first=number == 0))
-        return _read(outcomes)
+            known = first_pass if number == 0 else None
+            outcomes.append(self._update(batch, update, context, known))
+            if self._dump is not None and self._dump.is_due(batch.step):
+                self._dump.write(outcomes[-1].tokens, batch.step, number, self._groups)
+        return self._read(outcomes)
 
-    def _recompute_behaviour(self, update: PlannedUpdate, num_samples: int) -> PlannedUpdate:
-        """Replace μ by the trainer's own log-probs at the start of the step."""
-        if not update.micro_batches:
-            return update
-        logprobs = self._policy.forward_only(update.micro_batches, self._stage.logprobs)
-        if not self._groups.is_last_stage:
-            return update
+    def _recompute_behaviour(
+        self, update: PlannedUpdate, num_samples: int
+    ) -> tuple[PlannedUpdate, list[TokenLogprobs]]:
+        """Replace μ by the trainer's own log-probs at the start of the step; returns these too."""
+        policy = self._policy.forward_only(update.micro_batches, self._output.read)
+        if not update.micro_batches or not self._groups.is_last_stage:
+            return update, policy
         micro_batches = with_recomputed_behaviour(
             update.micro_batches,
-            logprobs,
+            [logprob_T for logprob_T, _ in policy],
             self._config.correction,
             num_samples=num_samples,
             context_group=self._groups.context,
         )
-        return replace(update, micro_batches=micro_batches)
+        return replace(update, micro_batches=micro_batches), policy
 
     def _update(
-        self, batch: RolloutBatch, update: PlannedUpdate, context: UpdateContext, *, is_first: bool
+        self,
+        batch: RolloutBatch,
+        update: PlannedUpdate,
+        context: UpdateContext,
+        policy: list[TokenLogprobs] | None,
     ) -> _Outcome:
-        has_bonus = self._config.entropy_coefficient > 0 and update.trained_tokens > 0
-        if not update.has_gradient and not has_bonus:
+        """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
+        stage = self._stage
+        trains_all = self._config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
+        if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
             return _Outcome(measurement=None, sums=_token_counts(update))
-        bounds: Tensor | None = None
-        if self._stage.searches_whole_update:
-            collected = self._collect(update, is_first=is_first)
-            if self._groups.is_last_stage:
-                bounds = self._stage.search(collected, update.micro_batches)
+        collected = self._collect(update, context, policy, num_samples=len(batch.samples))
+        micro_batches = update.micro_batches if collected is None else collected.micro_batches
+        decision = None if collected is None else collected.decision
 
         def loss_fn(output: Tensor, micro_batch: MicroBatch) -> LossOutput[TokenReport]:
-            return LossOutput(
-                *self._stage.loss(output, micro_batch, bounds=bounds, context=context)
-            )
+            return LossOutput(*stage.loss(output, micro_batch, decision=decision, context=context))
 
-        reports = self._policy.forward_backward(update.micro_batches, loss_fn)
-        num_searches = 1 if self._stage.searches_whole_update else len(update.micro_batches)
-        measurement = reduce_reports(reports, num_searches, self._groups)
-        step = self._policy.optimizer_step(measurement.faults)
+        reports = self._policy.forward_backward(micro_batches, loss_fn)
+        measurement = reduce_reports(
+            reports,
+            None if collected is None else collected.nonfinite_tokens,
+            stage,
+            self._groups,
+            num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
+        )
+        made = self._policy.optimizer_step(find_faults(measurement, stage))
         sums = _token_counts(update) | _packing(update)
-        if step.applied:
-            return _Outcome(measurement, sums, step.grad_norm, skipped=False)
-        nonfinite_tokens, refused_searches = step.faults
-        if nonfinite_tokens > 0:
-            return self._refuse(batch, update, reports, nonfinite_tokens)
-        if refused_searches > 0:
-            raise ValueError(f"step {batch.step}: {_explain_refusal(measurement)}")
-        if self._config.on_nonfinite == "raise":
-            raise NonFiniteError(
-                f"step {batch.step}: the gradient norm is {step.grad_norm} although every "
-                "log-prob is finite; lower optimizer.lr, or set "
-                "algorithm.on_nonfinite=skip_update to go on without such updates"
-            )
+        if made.applied:
+            tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
+            return _Outcome(measurement, sums, made.grad_norm, skipped=False, tokens=tokens)
+        if made.faults[FAULTS.index("nonfinite_tokens")] > 0:
+            return self._refuse(batch, update, reports, made.faults[0])
+        self._raise_fault(batch.step, measurement, made)
         return _Outcome(measurement=None, sums=sums)
 
-    def _collect(self, update: PlannedUpdate, *, is_first: bool) -> list[Tensor]:
-        """ℓ [T] of every micro-batch, which the bounds need before the first backward."""
-        if is_first and self._config.behaviour == "recomputed":
-            # The pass at the start of the step ran with these weights: ℓ = μ.
-            return [micro_batch.behaviour_logprob_T for micro_batch in update.micro_batches]
-        return self._policy.forward_only(update.micro_batches, self._stage.logprobs)
+    def _collect(
+        self,
+        update: PlannedUpdate,
+        context: UpdateContext,
+        policy: list[TokenLogprobs] | None,
+        *,
+        num_samples: int,
+    ) -> Collected | None:
+        """What the objective must know of the whole update; None where that is nothing."""
+        if not self._stage.collects:
+            return None
+        if policy is None:
+            policy = self._policy.forward_only(update.micro_batches, self._output.read)
+        if not self._groups.is_last_stage:
+            return None
+        return self._stage.collect(policy, update.micro_batches, context, num_samples=num_samples)
+
+    def _raise_fault(self, step: int, measurement: Measurement, made: OptimizerStep) -> None:
+        """Raise for an update of finite tokens that was not made, unless it is to be skipped."""
+        faults = dict(zip(FAULTS, made.faults, strict=True))
+        if faults["refused_decisions"] > 0:
+            raise ValueError(f"step {step}: {self._explain_refusal(measurement)}")
+        if self._config.on_nonfinite != "raise":
+            return
+        if faults["nonfinite_losses"] > 0:
+            raise NonFiniteError(
+                f"step {step}: algorithm.objective '{self._config.objective}' gave "
+                f"{faults['nonfinite_losses']:.0f} tokens with finite values a loss or gradient "
+                "that is NaN or infinite; guard its divisions, logarithms and exponentials"
+            )
+        raise NonFiniteError(
+            f"step {step}: the gradient norm is {made.grad_norm} although every "
+            "log-prob is finite; lower optimizer.lr, or set "
+            "algorithm.on_nonfinite=skip_update to go on without such updates"
+        )
 
     def _refuse(
         self,
@@ -203,12 +262,46 @@ class BatchTrainer:
             "algorithm.on_nonfinite=skip_update to leave such updates out"
         )
 
+    def _read(self, outcomes: list[_Outcome]) -> list[UpdateResult]:
+        """Bring the measurements of a step to the host, in one copy."""
+        made = [outcome.measurement for outcome in outcomes if outcome.measurement is not None]
+        values = iter(read_measurements(made, self._stage))
+        results = []
+        for outcome in outcomes:
+            measured = next(values) if outcome.measurement is not None else None
+            results.append(
+                UpdateResult(
+                    sums=outcome.sums if measured is None else measured.sums | outcome.sums,
+                    maxima={} if measured is None else measured.maxima,
+                    decisions=()
+                    if measured is None
+                    else tuple(map(self._report_decision, measured.decisions)),
+                    grad_norm=outcome.grad_norm,
+                    skipped=outcome.skipped,
+                )
+            )
+        return results
+
+    def _report_decision(self, decision: tuple[float, ...]) -> dict[str, float]:
+        return dict(self._stage.objective.report_decision(decision))
+
+    def _explain_refusal(self, measurement: Measurement) -> str:
+        """Why the objective refused an update of finite tokens; reads the device."""
+        [measured] = read_measurements([measurement], self._stage)
+        objective = self._stage.objective
+        for row, decision in zip(measurement.decisions, measured.decisions, strict=True):
+            is_refused = objective.refuses(row)
+            if is_refused is not None and bool(is_refused):
+                return objective.explain_refusal(decision)
+        raise AssertionError("no decision was refused")
+
 
 def _token_counts(update: PlannedUpdate) -> dict[str, float]:
     """How many tokens the update has, and how many of them are too old to train."""
     return {
         "response_tokens": float(update.response_tokens),
         "masked_tokens": float(update.response_tokens - update.trained_tokens),
+        **update.lengths,
     }
 
 
@@ -222,44 +315,6 @@ def _packing(update: PlannedUpdate) -> dict[str, float]:
     }
 
 
-def _read(outcomes: list[_Outcome]) -> list[UpdateResult]:
-    """Bring the measurements of a step to the host, in one copy."""
-    made = [outcome.measurement for outcome in outcomes if outcome.measurement is not None]
-    values = iter(read_measurements(made))
-    results = []
-    for outcome in outcomes:
-        sums, bounds = next(values) if outcome.measurement is not None else ({}, ())
-        results.append(
-            UpdateResult(
-                sums=sums | outcome.sums,
-                bounds=bounds,
-                grad_norm=outcome.grad_norm,
-                skipped=outcome.skipped,
-            )
-        )
-    return results
-
-
-def _explain_refusal(measurement: Measurement) -> str:
-    """Why a search of finite tokens was refused; reads the device."""
-    [(_, bounds)] = read_measurements([measurement])
-    refused = next(b for b in bounds if b.exit == "refused")
-    if refused.out_of_range_tokens > 0:
-        return (
-            f"{refused.out_of_range_tokens} tokens have |weight · advantage| >= 256 or a mask "
-            "other than 0 and 1, beyond the exact sums of the bound search; scale the rewards down"
-        )
-    if refused.tokens >= 1 << 31:
-        return (
-            f"the bound search saw {refused.tokens} tokens, 2^31 or more; use smaller batches or "
-            "raise algorithm.updates_per_batch"
-        )
-    return (
-        "the contribution table holds a negative sum, which no tokens can give; its all-reduce "
-        "went wrong, so check that all ranks run the same version"
-    )
-
-
 def _describe_nonfinite(
     batch: RolloutBatch, update: PlannedUpdate, reports: list[TokenReport]
 ) -> str | None:
@@ -269,7 +324,7 @@ def _describe_nonfinite(
     for report, micro_batch in zip(reports, update.micro_batches, strict=True):
         checked = {
             "behaviour log-prob": micro_batch.behaviour_logprob_T,
-            "log-prob": report.logprob_T,
+            "log-prob": report.policy.logprob_T,
             "advantage": micro_batch.advantage_T,
         }
         for name, values_T in checked.items():

@@ -80,5 +80,5 @@ def accuracies(results: list[EvalResult]) -> tuple[float | None, float | None]:
 
 def moved_share(exits: Mapping[str, float]) -> float | None:
     """Share of searches that did not end at ``start``, from counts by exit."""
-    searched = sum(count for name, count in exits.items() if name != "fixed")
+    searched = sum(exits.values())
     return (searched - exits.get("start", 0)) / searched if searched else None

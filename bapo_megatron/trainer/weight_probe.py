@@ -9,13 +9,13 @@ import numpy as np
 from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update
 from bapo_megatron.distributed import gather_objects
-from bapo_megatron.trainer.loss_stage import LossStage
+from bapo_megatron.trainer.loss_stage import PolicyOutput
 from bapo_megatron.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+    from bapo_megatron.config.schema import OpsConfig
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.trainer.plan import Layout
 
@@ -26,14 +26,11 @@ TEMPERATURE = 1.0
 class WeightProbe:
     """Computes what servers with the same weights must compute."""
 
-    def __init__(
-        self, policy: MegatronPolicy, algorithm: AlgorithmConfig, ops: OpsConfig, layout: Layout
-    ) -> None:
-        """Prepare the loss stage; arguments as of ``BatchTrainer``."""
+    def __init__(self, policy: MegatronPolicy, ops: OpsConfig, layout: Layout) -> None:
+        """Choose kernels; arguments as of ``BatchTrainer``."""
         self._policy = policy
         self._layout = layout
-        self._stage = LossStage(
-            algorithm,
+        self._output = PolicyOutput(
             ops,
             vocab_size=policy.vocab_size,
             temperature=TEMPERATURE,
@@ -69,7 +66,7 @@ class WeightProbe:
             for micro_batch, logprob_T in zip(
                 micro_batches,
                 # Empty on all stages but the last.
-                self._policy.forward_only(micro_batches, self._stage.logprobs) or [],
+                self._policy.forward_only(micro_batches, self._output.logprobs) or [],
                 strict=False,
             )
         ]

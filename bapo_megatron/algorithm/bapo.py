@@ -1,0 +1,115 @@
+"""BAPO: clip bounds searched so that positive tokens hold the target share (Algorithm 1).
+
+The statistic is the contribution table, exact integers for every candidate at once; the decision
+is the outcome of the search, which stays on the device from there to the loss.
+
+Shape legend: T = response tokens, K = slots of the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from bapo_megatron.algorithm.clip import clipped_loss, clipped_shares
+from bapo_megatron.algorithm.objective import Objective
+from bapo_megatron.ops.contributions import (
+    BOUNDS_FIELDS,
+    EXIT_NAMES,
+    REFUSED,
+    ContributionTable,
+    accumulate,
+    search_bounds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bapo_megatron.algorithm.objective import Needs, TokenBatch
+    from bapo_megatron.config.schema import BapoConfig
+
+_LOW, _HIGH, _EXIT = (BOUNDS_FIELDS.index(name) for name in ("low", "high", "exit"))
+
+
+@dataclass(frozen=True, slots=True)
+class Bapo(Objective):
+    """Searches the bounds over all tokens of an update, or of micro-batches (``scope``)."""
+
+    config: BapoConfig
+    dual_clip: float | None
+    table: ContributionTable
+    """An empty one: its layout and kernels."""
+    needs: Needs = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Follow ``scope``."""
+        object.__setattr__(self, "needs", self.config.scope)
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return the contributions of the tokens, [K] int64."""
+        table = self.table.new_empty()
+        accumulate(
+            table,
+            tokens.logprob.float(),
+            tokens.behaviour_logprob.float(),
+            tokens.advantage.float(),
+            tokens.mask.float(),
+        )
+        return table.tensor
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Search the bounds: ``BOUNDS_FIELDS``."""
+        return search_bounds(self.table.with_sums(total_K), self.config)
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """See ``clip.clipped_loss``, with the bounds that were found."""
+        return clipped_loss(tokens, *self.bounds(tokens), self.dual_clip)
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return the bounds that were found."""
+        assert tokens.decision is not None, "the bounds are searched before the loss"
+        found = tokens.decision.to(tokens.ratio.dtype)
+        return found[_LOW], found[_HIGH]
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """See ``clip.clipped_shares``."""
+        return clipped_shares(tokens, *self.bounds(tokens), self.dual_clip)
+
+    def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
+        """Return bounds, positive shares and exit of a search."""
+        found = dict(zip(BOUNDS_FIELDS, decision, strict=True))
+        return {
+            "bapo/clip_low": found["low"],
+            "bapo/clip_high": found["high"],
+            "bapo/positive_share_start": found["positive_share_start"],
+            "bapo/positive_share": found["positive_share"],
+            **{
+                f"bapo/exit_{name}_share": float(EXIT_NAMES[int(found["exit"])] == name)
+                for name in ("start", "met", "exhausted")
+            },
+        }
+
+    def refuses(self, decision: Tensor) -> Tensor:
+        """Say whether the table was not fit for a search."""
+        return decision[_EXIT] == REFUSED
+
+    def explain_refusal(self, decision: Sequence[float]) -> str:
+        """Say what was wrong with the table."""
+        found = dict(zip(BOUNDS_FIELDS, decision, strict=True))
+        if found["out_of_range_tokens"] > 0:
+            return (
+                f"{found['out_of_range_tokens']:.0f} tokens have |weight · advantage| >= 256 or a "
+                "mask other than 0 and 1, beyond the exact sums of the bound search; scale the "
+                "rewards down"
+            )
+        if found["tokens"] >= 1 << 31:
+            return (
+                f"the bound search saw {found['tokens']:.0f} tokens, 2^31 or more; use smaller "
+                "batches or raise algorithm.updates_per_batch"
+            )
+        return (
+            "the contribution table holds a negative sum, which no tokens can give; its all-reduce "
+            "went wrong, so check that all ranks run the same version"
+        )

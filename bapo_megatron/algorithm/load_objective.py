@@ -1,0 +1,356 @@
+"""The objective that ``algorithm.objective`` names, tried on a few tokens before it is used.
+
+A user's function must give each token its loss from that token alone. One that secretly mixes
+tokens, by a mean or a sort, say, would make results depend on micro-batches and ranks. So it is run
+on a small batch whole, permuted and split, and refused where the results differ.
+
+Shape legend: T = tokens of the trial.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
+
+import torch
+
+from bapo_megatron.algorithm.bapo import Bapo
+from bapo_megatron.algorithm.clip import FixedClip
+from bapo_megatron.algorithm.objective import (
+    Needs,
+    Objective,
+    TokenBatch,
+    add_over_responses,
+    differentiate,
+    response_sums,
+)
+from bapo_megatron.algorithm.user_code import UserCode
+from bapo_megatron.ops.contributions import ContributionTable
+from bapo_megatron.ops.ratio import importance_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from bapo_megatron.config.schema import AlgorithmConfig
+    from bapo_megatron.ops.backend import Kernels
+
+CPU = torch.device("cpu")
+_KEY = "algorithm.objective"
+_TRIAL_TOKENS, _TRIAL_RESPONSES = 48, 6
+_TOLERANCE = 1e-5
+_NO_GRADIENT = (
+    "returns a loss without a gradient; compute it from tokens.logprob, tokens.ratio or "
+    "tokens.entropy, and do not detach it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedObjective:
+    """An objective, and the sizes of what it returns; equal on all ranks."""
+
+    objective: Objective
+    report_names: tuple[str, ...]
+    """Keys of ``report``."""
+    statistic_size: int
+    """K of ``needs: update`` and ``micro_batch``, else 0."""
+    decision_size: int
+    """D likewise."""
+
+
+def load_objective(
+    config: AlgorithmConfig, device: torch.device = CPU, kernels: Kernels | None = None
+) -> LoadedObjective:
+    """Make the objective and try it.
+
+    Args:
+        config: The algorithm section.
+        device: Where tokens will be.
+        kernels: None: the best for the device.
+
+    Raises:
+        UserCodeError: The user's code cannot be imported, raises, or returns what cannot be used.
+    """
+    objective = _make(config, device, kernels)
+    tokens = trial_tokens(device)
+    statistic_size = decision_size = 0
+    if objective.needs == "response":
+        value_T = objective.statistics(tokens)
+        sum_B = torch.zeros(_TRIAL_RESPONSES, dtype=torch.int64, device=device)
+        add_over_responses(sum_B, value_T, tokens.response)
+        sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
+        tokens = replace(tokens, response_sums=sums_T)
+    elif objective.needs != "token":
+        total_K = objective.statistics(tokens)
+        decision = objective.decide(total_K)
+        statistic_size, decision_size = total_K.numel(), decision.numel()
+        tokens = replace(tokens, decision=decision)
+    if isinstance(objective, UserObjective):
+        _try(objective, tokens, kernels)
+    names = tuple(objective.report(tokens))
+    return LoadedObjective(objective, names, statistic_size, decision_size)
+
+
+def _make(config: AlgorithmConfig, device: torch.device, kernels: Kernels | None) -> Objective:
+    if config.objective == "bapo":
+        table = ContributionTable(config.bapo, config.dual_clip, device=device, kernels=kernels)
+        return Bapo(config.bapo, config.dual_clip, table)
+    if config.objective == "clip":
+        return FixedClip(config.fixed.low, config.fixed.high, config.dual_clip)
+    if config.objective == "none":
+        return FixedClip(0.0, math.inf, config.dual_clip)
+    return UserObjective(UserCode(_KEY, config.objective), config.objective_options)
+
+
+class _Function(Objective):
+    """A plain function as an objective."""
+
+    def __init__(self, function: Callable[[TokenBatch], Tensor]) -> None:
+        self._function = function
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        return self._function(tokens)
+
+
+class UserObjective(Objective):
+    """A user's objective whose results are checked; errors name the user's file and line."""
+
+    def __init__(self, code: UserCode, options: Mapping[str, Any]) -> None:
+        """Make an instance of a class, or wrap a function.
+
+        Args:
+            code: What the configuration names.
+            options: Keyword arguments of the class, or further ones of the function.
+
+        Raises:
+            UserCodeError: It is neither, or the class cannot be made.
+        """
+        self._code = code
+        named = code.object
+        if inspect.isclass(named):
+            if not callable(getattr(named, "loss", None)):
+                code.refuse("is a class without a method 'loss'; write loss(self, tokens)")
+            with code.guard():
+                self._inner: Any = named(**options)
+        elif callable(named):
+            self._inner = _Function(functools.partial(named, **options) if options else named)
+        else:
+            code.refuse(f"is a {type(named).__name__}; name a function or a class")
+        self.needs: Needs = self._declared("needs", "token")
+        self.trains_zero_advantage: bool = self._declared("trains_zero_advantage", False)
+        self.selects_tokens: bool = self._declared("selects_tokens", False)
+        written = getattr(type(self._inner), "statistics", Objective.statistics)
+        if self.needs != "token" and written is Objective.statistics:
+            code.refuse(f"declares needs = {self.needs!r}; write statistics(self, tokens)")
+        if self.needs not in get_args(Needs):
+            code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
+        if self.selects_tokens and self.needs not in ("response", "update"):
+            code.refuse(
+                f"selects tokens with needs = {self.needs!r}; the denominators count the selected "
+                "tokens before the first gradient, so declare needs = 'update'"
+            )
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Call the user's ``loss``."""
+        loss_T = self._per_token("loss", tokens)
+        if torch.is_grad_enabled() and not loss_T.requires_grad:
+            self.refuse("loss", _NO_GRADIENT)
+        return loss_T
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Call the user's ``statistics``."""
+        if self.needs == "response":
+            return self._per_token("statistics", tokens)
+        with self._code.guard():
+            total_K = self._inner.statistics(tokens)
+        if not isinstance(total_K, torch.Tensor) or total_K.dtype != torch.int64:
+            self.refuse(
+                "statistics",
+                f"returns {_kind(total_K)} as statistics with needs = {self.needs!r}; return an "
+                "int64 tensor [K], since only integers add up to the same on any ranks",
+            )
+        return total_K
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Call the user's ``decide``."""
+        with self._code.guard():
+            decision = self._call("decide")(total_K)
+        if not isinstance(decision, torch.Tensor) or decision.dtype != torch.float64:
+            self.refuse("decide", f"returns {_kind(decision)} as decision; return float64 [D]")
+        return decision
+
+    def select(self, tokens: TokenBatch) -> Tensor:
+        """Call the user's ``select``."""
+        return self._per_token("select", tokens)
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
+        """Call the user's ``bounds``."""
+        with self._code.guard():
+            return self._call("bounds")(tokens)  # type: ignore[no-any-return]
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Call the user's ``report``."""
+        with self._code.guard():
+            values = dict(self._call("report")(tokens))
+        for name, value_T in values.items():
+            self._check("report", f"report['{name}']", value_T, tokens)
+        return values
+
+    def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
+        """Call the user's ``report_decision``."""
+        with self._code.guard():
+            return {k: float(v) for k, v in self._call("report_decision")(decision).items()}
+
+    def refuses(self, decision: Tensor) -> Tensor | None:
+        """Call the user's ``refuses``."""
+        with self._code.guard():
+            return self._call("refuses")(decision)  # type: ignore[no-any-return]
+
+    def explain_refusal(self, decision: Sequence[float]) -> str:
+        """Call the user's ``explain_refusal``."""
+        with self._code.guard():
+            return str(self._call("explain_refusal")(decision))
+
+    def refuse(self, method: str, problem: str) -> NoReturn:
+        """Raise for what ``method`` returned."""
+        self._code.refuse(
+            problem, None if isinstance(self._inner, _Function) else self._call(method)
+        )
+
+    def _declared(self, name: str, default: Any) -> Any:
+        return getattr(self._inner, name, default)
+
+    def _call(self, name: str) -> Any:
+        """The user's method, or the default of one that is not written."""
+        own = getattr(self._inner, name, None)
+        return own if own is not None else functools.partial(getattr(Objective, name), self._inner)
+
+    def _per_token(self, method: str, tokens: TokenBatch) -> Tensor:
+        with self._code.guard():
+            value_T: Tensor = self._call(method)(tokens)
+        self._check(method, method, value_T, tokens)
+        return value_T
+
+    def _check(self, method: str, what: str, value_T: Any, tokens: TokenBatch) -> None:
+        if not isinstance(value_T, torch.Tensor) or value_T.shape != tokens.logprob.shape:
+            self.refuse(
+                method,
+                f"returns {_kind(value_T)} as {what} of {len(tokens)} tokens; return one value "
+                f"per token, [{len(tokens)}]",
+            )
+        if value_T.device != tokens.logprob.device:
+            self.refuse(
+                method,
+                f"returns a tensor on {value_T.device} as {what}, but the tokens are on "
+                f"{tokens.logprob.device}; make new tensors from theirs",
+            )
+
+
+def trial_tokens(device: torch.device) -> TokenBatch:
+    """Tokens of several responses, some masked, with ratios on both sides of usual bounds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform(low: float, high: float, count: int = _TRIAL_TOKENS) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    response_T = torch.arange(_TRIAL_TOKENS) % _TRIAL_RESPONSES
+    behaviour_T = uniform(-4.0, -0.1)
+    mask_T = (torch.arange(_TRIAL_TOKENS) % 7 != 3).float()
+    logprob_T = torch.where(mask_T > 0, behaviour_T + uniform(-0.8, 0.8), behaviour_T).clamp(max=0)
+    entropy_T = uniform(0.0, 3.0)
+    tokens_B = torch.zeros(_TRIAL_RESPONSES).index_add_(0, response_T, mask_T)
+    batch = TokenBatch(
+        logprob=logprob_T,
+        behaviour_logprob=behaviour_T,
+        rollout_logprob=behaviour_T + uniform(-0.01, 0.01),
+        ratio=logprob_T,  # replaced below
+        advantage=uniform(-2.0, 2.0, _TRIAL_RESPONSES)[response_T] * mask_T,
+        reward=uniform(0.0, 1.0, _TRIAL_RESPONSES).round()[response_T],
+        mask=mask_T,
+        entropy=entropy_T * mask_T,
+        collected_entropy=entropy_T * mask_T,
+        reference_logprob=None,
+        response=response_T,
+        response_tokens=tokens_B[response_T],
+        response_sums=None,
+        decision=None,
+        update=0,
+    ).to(device)
+    ratio_T = importance_ratio(batch.logprob, batch.behaviour_logprob)
+    return replace(batch, ratio=ratio_T)
+
+
+def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) -> None:
+    """Refuse an objective whose results depend on which tokens come together."""
+    kept = {name: getattr(tokens, name).clone() for name in ("advantage", "mask", "reward")}
+    whole = _run(objective, tokens, kernels)
+    for name, value_T in kept.items():
+        if not torch.equal(value_T, getattr(tokens, name)):
+            objective.refuse("loss", f"changes tokens.{name} in place; make a new tensor")
+    if not bool(whole["gradient"].any()) and "gradient of the entropy" not in whole:
+        objective.refuse("loss", _NO_GRADIENT)
+    count = len(tokens)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(
+        tokens.logprob.device
+    )
+    permuted = _run(objective, tokens.select(order), kernels)
+    parts = [slice(0, 1), slice(1, count // 2), slice(count // 2, count)]
+    split = [_run(objective, tokens.select(part), kernels) for part in parts]
+    for name, value_T in whole.items():
+        others = {
+            "permuted": (permuted[name], value_T[order]),
+            "split": (torch.cat([part[name] for part in split]), value_T),
+        }
+        for how, (found_T, wanted_T) in others.items():
+            if not torch.allclose(found_T, wanted_T, rtol=_TOLERANCE, atol=_TOLERANCE):
+                method = name if name in ("statistics", "select") else "loss"
+                objective.refuse(
+                    "report" if name.startswith("report") else method,
+                    f"mixes tokens: its {name} changes where the same tokens are {how}, so results "
+                    "would depend on micro-batches and ranks; use values of the token alone, and "
+                    "declare needs = 'response' or 'update' for sums over others",
+                )
+    if objective.needs in ("update", "micro_batch"):
+        total_K = sum(objective.statistics(tokens.select(part)) for part in parts)
+        if not torch.equal(objective.statistics(tokens), torch.as_tensor(total_K)):
+            objective.refuse(
+                "statistics",
+                "mixes tokens: its statistics of parts do not add up to those of the whole; "
+                "return sums of integers over tokens",
+            )
+
+
+def _run(
+    objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None
+) -> dict[str, Tensor]:
+    """Everything [T] that the objective says of tokens."""
+    weight_T = tokens.mask / 4
+    gradient = differentiate(objective, tokens, weight_T, kernels)
+    found = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}
+    if gradient.entropy_T is not None:
+        found["gradient of the entropy"] = gradient.entropy_T
+    found |= {
+        f"report['{k}']": v.float() * tokens.mask for k, v in objective.report(tokens).items()
+    }
+    if objective.needs == "response":
+        found["statistics"] = objective.statistics(tokens).float()
+    if objective.selects_tokens:
+        found["select"] = objective.select(tokens).float()
+    for name, value_T in found.items():
+        if not bool(torch.isfinite(value_T).all()):
+            objective.refuse(
+                "loss",
+                f"returns NaN or infinity as {name} for finite tokens; guard divisions, logarithms "
+                "and exponentials",
+            )
+    return {name: value_T.detach() for name, value_T in found.items()}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
+    return f"a {type(value).__name__}"

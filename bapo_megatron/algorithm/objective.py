@@ -1,0 +1,241 @@
+"""What an optimizer update minimises: objectives over the response tokens of an update.
+
+An objective sees a ``TokenBatch`` and returns the loss of every token. The caller weighs, masks and
+sums the losses, and autograd gives their derivatives with respect to ℓ and H, which the kernels
+spread over the logits. So one file, or one function of a user, is a new objective:
+
+    def reinforce(tokens: TokenBatch) -> Tensor:
+        return -tokens.advantage * tokens.logprob
+
+``Objective`` documents what a class may declare beyond that. docs/algorithm.md has complete
+examples.
+
+Shape legend: T = response tokens of a micro-batch or chunk, B = responses of the step's batch, K =
+entries of a statistic, D = entries of a decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.ops.ratio import importance_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from bapo_megatron.ops.backend import Kernels
+
+Needs = Literal["token", "response", "update", "micro_batch"]
+"""What an objective must know of other tokens before the first gradient."""
+
+SAFE_LOGPROB = -1.0
+"""ℓ and μ of tokens that do not train, so that every objective is finite there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The response tokens of one micro-batch or chunk, as an objective sees them.
+
+    Every tensor but ``decision`` is [T], on one device, of one floating dtype: float32 in training,
+    float64 in tests. Tokens that do not train (mask 0, or a value that is not finite) are there,
+    with harmless values: ℓ = μ, r = 1, A = 0, H = 0, mask 0.
+    """
+
+    logprob: Tensor
+    """ℓ, differentiable."""
+    behaviour_logprob: Tensor
+    """μ: the engine's, or the trainer's at the start of the step (``behaviour: recomputed``)."""
+    rollout_logprob: Tensor
+    """The engine's log-prob, also where μ was recomputed."""
+    ratio: Tensor
+    """r = exp(clamp(ℓ − μ, ±20)), differentiable, with the bits of the bound search."""
+    advantage: Tensor
+    """A."""
+    reward: Tensor
+    """Reward of the token's response."""
+    mask: Tensor
+    """1 for tokens that train, else 0."""
+    entropy: Tensor
+    """H of the distribution that the token was drawn from, differentiable."""
+    collected_entropy: Tensor
+    """H from the collection pass, before the first gradient; without one, ``entropy`` detached."""
+    reference_logprob: Tensor | None
+    """Log-prob by a reference policy; None, since this trainer holds none."""
+    response: Tensor
+    """int64: index of the token's response in the step's batch."""
+    response_tokens: Tensor
+    """Tokens that train in the token's whole response, whatever chunk or rank holds them."""
+    response_sums: Tensor | None
+    """Sum of ``Objective.statistics`` over the token's whole response; with ``needs: response``."""
+    decision: Tensor | None
+    """[D] float64, from ``Objective.decide``; with ``needs: update`` or ``micro_batch``."""
+    update: int
+    """Optimizer updates made before this one."""
+
+    def __len__(self) -> int:
+        """T."""
+        return int(self.logprob.shape[0])
+
+    def select(self, index: slice | Tensor) -> TokenBatch:
+        """Return the tokens at ``index``, in its order."""
+        chosen: dict[str, Any] = {
+            name: value[index] for name, value in self._tensors().items() if name != "decision"
+        }
+        return replace(self, **chosen)
+
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> TokenBatch:
+        """Return the tokens on another device, floats in another dtype (``decision`` excepted)."""
+        moved: dict[str, Any] = {
+            name: value.to(
+                device, dtype if value.is_floating_point() and name != "decision" else value.dtype
+            )
+            for name, value in self._tensors().items()
+        }
+        return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
+
+class Objective(Protocol):
+    """A loss over tokens. Subclass it and write ``loss``; everything else has a default.
+
+    Methods see tokens of one micro-batch or chunk only, in any order: nothing may depend on which
+    tokens come together. What must be known of other tokens is a sum that the caller forms over all
+    micro-batches and data- and context-parallel ranks, exactly, in integers.
+    """
+
+    needs: Needs = "token"
+    """- ``token``: nothing of other tokens.
+    - ``response``: ``statistics`` returns a float [T]; its sum over each response comes back as
+      ``tokens.response_sums`` (over tokens that train; in units of 2^-36, each term clamped to
+      ±256).
+    - ``update``: ``statistics`` returns int64 [K] of the tokens with mask 1, which is added up over
+      the whole update; what ``decide`` makes of the total comes back as ``tokens.decision``.
+    - ``micro_batch``: the same over the micro-batches that all data-parallel ranks compute at the
+      same time. No collection pass, but the result depends on the division into micro-batches.
+
+    ``response`` and ``update`` cost a forward pass over the update before its first gradient."""
+    trains_zero_advantage: bool = False
+    """Whether tokens with A = 0 have a gradient; else updates that hold only such are skipped."""
+    selects_tokens: bool = False
+    """Whether ``select`` leaves tokens out; the denominators then count those that it keeps. Needs
+    ``needs`` to be ``response`` or ``update``."""
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return the loss of each token, [T], differentiable in ``logprob`` and ``entropy``.
+
+        The update's loss is the weighted sum over all tokens (``algorithm.loss_aggregation``); the
+        weights are the caller's.
+        """
+        ...
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return what is summed over responses or the update (see ``needs``); no gradient."""
+        del tokens
+        return torch.zeros(0, dtype=torch.int64)
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Return the decision, [D] float64, that follows from the summed statistics."""
+        return total_K.to(torch.float64)
+
+    def select(self, tokens: TokenBatch) -> Tensor:
+        """Return which tokens train, [T] bool, where ``selects_tokens``."""
+        return tokens.mask > 0
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
+        """Return the limits (low, high) of r, for ``loss/positive_share``; None: no limits."""
+        del tokens
+        return None
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return values of each token, [T], by metric name; the step reports their means."""
+        del tokens
+        return {}
+
+    def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
+        """Return numbers of one decision by metric name; the step reports their means."""
+        del decision
+        return {}
+
+    def refuses(self, decision: Tensor) -> Tensor | None:
+        """Return a bool tensor (no dimensions) on the device: the update must not be made."""
+        del decision
+        return None
+
+    def explain_refusal(self, decision: Sequence[float]) -> str:
+        """Say in one line why ``refuses`` is true, and what to do."""
+        del decision
+        return "the objective refuses the update"
+
+
+class TokenGradient(NamedTuple):
+    """Losses of tokens and the derivatives of their weighted sum; nothing has a graph."""
+
+    ratio_T: Tensor
+    """[T] r."""
+    loss_T: Tensor
+    """[T] loss of each token, without its weight."""
+    logprob_T: Tensor
+    """[T] ∂(Σ weight · loss)/∂ℓ."""
+    entropy_T: Tensor | None
+    """[T] ∂(Σ weight · loss)/∂H; None where the loss does not depend on the entropy."""
+
+
+def differentiate(
+    objective: Objective, tokens: TokenBatch, weight_T: Tensor, kernels: Kernels | None = None
+) -> TokenGradient:
+    """Compute the losses of tokens and their derivatives by autograd on leaves ℓ and H.
+
+    Args:
+        objective: What is differentiated.
+        tokens: At least one; its ratio is computed again, with a graph.
+        weight_T: [T] weight of each token in the sum, 0 for tokens that do not train.
+        kernels: Of the importance ratio; None: the best for the device.
+    """
+    with torch.enable_grad():
+        logprob_T = tokens.logprob.detach().requires_grad_()
+        entropy_T = tokens.entropy.detach().requires_grad_()
+        ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
+        leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
+        loss_T = objective.loss(leaves)
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            loss_T, [logprob_T, entropy_T], grad_outputs=weight_T, allow_unused=True
+        )
+    by_logprob_T, by_entropy_T = gradients
+    if by_logprob_T is None:
+        by_logprob_T = torch.zeros_like(weight_T)
+    return TokenGradient(ratio_T.detach(), loss_T.detach(), by_logprob_T, by_entropy_T)
+
+
+RESPONSE_UNIT = 2.0**-36
+"""Resolution of sums over a response. They are integers, so they depend neither on the order of
+tokens nor on the ranks that hold them."""
+
+RESPONSE_LIMIT = 256.0
+"""Terms are clamped to ±this, so that 2^18 tokens of a response fit in int64 whatever they are."""
+
+
+def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> None:
+    """Add values of tokens to the sums of their responses, exactly.
+
+    Sums of several ranks that hold parts of the same responses are added up.
+
+    Args:
+        sum_B: [B] int64 in units of ``RESPONSE_UNIT``; changed in place.
+        value_T: [T] finite; clamped to ±``RESPONSE_LIMIT``.
+        response_T: [T] int64 index of each token's response.
+    """
+    limited_T = value_T.double().clamp(-RESPONSE_LIMIT, RESPONSE_LIMIT)
+    sum_B.index_add_(0, response_T, (limited_T / RESPONSE_UNIT).round().to(torch.int64))
+
+
+def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
+    """Return the sum of every token's response, [T] float64, from ``add_over_responses``."""
+    return (sum_B.double() * RESPONSE_UNIT)[response_T]

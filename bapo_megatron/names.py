@@ -1,0 +1,47 @@
+"""Objects that a configuration names: ``package.module:attribute``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LONGEST_TEXT = 200
+_OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
+"""How the loader of libraries tells that the address space is used up."""
+
+
+class LoadError(ValueError):
+    """An object that cannot be had; the message says why and what to do."""
+
+
+def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
+    """Import what ``package.module:attribute`` names.
+
+    Args:
+        name: The name; the current directory and PYTHONPATH are searched.
+        memory_remedy: What to do where the import runs out of memory.
+
+    Raises:
+        LoadError: The module cannot be imported, or lacks the attribute.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except MemoryError:
+        raise
+    except Exception as error:
+        remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
+            remedy = memory_remedy
+        raise LoadError(f"cannot import {module_name}: {shown(error)}; {remedy}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise LoadError(
+            f"module {module_name} has no '{attribute}'; name one of its functions"
+        ) from error
+
+
+def shown(error: BaseException) -> str:
+    """An error as part of one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TEXT]

@@ -1,0 +1,230 @@
+"""Every number that a step reports of its updates: sums over tokens, and what is formed of them.
+
+A new number is one entry in ``SUMS`` and one in ``QUOTIENTS`` (names: docs/algorithm.md). Sums and
+counts are reduced over micro-batches and ranks first; a quotient is formed once, at the end of the
+step, so that no mean of means appears.
+
+Shape legend: T = response tokens of a micro-batch, S = sums, M = maxima.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from bapo_megatron.algorithm.objective import TokenBatch
+    from bapo_megatron.types import UpdateResult
+
+    Value = Callable[["TokenView"], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """The tokens of a micro-batch after their loss; [T] each, on the device, without a graph."""
+
+    tokens: TokenBatch
+    """As the objective saw them."""
+    trains_T: Tensor
+    """bool: m = 1."""
+    finite_T: Tensor
+    """bool: m = 1 and every value is finite."""
+    counts_T: Tensor
+    """bool: of those, the ones with a loss: selected by the objective, not left out by the
+    correction."""
+    loss_T: Tensor
+    """Loss, without its weight."""
+    weight_T: Tensor
+    """Weight of the loss: that of the aggregation, times the correction."""
+    derivative_T: Tensor
+    """∂(weight · loss)/∂ℓ."""
+    contribution_T: Tensor
+    """|A| · min(r, c_high) where A > 0, |A| · max(r, c_low) where A < 0 (Eq. 8)."""
+    age_T: Tensor
+    """int64: optimizer updates since the weights that sampled the token."""
+    mismatch_T: Tensor
+    """|trainer's log-prob − engine's| where ``same_weights_T``, else 0."""
+    same_weights_T: Tensor
+    """bool: m = 1, and sampled by the weights that the policy still has."""
+    correction_T: Tensor
+    """What the correction multiplies the loss by."""
+    importance_T: Tensor
+    """π_recomputed / π_rollout of the token or its response, which the correction limits."""
+
+    def has_sign(self, sign: int) -> Tensor:
+        """Return which tokens with a loss have A > 0 (``sign`` 1) or A < 0 (-1)."""
+        return (self.tokens.advantage * sign > 0) & self.counts_T
+
+
+def _kl_behaviour(view: TokenView) -> Tensor:
+    """R − 1 − log r (k3), which cancels in float32."""
+    difference_T = (view.tokens.logprob - view.tokens.behaviour_logprob).double()
+    log_ratio_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(log_ratio_T) - log_ratio_T
+
+
+SUMS: dict[str, Value] = {
+    "tokens": lambda v: v.trains_T,
+    "positive_tokens": lambda v: v.has_sign(1),
+    "negative_tokens": lambda v: v.has_sign(-1),
+    "policy_loss": lambda v: v.weight_T * v.loss_T,
+    "positive_contribution": lambda v: v.contribution_T * v.has_sign(1),
+    "negative_contribution": lambda v: v.contribution_T * v.has_sign(-1),
+    "positive_held": lambda v: v.has_sign(1) & (v.derivative_T == 0),
+    "negative_held": lambda v: v.has_sign(-1) & (v.derivative_T == 0),
+    "entropy": lambda v: v.tokens.entropy,
+    "kl_behaviour": _kl_behaviour,
+    "staleness": lambda v: v.age_T,
+    "mismatch_tokens": lambda v: v.same_weights_T,
+    "mismatch_abs": lambda v: v.mismatch_T,
+    "nonfinite_tokens": lambda v: ~v.finite_T,
+    "nonfinite_losses": lambda v: ~(v.loss_T.isfinite() & v.derivative_T.isfinite()),
+}
+"""Values [T] by name; summed over the tokens with m = 1."""
+
+CORRECTION_SUMS: dict[str, Value] = {
+    "corrected_tokens": lambda v: v.trains_T,
+    "correction_weight": lambda v: v.correction_T,
+    "correction_capped": lambda v: (v.correction_T < v.importance_T) & (v.correction_T != 0),
+    "correction_masked": lambda v: v.correction_T == 0,
+}
+"""The same, with ``algorithm.correction``."""
+
+MAXIMA: dict[str, tuple[Value, str]] = {
+    "rollout/staleness_max": (lambda v: v.age_T, "tokens"),
+    "mismatch/logprob_abs_max": (lambda v: v.mismatch_T, "mismatch_tokens"),
+    "correction/weight_max": (lambda v: v.importance_T, "corrected_tokens"),
+}
+"""Metric → values [T] ≥ 0, whose largest among tokens with m = 1 is reported; and the sum that
+counts them: where it is 0, nothing is reported."""
+
+QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
+    "policy/entropy": ("entropy", "tokens"),
+    "policy/kl_behaviour": ("kl_behaviour", "tokens"),
+    "rollout/staleness_mean": ("staleness", "tokens"),
+    "rollout/masked_token_share": ("masked_tokens", "response_tokens"),
+    "rollout/positive_response_tokens_mean": ("positive_length", "positive_responses"),
+    "rollout/negative_response_tokens_mean": ("negative_length", "negative_responses"),
+    "tokens/positive_share": ("positive_tokens", ("positive_tokens", "negative_tokens")),
+    "loss/positive_share": (
+        "positive_contribution",
+        ("positive_contribution", "negative_contribution"),
+    ),
+    "clip/positive_held_share": ("positive_held", "positive_tokens"),
+    "clip/negative_held_share": ("negative_held", "negative_tokens"),
+    "mismatch/logprob_abs_mean": ("mismatch_abs", "mismatch_tokens"),
+    "correction/weight_mean": ("correction_weight", "corrected_tokens"),
+    "correction/capped_share": ("correction_capped", "corrected_tokens"),
+    "correction/masked_share": ("correction_masked", "corrected_tokens"),
+    "train/packing_share": ("packing_real", "packing_slots"),
+    "train/imbalance_ratio": ("flops_max", "flops_mean"),
+}
+"""Metric → a sum and what it is divided by; not reported where that is 0."""
+
+TOTALS = {
+    "train/nonfinite_tokens": "nonfinite_tokens",
+    "mismatch/tokens": "mismatch_tokens",
+    "loss/positive_sum": "positive_contribution",
+    "loss/negative_sum": "negative_contribution",
+}
+"""Metric → the sum that it is, 0 where no update was made."""
+
+_REPORT = "report: "
+"""Begins the names of sums that the objective reports; they are divided by ``tokens``."""
+
+
+class Numbers:
+    """Which sums and maxima a run has, in order."""
+
+    def __init__(self, report_names: Sequence[str], *, corrects: bool) -> None:
+        """Choose them.
+
+        Args:
+            report_names: What the objective reports of each token.
+            corrects: Whether there is an ``algorithm.correction``.
+        """
+        self._values = SUMS | CORRECTION_SUMS if corrects else SUMS
+        self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._values}
+        self.sum_names = (*self._values, *(f"{_REPORT}{name}" for name in report_names))
+        """[S]."""
+        self.max_names = tuple(self._maxima)
+        """[M]."""
+
+    def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sums [S] and maxima [M] of a micro-batch, float64 on the device."""
+        trains_T = view.trains_T
+        if len(trains_T) == 0:
+            return self.nothing(trains_T.device)
+        values = [value(view) for value in self._values.values()]
+        values += [value_T * view.counts_T for value_T in report.values()]
+        sums = torch.stack([value_T.to(torch.float32) for value_T in values])
+        maxima = torch.stack([value(view).to(torch.float32) for value in self._maxima.values()])
+        return (
+            torch.where(trains_T, sums, 0).sum(dim=1, dtype=torch.float64),
+            torch.where(trains_T, maxima, 0).amax(dim=1).to(torch.float64),
+        )
+
+    def nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sums and maxima of no token."""
+        return (
+            torch.zeros(len(self.sum_names), dtype=torch.float64, device=device),
+            torch.zeros(len(self.max_names), dtype=torch.float64, device=device),
+        )
+
+
+def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Return the metrics of a step's updates.
+
+    Args:
+        results: One entry per optimizer update, reduced over all ranks.
+    """
+    made = [result for result in results if not result.skipped]
+    sums = _merge([result.sums for result in results], lambda a, b: a + b)
+    maxima = _merge([result.maxima for result in results], max)
+    values = {
+        "train/updates": float(len(made)),
+        "train/skipped_updates": float(len(results) - len(made)),
+    }
+    values |= {metric: sums.get(name, 0.0) for metric, name in TOTALS.items()}
+    if made:
+        values["loss/policy"] = sums["policy_loss"] / len(made)
+        values["policy/grad_norm"] = math.fsum(r.grad_norm for r in made) / len(made)
+        values["policy/grad_norm_max"] = max(result.grad_norm for result in made)
+    reports = {
+        name.removeprefix(_REPORT): (name, "tokens") for name in sums if name.startswith(_REPORT)
+    }
+    for metric, (numerator, divisors) in (QUOTIENTS | reports).items():
+        names = (divisors,) if isinstance(divisors, str) else divisors
+        divisor = math.fsum(sums.get(name, 0.0) for name in names)
+        if divisor > 0:
+            values[metric] = sums[numerator] / divisor
+    values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
+    return values | _decision_means([d for result in results for d in result.decisions])
+
+
+def _merge(
+    parts: Sequence[Mapping[str, float]], combine: Callable[[float, float], float]
+) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged[name] = combine(merged[name], value) if name in merged else value
+    return merged
+
+
+def _decision_means(decisions: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the objective's decisions of a step."""
+    values: dict[str, list[float]] = {}
+    for decision in decisions:
+        for name, value in decision.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(found) / len(found) for name, found in values.items()}
