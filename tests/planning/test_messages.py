@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops import extension
-from bapo_megatron.planning.communication import Messages, sent_bytes, table_bytes
+from bapo_megatron.planning.communication import Messages, sent_bytes
 from bapo_megatron.planning.plan import PlanOptions, make_assumptions
 from bapo_megatron.planning.workload import plan_workload
 from tests.planning.cases import LENGTHS, MESSAGES, layout_of, small_model
@@ -74,31 +72,23 @@ def test_nothing_is_sent_by_a_single_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "expected_bytes"),
     [
-        {},
-        {"bapo": {"preset": "recipe"}},
-        {"bapo": {"preset": "recipe", "contribution": "gradient"}},
+        # 37 + 1 and 16 + 1 bins of four numbers, and four counters
+        ({}, 8 * (4 * (38 + 17) + 4)),
+        # 17 + 1 and 5 + 1 bins; Eq. 5 sees the dual clip as another bin
+        ({"bapo": {"preset": "recipe"}}, 8 * (4 * (18 + 6) + 4)),
+        ({"bapo": {"preset": "recipe", "contribution": "gradient"}}, 8 * (4 * (18 + 7) + 4)),
+        ({"objective": "tests.algorithm.own_objectives:HighEntropy"}, 8 * 64),
+        ({"objective": "clip"}, None),
     ],
 )
-def test_the_table_of_the_bound_search_has_the_size_of_the_real_one(
-    algorithm: dict[str, Any],
+def test_what_an_objective_sums_up_is_a_message(
+    algorithm: dict[str, Any], expected_bytes: int | None
 ) -> None:
-    config = AlgorithmConfig.model_validate(algorithm)
-    sides = (config.bapo.lower, config.bapo.upper)
-    lower, upper = ((side.start, side.max, side.step) for side in sides)
-    grid = extension.ClipGrid(
-        lower,
-        upper,
-        order=config.bapo.order,
-        spacing="multiples",
-        dual_clip=config.dual_clip if config.bapo.contribution == "gradient" else None,
-    )
-    assert table_bytes(config) == 8 * len(extension.ContributionTable(grid))
-
-
-def test_the_table_of_the_paper_has_224_numbers() -> None:
-    assert table_bytes(AlgorithmConfig()) == 1792
+    messages = planned({"context": 2}, algorithm=algorithm).all()
+    sizes = [message.tensor_bytes for message in messages if message.name == "objective: table"]
+    assert sizes == ([] if expected_bytes is None else [expected_bytes])
 
 
 def test_full_recomputation_repeats_the_messages_within_layers() -> None:

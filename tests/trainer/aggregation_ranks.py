@@ -85,6 +85,25 @@ def gradients_of_each_setting(
         }
 
 
+def gradients_of_each_objective(
+    model_dir: Path,
+    dump: Path,
+    sizes: dict[str, int],
+    algorithms: dict[str, dict[str, Any]],
+    budget: int,
+    chunk_tokens: int,
+) -> dict[str, dict[str, Any]]:
+    """Sums and whole gradients of one update, by name of the ``algorithm`` section."""
+    with joined(**sizes) as groups:
+        ops = OpsConfig(logits_chunk_tokens=chunk_tokens)
+        return {
+            name: _one_update(
+                model_dir, dump, groups, {"entropy_coefficient": 0.0, **algorithm}, budget, ops
+            )
+            for name, algorithm in algorithms.items()
+        }
+
+
 def _one_update(
     model_dir: Path,
     dump: Path,
@@ -136,6 +155,14 @@ def _one_update(
         "entropy": result.sums["entropy"],
         "slots": result.sums["packing_slots"],
         "sums": result.sums,
-        "bounds": (result.bounds[0].low, result.bounds[0].high),
+        "maxima": result.maxima,
+        "bounds": tuple(
+            decision[f"bapo/clip_{name}"]
+            for decision in result.decisions[:1]
+            for name in ("low", "high")
+            if f"bapo/clip_{name}" in decision
+        ),
+        "decisions": result.decisions,
+        "skipped": result.skipped,
         "gradients": hf_gradients(policy),
     }

@@ -17,9 +17,8 @@ from bapo_megatron.config.schema import (
     ParallelConfig,
 )
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.ops.contributions import constant_bounds
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.ops.token_loss import LossGradient, apply_token_loss
 from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
 from bapo_megatron.trainer.plan import plan_step
 from bapo_megatron.types import MicroBatch
@@ -76,17 +75,15 @@ class _Watch:
                 group=self.policy.groups.tensor,
                 overwrite_logits=overwrite,
             )
-            loss, _ = clipped_policy_loss(
-                logprob_T,
-                behaviour_logprob_T=micro_batch.behaviour_logprob_T,
-                advantage_T=micro_batch.advantage_T,
-                mask_T=micro_batch.mask_T,
-                loss_weight_T=micro_batch.loss_weight_T,
-                bounds=constant_bounds(0.8, 1.2, logits_NV.device),
-                dual_clip=None,
-                entropy_T=entropy_T,
-                entropy_coefficient=0.1,
-            )
+
+            def token_loss(logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+                """Σ weight · (−A · ℓ − 0.1 · H)."""
+                weight_T = micro_batch.loss_weight_T[part]
+                by_logprob_T = -weight_T * micro_batch.advantage_T[part]
+                loss = (by_logprob_T * logprob_T - 0.1 * weight_T * entropy_T).sum()
+                return LossGradient(loss.double(), by_logprob_T, -0.1 * weight_T)
+
+            loss = apply_token_loss(logprob_T, entropy_T, token_loss)
             self.seen = {
                 "dtype": logits_NV.dtype,
                 "same_storage": logits_NV.data_ptr() == produced.data_ptr(),

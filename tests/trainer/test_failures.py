@@ -28,7 +28,18 @@ def _first_line(arguments: list[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("algorithm.clipp=fixed", "unknown key 'algorithm.clipp'; did you mean 'algorithm.clip'?"),
+        (
+            "algorithm.objektive=clip",
+            "unknown key 'algorithm.objektive'; did you mean 'algorithm.objective'?",
+        ),
+        (
+            "algorithm.clip=fixed",
+            "'algorithm' clip is now called objective, got clip: fixed; write objective: clip",
+        ),
+        (
+            "algorithm.objective=grpo",
+            "'algorithm.objective' must be bapo, clip, none or package.module:name, got 'grpo'",
+        ),
         ("rollout.temperature=warm", "rollout.temperature"),
         ("rollout.top_k=100", "top_k must be -1"),
         ("model.path=/no/such/model", "model.path: no such directory '/no/such/model'"),

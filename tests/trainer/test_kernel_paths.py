@@ -21,7 +21,7 @@ PATHS = {
 SEARCHES = {
     "update": {"bapo": {"target": 0.38}},
     "micro_batch": {"bapo": {"target": 0.38, "scope": "micro_batch"}, "dual_clip": 3.0},
-    "fixed": {"clip": "fixed", "entropy_coefficient": 0.0},
+    "fixed": {"objective": "clip", "entropy_coefficient": 0.0},
 }
 
 

@@ -16,9 +16,9 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.trainer.loss_stage import LossStage, UpdateContext
+from bapo_megatron.trainer.loss_stage import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.plan import plan_step
-from bapo_megatron.trainer.reduction import reduce_reports
+from bapo_megatron.trainer.reduction import find_faults, reduce_reports
 from tests.trainer.dumps import ONE_RANK
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -68,23 +68,35 @@ def _no_reads(device: torch.device) -> Iterator[None]:
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [0, 50], ids=["logits", "chunks"])
-@pytest.mark.parametrize("scope", ["update", "micro_batch"])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"bapo": {"target": 0.38}},
+        {"bapo": {"target": 0.38, "scope": "micro_batch"}},
+        {"objective": "clip", "dual_clip": 3.0},
+        {"objective": "none"},
+        {"objective": "tests.algorithm.own_objectives:Gspo"},
+        {"objective": "tests.algorithm.own_objectives:HighEntropy"},
+    ],
+    ids=["update", "micro_batch", "clip", "none", "response sums", "selection"],
+)
 @pytest.mark.parametrize("correction", ["none", "token", "icepop"])
 def test_search_and_loss_never_wait_for_the_device(
     mixed_dumps: Path,
     monkeypatch: pytest.MonkeyPatch,
-    scope: str,
+    objective: dict[str, Any],
     correction: str,
     chunk_tokens: int,
     device: torch.device,
 ) -> None:
     config = AlgorithmConfig.model_validate(
         {
-            "bapo": {"target": 0.38, "scope": scope},
+            **objective,
             "behaviour": "recomputed",
             "correction": {"kind": correction},
         }
     )
+    searches = "bapo" in objective
     batch = read_batch(mixed_dumps / "step_000000.parquet")
     (update,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
     micro_batch = update.micro_batches[0].to(device)
@@ -94,33 +106,33 @@ def test_search_and_loss_never_wait_for_the_device(
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **options: None)
     hidden_NH = torch.randn(micro_batch.num_tokens, 8, device=device, requires_grad=True)
     weight_VH = torch.randn(320, 8, device=device)
-    stage = LossStage(
-        config,
+    policy = PolicyOutput(
         OpsConfig(logits_chunk_tokens=chunk_tokens),
         vocab_size=300,
         temperature=1.0,
         groups=groups,
         head=OutputHead(weight_VH) if chunk_tokens else None,
     )
+    stage = LossStage(config, policy, groups)
+    context = UpdateContext(num_updates=0, rollout_version=None)
 
     def output() -> torch.Tensor:
         return hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
 
     with _no_reads(device):
-        bounds = None
-        if scope == "update":
-            current_T = stage.logprobs(output().detach(), micro_batch)
-            bounds = stage.search([current_T], (micro_batch,))
-        loss, report = stage.loss(
-            output(),
-            micro_batch,
-            bounds=bounds,
-            context=UpdateContext(num_updates=0, rollout_version=None),
-        )
+        decision, nonfinite = None, None
+        if stage.collects:
+            current = policy.read(output().detach(), micro_batch)
+            collected = stage.collect([current], [micro_batch], context, num_samples=16)
+            (micro_batch,) = collected.micro_batches
+            decision, nonfinite = collected.decision, collected.nonfinite_tokens
+        loss, report = stage.loss(output(), micro_batch, decision=decision, context=context)
         loss.backward()
-        faults = reduce_reports([report], 1, groups).faults
-    assert faults.tolist() == [0.0, 0.0]
+        measurement = reduce_reports([report], nonfinite, stage, groups, num_decisions=1)
+        faults = find_faults(measurement, stage)
+    assert faults.tolist() == [0.0, 0.0, 0.0]
     assert torch.isfinite(loss)
     assert hidden_NH.grad is not None
     assert hidden_NH.grad.abs().max() > 0
-    assert report.bounds[0] >= 0.6
+    if searches:
+        assert report.decision[0] >= 0.6

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import pytest
 
+from bapo_megatron.ops.contributions import EXIT_NAMES
 from tests.distributed_launch import run_ranks
 from tests.trainer.reduction_ranks import reduce_on_two_stages, reduce_over_data_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-def test_a_stage_without_logits_learns_the_sums_and_bounds_of_the_last_stage() -> None:
+def test_a_stage_without_logits_learns_sums_and_decisions_of_the_last_stage() -> None:
     first, last = run_ranks(reduce_on_two_stages, 2, 0.0, False)
     assert first == last
     assert first["sums"]["tokens"] == 11.0
-    assert first["sums"]["max:staleness"] == 10.0
-    assert [bounds.low for bounds in first["bounds"]] == [1.0, 10.0]
-    assert first["faults"] == [0.0, 0.0]
+    assert first["maxima"]["rollout/staleness_max"] == 10.0
+    assert [decision["low"] for decision in first["decisions"]] == [1.0, 10.0]
+    assert first["faults"] == [0.0, 0.0, 0.0]
 
 
 def test_faults_of_the_last_stage_reach_the_other_stages() -> None:
     for rank in run_ranks(reduce_on_two_stages, 2, 3.0, True):
-        assert rank["faults"] == [3.0, 1.0]
-        assert [bounds.exit for bounds in rank["bounds"]] == ["start", "refused"]
+        assert rank["faults"] == [3.0, 0.0, 1.0]
+        exits = [EXIT_NAMES[int(decision["exit"])] for decision in rank["decisions"]]
+        assert exits == ["start", "refused"]
+
+
+def test_non_finite_tokens_of_the_collection_pass_alone_are_a_fault() -> None:
+    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, False, 5):
+        assert rank["faults"] == [5.0, 0.0, 0.0]
 
 
 def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
     for rank in run_ranks(reduce_over_data_ranks, 2):
         assert rank["sums"]["tokens"] == 3.0
-        assert rank["sums"]["max:staleness"] == 2.0
-        assert len(rank["bounds"]) == 1
+        assert rank["maxima"]["rollout/staleness_max"] == 2.0
+        assert rank["faults"] == [3.0, 0.0, 0.0]
+        assert len(rank["decisions"]) == 1

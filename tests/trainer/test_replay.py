@@ -122,8 +122,8 @@ def test_updates_without_signal_are_skipped_and_weights_stay_bit_equal(
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["algorithm.clip=fixed"], id="GRPO by one override"),
-        pytest.param(["algorithm.clip=none"], id="no clip"),
+        pytest.param(["algorithm.objective=clip"], id="GRPO by one override"),
+        pytest.param(["algorithm.objective=none"], id="no clip"),
         pytest.param(["algorithm.bapo.preset=recipe"], id="recipe"),
         pytest.param(["algorithm.bapo.contribution=gradient", "algorithm.epochs=2"], id="gradient"),
     ],
@@ -134,7 +134,7 @@ def test_other_rules_train_from_the_same_file(
     rows = _train(replay_config, tmp_path / "run", "train.steps=1", *overrides)
     assert rows[0]["train/updates"] == (4.0 if "algorithm.epochs=2" in overrides else 2.0)
     assert rows[0]["policy/grad_norm"] > 0
-    if "algorithm.clip=fixed" in overrides:
+    if "algorithm.objective=clip" in overrides:
         assert (rows[0]["bapo/clip_low"], rows[0]["bapo/clip_high"]) == (0.8, 1.2)
 
 

@@ -1,0 +1,194 @@
+"""Objectives as a user would write them, outside the package (docs/algorithm.md).
+
+Shape legend: T = tokens of a micro-batch or chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.types import Sample
+
+
+def cispo(tokens: TokenBatch, high: float = 1.2) -> Tensor:
+    """CISPO: the clipped ratio weighs log-probs and has no gradient of its own."""
+    weight = tokens.ratio.detach().clamp(max=high)
+    return -tokens.advantage * weight * tokens.logprob
+
+
+class Gspo(Objective):
+    """GSPO: the ratio of a whole response, s = exp(mean x), clipped."""
+
+    needs = "response"
+
+    def __init__(self, low: float = 3e-4, high: float = 4e-4) -> None:
+        """Take the clip range of s."""
+        self.low, self.high = low, high
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return x = ℓ − μ."""
+        return tokens.logprob - tokens.behaviour_logprob
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −min(s A, clip(s) A), where s has the gradient of the token's own ℓ."""
+        assert tokens.response_sums is not None
+        mean = tokens.response_sums / tokens.response_tokens.clamp(min=1)
+        s = torch.exp(mean + tokens.logprob - tokens.logprob.detach())
+        clipped = s.clamp(1 - self.low, 1 + self.high)
+        return -torch.minimum(s * tokens.advantage, clipped * tokens.advantage)
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return the mean log-ratio of the token's response."""
+        assert tokens.response_sums is not None
+        return {"gspo/log_ratio": tokens.response_sums / tokens.response_tokens.clamp(min=1)}
+
+
+class HighEntropy(Objective):
+    """80/20: only the tokens with the highest entropy train, by a histogram over the update."""
+
+    needs = "update"
+    selects_tokens = True
+    bins, width = 64, 0.1
+
+    def __init__(self, share: float = 0.2) -> None:
+        """Take the share of tokens that train."""
+        self.share = share
+
+    def _bin(self, entropy: Tensor) -> Tensor:
+        return (entropy / self.width).to(torch.int64).clamp(max=self.bins - 1)
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Count the tokens of each bin of entropy."""
+        counts = torch.zeros(self.bins, dtype=torch.int64, device=tokens.mask.device)
+        return counts.index_add_(0, self._bin(tokens.entropy), (tokens.mask > 0).to(torch.int64))
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Return the first bin from which on at most the share of tokens lies."""
+        above = total_K.flip(0).cumsum(0).flip(0)
+        return (above > self.share * total_K.sum()).sum().to(torch.float64)[None]
+
+    def select(self, tokens: TokenBatch) -> Tensor:
+        """Keep the bins above."""
+        assert tokens.decision is not None
+        return self._bin(tokens.collected_entropy) >= tokens.decision[0]
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+    def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
+        """Return the threshold."""
+        return {"high_entropy/threshold": decision[0] * self.width}
+
+
+class Anchor(Objective):
+    """Pulls every token towards μ, whatever its advantage."""
+
+    trains_zero_advantage = True
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return (ℓ − μ)²."""
+        return (tokens.logprob - tokens.behaviour_logprob).square()
+
+
+def rank_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Order of the rewards in the group, centred; shorter responses first where they tie."""
+    lengths = torch.tensor([len(sample.response_token_ids) for sample in samples])
+    order = (rewards - 1e-6 * lengths).argsort().argsort().double()
+    return order - order.mean()
+
+
+# What is refused, and why.
+
+
+def whitens(tokens: TokenBatch) -> Tensor:
+    """Mix tokens: the mean is that of whichever tokens come together."""
+    advantage = tokens.advantage - tokens.advantage.mean()
+    return -advantage * tokens.ratio
+
+
+def sorts(tokens: TokenBatch) -> Tensor:
+    """Mix tokens by their order."""
+    return -tokens.advantage.cumsum(0) * tokens.ratio
+
+
+def sums_up(tokens: TokenBatch) -> Tensor:
+    """Return one number."""
+    return (-tokens.advantage * tokens.ratio).sum()
+
+
+def detached(tokens: TokenBatch) -> Tensor:
+    """Lose the gradient."""
+    return -tokens.advantage * tokens.ratio.detach()
+
+
+def divides(tokens: TokenBatch) -> Tensor:
+    """Give NaN where A is 0."""
+    return -tokens.ratio * tokens.advantage * (tokens.advantage / tokens.advantage)
+
+
+def raises(tokens: TokenBatch) -> Tensor:
+    """Fail."""
+    weights = {"positive": 1.0}
+    return -tokens.advantage * tokens.ratio * weights["negative"]
+
+
+def overwrites(tokens: TokenBatch) -> Tensor:
+    """Change what belongs to the caller."""
+    return -tokens.advantage.mul_(2) * tokens.ratio
+
+
+def fails_late(tokens: TokenBatch) -> Tensor:
+    """Pass the trial and fail in training, where groups have other rewards."""
+    if tokens.update >= 1:
+        raise RuntimeError("the second update is too much")
+    return -tokens.advantage * tokens.ratio
+
+
+def nan_late(tokens: TokenBatch) -> Tensor:
+    """Pass the trial and give NaN in training."""
+    poison = float("nan") if tokens.update >= 1 else 1.0
+    return -tokens.advantage * tokens.ratio * poison
+
+
+class FloatStatistics(HighEntropy):
+    """Sum floats, whose sum depends on the order."""
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return a float."""
+        return tokens.entropy.sum()[None]
+
+
+class MaximumStatistics(HighEntropy):
+    """Return what does not add up."""
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return the largest bin."""
+        return self._bin(tokens.entropy).amax()[None].expand(self.bins).clone()
+
+
+class NoStatistics(Objective):
+    """Need sums and give none."""
+
+    needs = "response"
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+
+def bad_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Return one number."""
+    return rewards.mean()
+
+
+def infinite_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Divide by a standard deviation that is 0."""
+    return (rewards - rewards.mean()) / rewards.std()
+
+
+NOT_CALLABLE = 3

@@ -1,0 +1,125 @@
+"""Objectives of a user: what is taken, and what is refused at the start, with file and line."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.algorithm.load_objective import load_objective, trial_tokens
+from bapo_megatron.algorithm.user_code import UserCodeError
+from bapo_megatron.config.load import ConfigError, parse_section
+from bapo_megatron.config.schema import AlgorithmConfig
+from tests.algorithm import own_objectives
+
+OWN = "tests.algorithm.own_objectives"
+
+
+def config(name: str, **options: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(
+        {"objective": f"{OWN}:{name}", "objective_options": options}
+    )
+
+
+@pytest.mark.parametrize("name", ["cispo", "Gspo", "HighEntropy", "Anchor"])
+def test_objectives_of_single_tokens_and_their_sums_are_taken(name: str) -> None:
+    loaded = load_objective(config(name))
+    assert loaded.report_names == (("gspo/log_ratio",) if name == "Gspo" else ())
+    assert loaded.statistic_size == (64 if name == "HighEntropy" else 0)
+    assert loaded.decision_size == (1 if name == "HighEntropy" else 0)
+
+
+@pytest.mark.parametrize("objective", ["bapo", "clip", "none"])
+def test_built_in_objectives_report_the_same_clipped_shares(objective: str) -> None:
+    loaded = load_objective(AlgorithmConfig(objective=objective))
+    names = ("clip/fraction_high", "clip/fraction_low", "clip/fraction_dual")
+    assert loaded.report_names == names
+    assert loaded.decision_size == (8 if objective == "bapo" else 0)
+
+
+def test_options_reach_the_function_and_the_class() -> None:
+    wide = load_objective(config("cispo", high=5.0)).objective
+    narrow = load_objective(config("cispo")).objective
+    tokens = trial_tokens(torch.device("cpu"))
+    held = tokens.ratio > 1.2
+    assert held.any()
+    tokens.logprob.requires_grad_()
+    expected = -tokens.advantage * tokens.ratio.clamp(max=5.0) * tokens.logprob
+    torch.testing.assert_close(wide.loss(tokens), expected)
+    differs = wide.loss(tokens) != narrow.loss(tokens)
+    assert torch.equal(differs, held & (tokens.advantage != 0) & (tokens.logprob != 0))
+    assert load_objective(config("HighEntropy", share=0.5)).decision_size == 1
+
+
+MIXES = "mixes tokens: its loss changes where the same tokens are"
+REFUSED = {
+    "whitens": f"{MIXES} split",
+    "sorts": f"{MIXES} permuted",
+    "sums_up": "returns a float32 tensor [] as loss of 48 tokens; return one value per token, [48]",
+    "detached": "returns a loss without a gradient",
+    "divides": "returns NaN or infinity as loss for finite tokens",
+    "overwrites": "changes tokens.advantage in place; make a new tensor",
+    "FloatStatistics": "returns a float32 tensor [1] as statistics with needs = 'update'",
+    "MaximumStatistics": "its statistics of parts do not add up to those of the whole",
+    "NoStatistics": "declares needs = 'response'; write statistics(self, tokens)",
+    "NOT_CALLABLE": "is a int; name a function or a class",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(UserCodeError) as refused:
+        load_objective(config(name))
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(f"algorithm.objective: '{OWN}:{name}'")
+    assert REFUSED[name] in message
+    if name != "NOT_CALLABLE":
+        named = getattr(own_objectives, name)
+        lines, first = inspect.getsourcelines(named)
+        file, _, line = message.partition("(")[2].partition(")")[0].rpartition(":")
+        assert file == own_objectives.__file__
+        assert first <= int(line) < first + len(lines)
+
+
+def test_an_exception_of_the_user_names_its_line() -> None:
+    with pytest.raises(UserCodeError) as raised:
+        load_objective(config("raises"))
+    lines, first = inspect.getsourcelines(own_objectives.raises)
+    (offset,) = (i for i, line in enumerate(lines) if 'weights["negative"]' in line)
+    assert str(raised.value) == (
+        f"algorithm.objective: '{OWN}:raises' raised KeyError: 'negative' "
+        f"({own_objectives.__file__}:{first + offset}); correct it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tests.algorithm.nowhere:cispo", "cannot import tests.algorithm.nowhere"),
+        (f"{OWN}:nothing", "has no 'nothing'"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_named(name: str, problem: str) -> None:
+    with pytest.raises(UserCodeError, match=problem):
+        load_objective(AlgorithmConfig(objective=name))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"objective": "grpo"}, "must be bapo, clip, none or package.module:name, got 'grpo'"),
+        ({"clip": "fixed"}, "clip is now called objective, got clip: fixed; write objective: clip"),
+        ({"clip": "bapo"}, "write objective: bapo"),
+        (
+            {"objective": "clip", "objective_options": {"low": 0.8}},
+            "objective_options are those of an objective of your own",
+        ),
+        ({"advantage": "gae"}, "must be grpo, grpo_no_std, rloo or package.module:function"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_section(AlgorithmConfig, given, place="test")

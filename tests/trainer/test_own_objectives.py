@@ -1,0 +1,237 @@
+"""Objectives of a user in whole updates: the gradient of their formula, on any layout.
+
+The expected gradients are those of transformers' model in float64, of the published formulae with
+their stop-gradients, written out here.
+
+Shape legend: R = response tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.distributed_launch import run_ranks
+from tests.launch import run
+from tests.policy.tiny_models import load_reference
+from tests.trainer.aggregation_ranks import gradients_of_each_objective
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bapo_megatron.types import RolloutBatch
+
+pytestmark = pytest.mark.distributed
+
+OWN = "tests.algorithm.own_objectives"
+TEMPERATURE = 0.7
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "cispo": {"objective": f"{OWN}:cispo", "objective_options": {"high": 1.3}},
+    "gspo": {
+        "objective": f"{OWN}:Gspo",
+        "objective_options": {"low": 0.2, "high": 0.4},
+        "loss_aggregation": "sequence_mean",
+    },
+    "high entropy": {"objective": f"{OWN}:HighEntropy", "objective_options": {"share": 0.3}},
+    "rank advantage": {"objective": "none", "advantage": f"{OWN}:rank_advantage"},
+}
+LAYOUTS = {
+    "one rank": (1, {}, 4096, 0),
+    "one rank, small micro-batches": (1, {}, 64, 0),
+    "one rank, chunks": (1, {}, 256, 13),
+    "TP 2": (2, {"tensor": 2}, 64, 0),
+    "TP 2, chunks": (2, {"tensor": 2}, 256, 13),
+    "CP 2": (2, {"context": 2}, 64, 0),
+    "CP 2, chunks": (2, {"context": 2}, 64, 7),
+    "PP 2": (2, {"pipeline": 2}, 64, 0),
+    "DP 2": (2, {}, 64, 0),
+}
+
+
+class _Exact:
+    """Responses of a batch in float64, with a graph to the weights of transformers' model."""
+
+    def __init__(self, model_dir: Path, batch: RolloutBatch) -> None:
+        self.model = load_reference("qwen2", model_dir).eval().double()
+        self.logprobs: list[Tensor] = []
+        self.entropies: list[Tensor] = []
+        self.behaviours = [torch.tensor(s.behaviour_logprobs).double() for s in batch.samples]
+        self.lengths = [len(s.response_token_ids) for s in batch.samples]
+        self.rewards = np.array([[s.reward for s in g.samples] for g in batch.groups])
+        for sample in batch.samples:
+            ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_token_ids.tolist()]])
+            rows = (self.model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
+            start = len(sample.prompt.token_ids)
+            rows = rows[start - 1 : -1]
+            self.logprobs.append(rows.gather(1, ids[0, start:, None])[:, 0])
+            self.entropies.append(-(rows.exp() * rows).sum(-1).detach())
+
+    @property
+    def advantages(self) -> list[float]:
+        centred = self.rewards - self.rewards.mean(axis=1, keepdims=True)
+        scale = self.rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6
+        return (centred / scale).flatten().tolist()  # type: ignore[no-any-return]
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        self.model.zero_grad()
+        loss.backward(retain_graph=True)
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+@pytest.fixture(scope="module")
+def exact(random_model: Path, mixed_dumps: Path) -> _Exact:
+    return _Exact(random_model, read_batch(mixed_dumps / "step_000000.parquet"))
+
+
+def _cispo(exact: _Exact) -> Tensor:
+    """Mean over tokens of −sg(min(r, 1.3)) A log π."""
+    losses = [
+        -(logprob_R - behaviour_R).exp().detach().clamp(max=1.3) * advantage * logprob_R
+        for logprob_R, behaviour_R, advantage in zip(
+            exact.logprobs, exact.behaviours, exact.advantages, strict=True
+        )
+    ]
+    return torch.cat(losses).mean()
+
+
+def _gspo(exact: _Exact) -> Tensor:
+    """Mean over responses of −min(s A, clip(s, 0.8, 1.4) A), s = (π / μ)^(1 / length)."""
+    losses = []
+    for logprob_R, behaviour_R, advantage in zip(
+        exact.logprobs, exact.behaviours, exact.advantages, strict=True
+    ):
+        s = (logprob_R - behaviour_R).mean().exp()
+        losses.append(-torch.minimum(s * advantage, s.clamp(0.8, 1.4) * advantage))
+    return torch.stack(losses).mean()
+
+
+def _high_entropy(exact: _Exact) -> Tensor:
+    """Mean of −r A over the tokens in the highest bins of entropy, at most 30 % of all."""
+    bins = [(entropy_R / 0.1).long().clamp(max=63) for entropy_R in exact.entropies]
+    every = torch.cat(bins)
+    threshold = next(b for b in range(65) if (every >= b).sum() <= 0.3 * len(every))
+    losses = [
+        (-(logprob_R - behaviour_R).exp() * advantage)[bin_R >= threshold]
+        for logprob_R, behaviour_R, advantage, bin_R in zip(
+            exact.logprobs, exact.behaviours, exact.advantages, bins, strict=True
+        )
+    ]
+    assert 0 < len(torch.cat(losses)) < len(every)
+    return torch.cat(losses).mean()
+
+
+def _rank_advantage(exact: _Exact) -> Tensor:
+    """Mean of −r A, where A is the place in the group's order of (reward, −length)."""
+    size = exact.rewards.shape[1]
+    advantages: list[float] = []
+    for first, rewards in enumerate(exact.rewards):
+        lengths = exact.lengths[first * size : (first + 1) * size]
+        order = sorted(range(size), key=lambda i: (rewards[i], -lengths[i]))
+        advantages += [order.index(i) - (size - 1) / 2 for i in range(size)]
+    losses = [
+        -(logprob_R - behaviour_R).exp() * advantage
+        for logprob_R, behaviour_R, advantage in zip(
+            exact.logprobs, exact.behaviours, advantages, strict=True
+        )
+    ]
+    return torch.cat(losses).mean()
+
+
+ORACLES = {
+    "cispo": _cispo,
+    "gspo": _gspo,
+    "high entropy": _high_entropy,
+    "rank advantage": _rank_advantage,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_objectives_have_the_gradient_of_their_formula(
+    random_model: Path, mixed_dumps: Path, exact: _Exact, layout: str
+) -> None:
+    num_ranks, sizes, budget, chunk_tokens = LAYOUTS[layout]
+    dump = mixed_dumps / "step_000000.parquet"
+    found = run_ranks(
+        gradients_of_each_objective,
+        num_ranks,
+        random_model,
+        dump,
+        sizes,
+        ALGORITHMS,
+        budget,
+        chunk_tokens,
+    )[0]
+    for name, oracle in ORACLES.items():
+        loss = oracle(exact)
+        expected = exact.gradients(loss)
+        if name not in ("cispo", "gspo"):  # their values are no losses: stop-gradients
+            assert found[name]["loss"] == pytest.approx(loss.item(), abs=1e-6)
+        scale = max(1.0, max(float(gradient.abs().max()) for gradient in expected.values()))
+        for weight, gradient in found[name]["gradients"].items():
+            difference = float((gradient.double() - expected[weight]).abs().max())
+            assert difference <= 1e-6 * scale, (name, weight, difference, scale)
+
+
+def test_an_objective_that_trains_zero_advantages_is_not_skipped(
+    replay_config: Path, random_model: Path, tmp_path: Path
+) -> None:
+    from tests.trainer.dumps import write_dumps
+
+    dumps = write_dumps(tmp_path / "equal", random_model, steps=1, rewards="equal")
+    arguments = ["train", str(replay_config), f"replay={dumps}", "train.steps=1"]
+    weights = load_file(random_model / "model.safetensors")
+    moved = {}
+    for objective in ("none", f"{OWN}:Anchor"):
+        run_dir = tmp_path / objective.rpartition(":")[2]
+        result = run([*arguments, f"run_dir={run_dir}", f"algorithm.objective={objective}"])
+        assert result.returncode == 0, result.stderr
+        (row,) = read_metrics(run_dir / "metrics.jsonl")
+        after = load_file(run_dir / "hf" / "model.safetensors")
+        moved[objective] = any(not weights[name].equal(after[name]) for name in weights)
+        assert row["train/updates"] == (2.0 if moved[objective] else 0.0)
+    assert moved == {"none": False, f"{OWN}:Anchor": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["algorithm.objective=tests.nowhere:cispo"], "cannot import tests.nowhere"),
+        ([f"algorithm.objective={OWN}:raises"], "raised KeyError: 'negative' (/"),
+        ([f"algorithm.objective={OWN}:whitens"], "mixes tokens"),
+        ([f"algorithm.objective={OWN}:fails_late"], "the second update is too much (/"),
+        (
+            [f"algorithm.objective={OWN}:nan_late"],
+            "tokens with finite values a loss or gradient that is NaN or infinite",
+        ),
+        ([f"algorithm.advantage={OWN}:nothing"], "has no 'nothing'"),
+        ([f"algorithm.advantage={OWN}:bad_advantage"], "returned shape [] for 4 samples"),
+        ([f"algorithm.advantage={OWN}:infinite_advantage"], "advantages must be finite"),
+    ],
+)
+def test_a_mistake_of_the_user_ends_the_run_with_one_line(
+    replay_config: Path, random_model: Path, tmp_path: Path, settings: list[str], problem: str
+) -> None:
+    from tests.trainer.dumps import write_dumps
+
+    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=2"]
+    if "infinite_advantage" in settings[0]:
+        dumps = write_dumps(tmp_path / "equal", random_model, steps=2, rewards="equal")
+        arguments.append(f"replay={dumps}")
+    result = run([*arguments, *settings])
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    (line,) = [row for row in result.stderr.splitlines() if row.startswith("bapo-megatron:")]
+    assert problem in line
+    assert settings[0].partition("=")[2] in line
