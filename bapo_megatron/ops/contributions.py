@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,19 @@ EXIT_NAMES = ("start", "met", "exhausted", "fixed", "refused")
 
 NO_SEARCH = EXIT_NAMES.index("fixed")
 REFUSED = EXIT_NAMES.index("refused")
+
+
+class TokenCounts(NamedTuple):
+    """Tokens with mask 1 that a table counted, in its order (csrc/common/contribution.h)."""
+
+    nonfinite_tokens: int
+    """A log-prob or the advantage is NaN or infinite."""
+    out_of_range_tokens: int
+    """|weight · A| ≥ 256, or a mask that is neither 0 nor 1."""
+    positive_tokens: int
+    """A > 0."""
+    negative_tokens: int
+    """A < 0."""
 
 
 class ContributionTable:
@@ -75,15 +89,12 @@ class ContributionTable:
         """The candidates."""
         self.grid_bytes = torch.frombuffer(bytearray(self.grid.to_bytes()), dtype=torch.uint8)
         """The candidates as the kernels take them: uint8, on the CPU for every device."""
-        num_slots = len(extension.ContributionTable(self.grid))
-        self.tensor = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.tensor = torch.zeros(self.grid.num_slots, dtype=torch.int64, device=device)
         """[B] int64: sum-reduce it in place over ranks."""
 
-    def to_host(self) -> extension.ContributionTable:
-        """Copy the table for a look at its counts; waits for the device."""
-        host = extension.ContributionTable(self.grid)
-        torch.frombuffer(host, dtype=torch.int64).copy_(self.tensor)
-        return host
+    def to_host(self) -> TokenCounts:
+        """Return the counts at the end of the table; waits for the device."""
+        return TokenCounts(*self.tensor[-len(TokenCounts._fields) :].tolist())
 
 
 def accumulate(
@@ -166,7 +177,7 @@ def search_path(table: ContributionTable, config: BapoConfig) -> extension.Searc
             more.
     """
     return extension.search(
-        table.to_host(), table.grid, config.target, config.contribution, config.measure
+        table.tensor.tolist(), table.grid, config.target, config.contribution, config.measure
     )
 
 
