@@ -21,6 +21,7 @@ from bapo_megatron.ops.contributions import (
     to_clip_bounds,
 )
 from bapo_megatron.types import ClipBounds
+from tests.ops.kernel_calls import plain_candidates
 
 both_kernels = pytest.mark.parametrize(
     "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
@@ -119,16 +120,19 @@ def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
 
 def test_the_recipe_preset_adds_up_its_candidates_and_moves_the_lower_bound_first() -> None:
     config = BapoConfig.model_validate({"preset": "recipe"})
-    path = ContributionTable(config).grid.path
+    path = search_path(ContributionTable(config), config).candidates
     assert len(path) == 21
-    assert path[1] == (pytest.approx(0.65, abs=1e-7), pytest.approx(1.2, abs=1e-7))
+    assert (path[1].clip_low, path[1].clip_high) == (
+        pytest.approx(0.65, abs=1e-7),
+        pytest.approx(1.2, abs=1e-7),
+    )
 
 
 def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
     gradient = BapoConfig.model_validate({"contribution": "gradient"})
     surrogate = BapoConfig.model_validate({})
-    assert ContributionTable(gradient, dual_clip=3.0).grid.dual_clip == 3.0
-    assert ContributionTable(surrogate, dual_clip=3.0).grid.dual_clip is None
+    assert plain_candidates(ContributionTable(gradient, dual_clip=3.0).grid)[2] == 3.0
+    assert plain_candidates(ContributionTable(surrogate, dual_clip=3.0).grid)[2] is None
     table = ContributionTable(gradient, dual_clip=3.0)
     fill(table, [4.0, 2.0], [-1.0, -1.0])
     assert search_path(table, gradient).candidates[0].negative == pytest.approx(2.0, abs=1e-6)
