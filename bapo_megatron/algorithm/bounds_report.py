@@ -119,7 +119,7 @@ def bounds_from_file(
     table = ContributionTable(config, dual_clip)
     logprob, behaviour, advantage, mask = (torch.from_numpy(column) for column in columns.values())
     accumulate(table, logprob, behaviour, advantage, mask)
-    counted = table.to_host()
+    counted = table.token_counts()
     if counted.out_of_range_tokens:
         _fail_out_of_range(path, columns, config)
     result = search_path(table, config)

@@ -85,18 +85,8 @@ class Kernels(Protocol):
         """Choose the bounds: float64 [8] on the table's device."""
         ...
 
-    def policy_loss(
-        self,
-        logprob: Tensor,
-        entropy: Tensor | None,
-        behaviour_logprob: Tensor,
-        advantage: Tensor,
-        mask: Tensor,
-        weight: Tensor,
-        bounds: Tensor,
-        dual_clip: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Sum the losses: float64 [11]; and ∂loss/∂logprob [T]."""
+    def importance_ratio(self, logprob: Tensor, behaviour_logprob: Tensor) -> Tensor:
+        """Return r = exp(clamp(ℓ − μ, ±20)), [T]; NaN where ℓ or μ is not finite."""
         ...
 
 

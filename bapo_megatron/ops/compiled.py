@@ -26,7 +26,7 @@ class CompiledKernels:
     logits_backward_: ClassVar[Any] = staticmethod(torch.ops.bapo.logits_backward_)
     contributions_: ClassVar[Any] = staticmethod(torch.ops.bapo.contributions_)
     search_bounds: ClassVar[Any] = staticmethod(torch.ops.bapo.search_bounds)
-    policy_loss: ClassVar[Any] = staticmethod(torch.ops.bapo.policy_loss)
+    importance_ratio: ClassVar[Any] = staticmethod(torch.ops.bapo.importance_ratio)
 
 
 CPU = CompiledKernels("cpu")

@@ -3,7 +3,7 @@
 One update: make a table, ``accumulate`` every micro-batch of this rank, sum-reduce
 ``table.tensor`` over the ranks, then ``search_bounds``. The sums are integers, so the same tokens
 give the same bounds for any order, split or number of ranks. Table and bounds stay on the device of
-the tokens; nothing here waits for it, ``search_path`` and ``to_host`` excepted.
+the tokens; nothing here waits for it, ``search_path`` and ``token_counts`` excepted.
 
 Shape legend: T = response tokens, B = slots of the table.
 """
@@ -11,6 +11,7 @@ Shape legend: T = response tokens, B = slots of the table.
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +35,22 @@ BOUNDS_FIELDS = (
 """What a tensor of bounds holds, in order (csrc/common/params.h); float64."""
 
 EXIT_NAMES = ("start", "met", "exhausted", "fixed", "refused")
-"""``ClipBounds.exit`` by the number in the tensor."""
+"""What ``exit`` means."""
 
 REFUSED = EXIT_NAMES.index("refused")
+
+
+class TokenCounts(NamedTuple):
+    """Tokens with mask 1 that a table counted, in its order (csrc/common/contribution.h)."""
+
+    nonfinite_tokens: int
+    """A log-prob or the advantage is NaN or infinite."""
+    out_of_range_tokens: int
+    """|weight · A| ≥ 256, or a mask that is neither 0 nor 1."""
+    positive_tokens: int
+    """A > 0."""
+    negative_tokens: int
+    """A < 0."""
 
 
 class ContributionTable:
@@ -72,8 +86,7 @@ class ContributionTable:
         """The candidates."""
         self.grid_bytes = torch.frombuffer(bytearray(self.grid.to_bytes()), dtype=torch.uint8)
         """The candidates as the kernels take them: uint8, on the CPU for every device."""
-        num_slots = len(extension.ContributionTable(self.grid))
-        self.tensor = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.tensor = torch.zeros(self.grid.num_slots, dtype=torch.int64, device=device)
         """[B] int64: sum-reduce it in place over ranks."""
 
     def new_empty(self) -> ContributionTable:
@@ -86,11 +99,9 @@ class ContributionTable:
         table.tensor = tensor
         return table
 
-    def to_host(self) -> extension.ContributionTable:
-        """Copy the table for a look at its counts; waits for the device."""
-        host = extension.ContributionTable(self.grid)
-        torch.frombuffer(host, dtype=torch.int64).copy_(self.tensor)
-        return host
+    def token_counts(self) -> TokenCounts:
+        """Return the counts at the end of the table; waits for the device."""
+        return TokenCounts(*self.tensor[-len(TokenCounts._fields) :].tolist())
 
 
 def accumulate(
@@ -173,5 +184,5 @@ def search_path(table: ContributionTable, config: BapoConfig) -> extension.Searc
             more.
     """
     return extension.search(
-        table.to_host(), table.grid, config.target, config.contribution, config.measure
+        table.tensor.tolist(), table.grid, config.target, config.contribution, config.measure
     )

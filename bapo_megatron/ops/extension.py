@@ -70,7 +70,6 @@ try:
     from bapo_megatron._C import (
         Candidate,
         ClipGrid,
-        ContributionTable,
         SearchResult,
         build_info,
         search,
@@ -86,7 +85,6 @@ from bapo_megatron.ops import fake  # noqa: E402, F401  (needs the operations)
 __all__ = [
     "Candidate",
     "ClipGrid",
-    "ContributionTable",
     "SearchResult",
     "build_info",
     "search",

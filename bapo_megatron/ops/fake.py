@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 NUM_BOUNDS_FIELDS = 8
-NUM_LOSS_SUMS = 11
 
 
 def _logprob_partials(
@@ -69,18 +68,8 @@ def _search_bounds(
     return table.new_empty(NUM_BOUNDS_FIELDS, dtype=torch.float64)
 
 
-def _policy_loss(
-    logprob_T: Tensor,
-    entropy: Tensor | None,
-    behaviour_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    weight: Tensor,
-    bounds: Tensor,
-    dual_clip: float | None,
-) -> tuple[Tensor, Tensor]:
-    sums = logprob_T.new_empty(NUM_LOSS_SUMS, dtype=torch.float64)
-    return sums, torch.empty_like(logprob_T)
+def _importance_ratio(logprob_T: Tensor, behaviour_logprob: Tensor) -> Tensor:
+    return torch.empty_like(logprob_T)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -89,7 +78,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "logits_backward_": _logits_backward_,
     "contributions_": _contributions_,
     "search_bounds": _search_bounds,
-    "policy_loss": _policy_loss,
+    "importance_ratio": _importance_ratio,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"bapo::{_name}", _fake)

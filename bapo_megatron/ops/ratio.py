@@ -1,14 +1,80 @@
-"""Importance ratio (stand-in)."""
+"""The importance ratio of tokens, differentiable, with the bits of the bound search.
+
+Shape legend: T = response tokens.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-LOG_RATIO_LIMIT = 20.0
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bapo_megatron.ops import reference
+from bapo_megatron.ops.backend import Kernels, select_kernels
+from bapo_megatron.ops.reference import LOG_RATIO_LIMIT
+
+__all__ = ["LOG_RATIO_LIMIT", "importance_ratio"]
 
 
 def importance_ratio(
-    logprob_T: Tensor, behaviour_logprob_T: Tensor, kernels: object = None
+    logprob_T: Tensor, behaviour_logprob_T: Tensor, kernels: Kernels | None = None
 ) -> Tensor:
-    """Stand in."""
-    return (logprob_T - behaviour_logprob_T).clamp(-20, 20).double().exp().to(logprob_T.dtype)
+    """Return each token's importance ratio; nothing waits for the device.
+
+        r = exp(clamp(ℓ − μ, ±20)),     ∂r/∂ℓ = r where |ℓ − μ| ≤ 20, else 0.
+
+    In float32 r has the bits that ``ops.contributions`` compares with the candidate bounds, so a
+    loss and the search agree on which tokens a bound clips.
+
+    Args:
+        logprob_T: [T] float32 or float64, ℓ; differentiable.
+        behaviour_logprob_T: [T] of the same dtype, μ; it gets no gradient.
+        kernels: For float32; None: the best for the device. Float64 is plain PyTorch, for
+            ``gradcheck``.
+
+    Returns:
+        [T] of the same dtype. NaN, with derivative 0, where ℓ or μ is NaN or infinite.
+
+    Raises:
+        ValueError: For a shape other than [T], or dtypes other than two float32 or two float64.
+        RuntimeError: For tensors on two devices.
+    """
+    if logprob_T.dim() != 1 or behaviour_logprob_T.shape != logprob_T.shape:
+        raise ValueError(
+            "logprob and behaviour_logprob must both have shape [T], got "
+            f"{list(logprob_T.shape)} and {list(behaviour_logprob_T.shape)}"
+        )
+    dtypes = (logprob_T.dtype, behaviour_logprob_T.dtype)
+    if dtypes == (torch.float64, torch.float64):
+        kernels = reference.KERNELS
+    elif dtypes != (torch.float32, torch.float32):
+        raise ValueError(
+            "logprob and behaviour_logprob must both be float32 or both float64, got "
+            f"{dtypes[0]} and {dtypes[1]}; convert them first"
+        )
+    elif kernels is None:
+        kernels = select_kernels("auto", logprob_T.device)
+    ratio_T: Tensor = _ImportanceRatio.apply(  # type: ignore[no-untyped-call]
+        logprob_T, behaviour_logprob_T, kernels
+    )
+    return ratio_T
+
+
+class _ImportanceRatio(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logprob_T: Tensor, behaviour_logprob_T: Tensor, kernels: Kernels
+    ) -> Tensor:
+        ratio_T = kernels.importance_ratio(logprob_T.contiguous(), behaviour_logprob_T.contiguous())
+        ctx.save_for_backward(logprob_T, behaviour_logprob_T, ratio_T)
+        return ratio_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        logprob_T, behaviour_logprob_T, ratio_T = ctx.saved_tensors
+        # False where ℓ or μ is not finite.
+        moves_T = (logprob_T - behaviour_logprob_T).abs_() <= LOG_RATIO_LIMIT
+        return torch.where(moves_T, grad_T * ratio_T, 0.0), None, None

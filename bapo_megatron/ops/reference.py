@@ -1,7 +1,7 @@
 """The kernels in readable PyTorch: the specification to read, and the oracle to check against.
 
-Log-probs and gradients take float64 logits too, and then compute in float64. The contribution table
-and the search are exact integers, of which one implementation is enough: they go through the
+Log-probs, gradients and ratios take float64 too, and then compute in float64. The contribution
+table and the search are exact integers, of which one implementation is enough: they go through the
 compiled kernels on the CPU.
 
 A row's columns of this rank are reduced to m = max x, s = Σ e^d and t = Σ e^d · d with
@@ -107,22 +107,12 @@ class ReferenceKernels:
         )
         return bounds.to(table.device)
 
-    def policy_loss(
-        self,
-        logprob: Tensor,
-        entropy: Tensor | None,
-        behaviour_logprob: Tensor,
-        advantage: Tensor,
-        mask: Tensor,
-        weight: Tensor,
-        bounds: Tensor,
-        dual_clip: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def importance_ratio(self, logprob: Tensor, behaviour_logprob: Tensor) -> Tensor:
         """See ``Kernels``."""
-        entropy_T = torch.zeros_like(logprob) if entropy is None else entropy
-        return _policy_loss(
-            logprob, entropy_T, behaviour_logprob, advantage, mask, weight, bounds, dual_clip
-        )
+        finite_T = logprob.isfinite() & behaviour_logprob.isfinite()
+        difference_T = (logprob - behaviour_logprob).double()
+        ratio_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(logprob.dtype)
+        return torch.where(finite_T, ratio_T, math.nan)
 
 
 KERNELS = ReferenceKernels()
@@ -228,60 +218,6 @@ def _backward_(
     unselected_N = torch.ones(len(logits_NV), dtype=torch.bool, device=logits_NV.device)
     unselected_N[rows_T] = False
     logits_NV.masked_fill_(unselected_N[:, None], 0.0)
-
-
-def _policy_loss(
-    logprob_T: Tensor,
-    entropy_T: Tensor,
-    behaviour_T: Tensor,
-    advantage_T: Tensor,
-    mask_T: Tensor,
-    weight_T: Tensor,
-    bounds: Tensor,
-    dual_clip: float | None,
-) -> tuple[Tensor, Tensor]:
-    """−weight · A · clamp(r), per token in float64 with the float32 ratio of the search.
-
-    Float64 log-probs keep a float64 ratio, for ``gradcheck``.
-    """
-    trains_T = mask_T != 0
-    finite_T = torch.isfinite(logprob_T) & torch.isfinite(behaviour_T) & torch.isfinite(advantage_T)
-    used_T = trains_T & finite_T
-    difference_T = torch.where(used_T, logprob_T - behaviour_T, 0)
-    log_ratio_T = difference_T.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio_T = log_ratio_T.exp().to(logprob_T.dtype)
-    advantage_T = torch.where(used_T, advantage_T, 0)
-    positive_T, negative_T = advantage_T > 0, advantage_T < 0
-
-    low, high = bounds[0].float().to(ratio_T), bounds[1].float().to(ratio_T)
-    dual = math.inf if dual_clip is None else dual_clip
-    floor_T = torch.where(negative_T, low, 0.0)
-    ceiling_T = torch.where(negative_T, torch.full_like(high, dual), high)
-    above_T, below_T = ratio_T > ceiling_T, ratio_T < floor_T
-    clamped_T = torch.where(above_T, ceiling_T, torch.where(below_T, floor_T, ratio_T))
-    weighted_T = torch.where(used_T, -weight_T.double() * advantage_T.double(), 0)
-    signed_T = positive_T | negative_T
-    inside_T = difference_T.abs() <= LOG_RATIO_LIMIT
-    moves_T = inside_T & signed_T & ~above_T & ~below_T
-
-    def total(values_T: Tensor, counted_T: Tensor = used_T) -> Tensor:
-        return torch.where(counted_T, values_T, 0).sum(dtype=torch.float64)
-
-    sums = [
-        trains_T.sum(dtype=torch.float64),
-        total(positive_T),
-        total(signed_T),
-        total(weighted_T * clamped_T.double(), used_T & signed_T),
-        total(weight_T.double() * entropy_T.double()),
-        total(entropy_T),
-        total(torch.expm1(log_ratio_T) - log_ratio_T),
-        total(positive_T & above_T),
-        total(negative_T & below_T),
-        total(negative_T & above_T),
-        (trains_T & ~finite_T).sum(dtype=torch.float64),
-    ]
-    coefficient_T = torch.where(moves_T, weighted_T * ratio_T.double(), 0)
-    return torch.stack(sums), coefficient_T.to(logprob_T.dtype)
 
 
 def _chunks(

@@ -14,14 +14,16 @@ constexpr int kMaxCandidates = 256;
 enum class Order { kUpperFirst, kLowerFirst };
 
 // Edges are ascending float32. The lower side has one more edge, the dual clip, where there is one.
+// Unused edges are 0 and there is no padding, so that equal grids have equal bytes.
 struct ClipGrid {
   int num_upper;
   int num_lower;
-  bool has_dual_clip;
+  int has_dual_clip;  // 0 or 1
   Order order;
   float upper[kMaxCandidates];
   float lower[kMaxCandidates + 1];
 };
+static_assert(sizeof(ClipGrid) == 4 * (4 + kMaxCandidates + kMaxCandidates + 1), "padded");
 
 // Indices of one pair of bounds.
 struct PathPoint {
@@ -29,9 +31,7 @@ struct PathPoint {
   int lower;
 };
 
-BAPO_HD int num_lower_edges(const ClipGrid& grid) {
-  return grid.num_lower + (grid.has_dual_clip ? 1 : 0);
-}
+BAPO_HD int num_lower_edges(const ClipGrid& grid) { return grid.num_lower + grid.has_dual_clip; }
 
 BAPO_HD int path_length(const ClipGrid& grid) { return grid.num_upper + grid.num_lower - 1; }
 

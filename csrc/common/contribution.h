@@ -75,6 +75,13 @@ BAPO_HD float importance_ratio(float logprob, float behaviour_logprob) {
   return static_cast<float>(det_exp(static_cast<double>(log_ratio)));
 }
 
+// The same from any log-probs: NaN where one of them is NaN or infinite.
+BAPO_HD float importance_ratio_or_nan(float logprob, float behaviour_logprob) {
+  // x - x is 0 or NaN: without a branch the loop becomes vector code.
+  const float zero = (logprob - logprob) + (behaviour_logprob - behaviour_logprob);
+  return importance_ratio(logprob, behaviour_logprob) + zero;
+}
+
 // q: r in units of 2^-24, below 2^53 because r <= e^20 < 2^29.
 BAPO_HD double ratio_units(float ratio) {
   return round_to_even(static_cast<double>(ratio) * kUnitsPerOne);

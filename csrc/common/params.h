@@ -81,42 +81,25 @@ enum BoundsField : int {
   kBoundsHigh,
   kBoundsShareStart,
   kBoundsShare,
-  kBoundsExit,        // BoundsExit
+  kBoundsExit,        // Exit
   kBoundsNonFinite,   // tokens that were not finite
   kBoundsOutOfRange,  // tokens with |w A| >= 2^8 or a mask that is neither 0 nor 1
   kBoundsTokens,      // tokens with A != 0
   kNumBoundsFields
 };
 
-enum class BoundsExit {
-  kStart,
-  kMet,
-  kExhausted,
-  kNoSearch,  // no token has a sign: the first pair, without shares
-  kRefused,   // the table cannot be trusted: [0, inf], without shares
-};
-
 struct SearchBoundsParams {
   const int64_t* table;  // [num_slots(grid)], summed over all ranks
   ClipGrid grid;
-  uint64_t target_units;  // target in units of 2^-24
-  Contribution contribution;
-  Measure measure;
+  SearchRule rule;
   double* bounds;  // [kNumBoundsFields] out
 };
 
-struct PolicyLossParams {
-  const float* logprob;  // [T], like the next six
-  const float* entropy;  // or null: 0
-  const float* behaviour_logprob;
-  const float* advantage;
-  const float* mask;
-  const float* weight;  // over the global denominators
+struct ImportanceRatioParams {
+  const float* logprob;            // [T]
+  const float* behaviour_logprob;  // [T]
   int64_t num_tokens;
-  const double* bounds;  // [kNumBoundsFields]; low and high are read
-  float dual_clip;       // infinity: none
-  double* sums;          // [kNumLossSums] out
-  float* coefficient;    // [T] out: d loss / d logprob
+  float* ratio;  // [T] out
 };
 
 }  // namespace bapo

@@ -12,7 +12,22 @@ namespace bapo {
 
 enum class Contribution { kSurrogate, kGradient };
 enum class Measure { kShare, kRatio };
-enum class Exit { kStart, kMet, kExhausted };
+
+// What the search wants of a pair of bounds.
+struct SearchRule {
+  uint64_t target_units;  // target in units of 2^-24
+  Contribution contribution;
+  Measure measure;
+};
+
+// How a search ended.
+enum class Exit {
+  kStart,
+  kMet,
+  kExhausted,
+  kNoSearch,  // no token has a sign: the first pair, without shares
+  kRefused,   // the table cannot be trusted: [0, inf], without shares
+};
 
 // Sums in units of 2^-48.
 struct Balance {
@@ -65,13 +80,12 @@ BAPO_HD uint128 negative_sum(const int64_t* table, const ClipGrid& grid, int k,
   return sum + clipped * candidate_units(grid.lower[k]);
 }
 
-// share: P / (P + N) >= target;  ratio: P / N >= target. The target is in units of 2^-24. Empty
-// sums pass.
-BAPO_HD bool passes(const Balance& balance, uint64_t target_units, Measure measure) {
+// share: P / (P + N) >= target;  ratio: P / N >= target. Empty sums pass.
+BAPO_HD bool passes(const Balance& balance, const SearchRule& rule) {
   const uint64_t one = static_cast<uint64_t>(kUnitsPerOne);
-  const uint64_t factor = measure == Measure::kShare ? one - target_units : one;
+  const uint64_t factor = rule.measure == Measure::kShare ? one - rule.target_units : one;
   return at_least(wide_multiply(balance.positive, factor),
-                  wide_multiply(balance.negative, target_units));
+                  wide_multiply(balance.negative, rule.target_units));
 }
 
 // P / (P + N), for reports only; 1 where both are 0.

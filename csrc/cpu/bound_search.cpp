@@ -6,6 +6,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cpu/choices.h"
+
 namespace bapo {
 namespace {
 
@@ -50,12 +52,13 @@ bool is_trustworthy(const int64_t* table, const ClipGrid& grid) {
          counters_allow_search(table + counter_offset(grid));
 }
 
-// Says which rule a table breaks.
-void check_table(const int64_t* table, const ClipGrid& grid) {
+}  // namespace
+
+void check_searchable(const int64_t* table, const ClipGrid& grid) {
   if (is_trustworthy(table, grid)) return;
   const int64_t* counters = table + counter_offset(grid);
   if (std::any_of(table, table + num_slots(grid), [](int64_t slot) { return slot < 0; })) {
-    fail("the table holds a negative sum; fill it by accumulate and sum-reduce only");
+    fail("the table holds a negative sum; fill it by contributions_ and sum-reduce only");
   }
   if (counters[kNonFinite] > 0) {
     fail(
@@ -73,18 +76,19 @@ void check_table(const int64_t* table, const ClipGrid& grid) {
       "batches");
 }
 
-}  // namespace
-
-uint64_t target_in_units(double target, Measure measure) {
-  const bool share = measure == Measure::kShare;
-  const double limit = share ? 1.0 : 256.0;
+SearchRule make_rule(double target, const std::string& contribution, const std::string& measure) {
+  const auto contribution_kind = parse_choice<Contribution>(
+      "contribution", contribution,
+      {{"surrogate", Contribution::kSurrogate}, {"gradient", Contribution::kGradient}});
+  const auto measure_kind = parse_choice<Measure>(
+      "measure", measure, {{"share", Measure::kShare}, {"ratio", Measure::kRatio}});
+  const double limit = measure_kind == Measure::kShare ? 1.0 : 256.0;
   if (!(target > 0 && target < limit)) {
-    fail("target must lie between 0 and ", limit, " with measure ", share ? "share" : "ratio",
-         ", got ", target);
+    fail("target must lie between 0 and ", limit, " with measure ", measure, ", got ", target);
   }
   const double units = std::rint(target * kUnitsPerOne);
   if (units < 1) fail("target must be at least 2^-25, got ", target);
-  return static_cast<uint64_t>(units);
+  return {static_cast<uint64_t>(units), contribution_kind, measure_kind};
 }
 
 void check_clip_grid(const ClipGrid& grid) {
@@ -92,6 +96,10 @@ void check_clip_grid(const ClipGrid& grid) {
   if (!in_range(grid.num_upper) || !in_range(grid.num_lower)) {
     fail("grid must have 1 to ", kMaxCandidates, " candidates per side, got ", grid.num_lower,
          " lower and ", grid.num_upper, " upper ones");
+  }
+  if (grid.has_dual_clip != 0 && grid.has_dual_clip != 1) {
+    fail("grid must be the bytes of ClipGrid.to_bytes(), got ", grid.has_dual_clip,
+         " for a yes or no");
   }
   if (grid.order != Order::kUpperFirst && grid.order != Order::kLowerFirst) {
     fail("grid must have a known order, got ", static_cast<int>(grid.order));
@@ -140,26 +148,27 @@ ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spa
     if (!(std::isfinite(edge) && edge > std::max(1.0f, low.back()))) {
       fail("dual_clip must be > 1 and finite, got ", *dual_clip);
     }
-    grid.has_dual_clip = true;
+    grid.has_dual_clip = 1;
     grid.lower[grid.num_lower] = edge;
   }
   return grid;
 }
 
-namespace {
-
-SearchResult search_path(const int64_t* table, const ClipGrid& grid, uint64_t target_units,
-                         Contribution contribution, Measure measure) {
+SearchResult search_path(const int64_t* table, const ClipGrid& grid, const SearchRule& rule) {
   std::vector<uint128> positive(grid.num_upper);
   std::vector<uint128> negative(grid.num_lower);
-  for (int k = 0; k < grid.num_upper; ++k) positive[k] = positive_sum(table, grid, k, contribution);
-  for (int k = 0; k < grid.num_lower; ++k) negative[k] = negative_sum(table, grid, k, contribution);
+  for (int k = 0; k < grid.num_upper; ++k) {
+    positive[k] = positive_sum(table, grid, k, rule.contribution);
+  }
+  for (int k = 0; k < grid.num_lower; ++k) {
+    negative[k] = negative_sum(table, grid, k, rule.contribution);
+  }
 
   SearchResult result{path_length(grid) - 1, Exit::kExhausted, {}};
   for (int index = 0; index < path_length(grid); ++index) {
     const PathPoint point = path_point(grid, index);
     const Balance balance{positive[point.upper], negative[point.lower]};
-    const bool pass = passes(balance, target_units, measure);
+    const bool pass = passes(balance, rule);
     if (pass && result.exit == Exit::kExhausted) {
       result.index = index;
       result.exit = index == 0 ? Exit::kStart : Exit::kMet;
@@ -170,34 +179,13 @@ SearchResult search_path(const int64_t* table, const ClipGrid& grid, uint64_t ta
   return result;
 }
 
-}  // namespace
-
-SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double target,
-                           Contribution contribution, Measure measure) {
-  const uint64_t target_units = target_in_units(target, measure);
-  check_table(table, grid);
-  return search_path(table, grid, target_units, contribution, measure);
-}
-
-std::string exit_name(Exit exit) {
-  switch (exit) {
-    case Exit::kStart:
-      return "start";
-    case Exit::kMet:
-      return "met";
-    case Exit::kExhausted:
-      return "exhausted";
-  }
-  throw std::logic_error("unknown exit");
-}
-
 void write_bounds(const SearchBoundsParams& params) {
   constexpr double kNoShare = std::numeric_limits<double>::quiet_NaN();
   const ClipGrid& grid = params.grid;
   const int64_t* counters = params.table + counter_offset(grid);
   double* bounds = params.bounds;
   const auto write = [bounds](double low, double high, double share_start, double share,
-                              BoundsExit exit) {
+                              Exit exit) {
     bounds[kBoundsLow] = low;
     bounds[kBoundsHigh] = high;
     bounds[kBoundsShareStart] = share_start;
@@ -209,21 +197,17 @@ void write_bounds(const SearchBoundsParams& params) {
   bounds[kBoundsTokens] =
       static_cast<double>(counters[kPositive]) + static_cast<double>(counters[kNegative]);
   if (!is_trustworthy(params.table, grid)) {
-    write(0.0, std::numeric_limits<double>::infinity(), kNoShare, kNoShare, BoundsExit::kRefused);
+    write(0.0, std::numeric_limits<double>::infinity(), kNoShare, kNoShare, Exit::kRefused);
     return;
   }
   if (counters[kPositive] + counters[kNegative] == 0) {
-    write(grid.lower[0], grid.upper[0], kNoShare, kNoShare, BoundsExit::kNoSearch);
+    write(grid.lower[0], grid.upper[0], kNoShare, kNoShare, Exit::kNoSearch);
     return;
   }
-  const SearchResult result =
-      search_path(params.table, grid, params.target_units, params.contribution, params.measure);
+  const SearchResult result = search_path(params.table, grid, params.rule);
   const Candidate& chosen = result.candidates[result.index];
-  const BoundsExit exit = result.exit == Exit::kStart ? BoundsExit::kStart
-                          : result.exit == Exit::kMet ? BoundsExit::kMet
-                                                      : BoundsExit::kExhausted;
   write(chosen.clip_low, chosen.clip_high, result.candidates.front().positive_share,
-        chosen.positive_share, exit);
+        chosen.positive_share, result.exit);
 }
 
 }  // namespace bapo

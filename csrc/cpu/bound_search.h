@@ -30,9 +30,9 @@ enum class Spacing {
 ClipGrid make_clip_grid(const Range& lower, const Range& upper, Order order, Spacing spacing,
                         std::optional<double> dual_clip);
 
-// The target in units of 2^-24. Throws std::invalid_argument unless 0 < target < 1 (share) or 256
-// (ratio) and it is at least 2^-25.
-uint64_t target_in_units(double target, Measure measure);
+// The rule from its names. Throws std::invalid_argument for an unknown name, and unless 0 < target
+// < 1 (share) or 256 (ratio) and it is at least 2^-25.
+SearchRule make_rule(double target, const std::string& contribution, const std::string& measure);
 
 // Throws std::invalid_argument unless the grid is one that make_clip_grid could have made.
 void check_clip_grid(const ClipGrid& grid);
@@ -52,17 +52,15 @@ struct SearchResult {
   std::vector<Candidate> candidates;  // the whole path, in order
 };
 
-// Finds the first pair on the path that passes, else the last one.
-//
-// Throws std::invalid_argument for a target outside its range, and for a table that counted
-// non-finite or out-of-range tokens or holds kTokenLimit tokens or more.
-SearchResult search_bounds(const int64_t* table, const ClipGrid& grid, double target,
-                           Contribution contribution, Measure measure);
+// Throws std::invalid_argument for a table that holds a negative sum, counted non-finite or
+// out-of-range tokens or holds kTokenLimit tokens or more.
+void check_searchable(const int64_t* table, const ClipGrid& grid);
 
-std::string exit_name(Exit exit);
+// Finds the first pair on the path that passes, else the last one, in a table that is searchable.
+SearchResult search_path(const int64_t* table, const ClipGrid& grid, const SearchRule& rule);
 
-// The same decision as numbers, for a caller that cannot stop: a table that search_bounds would
-// refuse gives BoundsExit::kRefused.
+// The same decision as numbers, for a caller that cannot stop: a table that is not searchable gives
+// Exit::kRefused, one without tokens of either sign Exit::kNoSearch.
 void write_bounds(const SearchBoundsParams& params);
 
 }  // namespace bapo

@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_contribution(float advantage, float ratio, d
   }
 }
 
-// The rules of csrc/cpu/accumulate.cpp, in the same order.
+// The rules of csrc/cpu/token_loops.cpp, in the same order.
 __device__ __forceinline__ void add_token(const ContributionsParams& params, int64_t token,
                                           int crowded_lower, SharedTable& shared,
                                           ThreadTable& thread) {

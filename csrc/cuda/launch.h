@@ -2,7 +2,7 @@
 //
 // Each returns a cudaError_t as int; 0 is success. Pointers are device pointers, stream is a
 // cudaStream_t of the current device. With no tokens (and, in logits_backward, no rows) nothing is
-// launched; policy_loss then writes zeros.
+// launched.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,7 @@ int bapo_launch_logits_backward(const bapo::LogitsBackwardParams* params, void* 
 // Adds into params->table.
 int bapo_launch_contributions(const bapo::ContributionsParams* params, void* stream);
 int bapo_launch_search_bounds(const bapo::SearchBoundsParams* params, void* stream);
-// Bytes of device scratch that policy_loss needs for this many tokens.
-int64_t bapo_policy_loss_scratch_bytes(int64_t num_tokens);
-int bapo_launch_policy_loss(const bapo::PolicyLossParams* params, void* scratch, void* stream);
+int bapo_launch_importance_ratio(const bapo::ImportanceRatioParams* params, void* stream);
 // The CUDA runtime that was linked, as 1000 * major + 10 * minor.
 int bapo_cuda_runtime_version();
 // The newest CUDA that the installed driver supports, in the same form; 0 without a driver.

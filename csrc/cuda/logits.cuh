@@ -17,6 +17,23 @@ namespace bapo {
 // More columns are refused: within a row indices are int.
 constexpr int64_t kMaxColumns = INT_MAX - kVectorBytes;
 
+// Two 16-bit elements as the bits of a 32-bit word.
+template <typename Pair_>
+struct PairWord {
+  using Pair = Pair_;
+
+  static __device__ __forceinline__ uint32_t as_word(Pair pair) {
+    uint32_t word;
+    memcpy(&word, &pair, sizeof(word));
+    return word;
+  }
+  static __device__ __forceinline__ Pair as_pair(uint32_t word) {
+    Pair pair;
+    memcpy(&pair, &word, sizeof(word));
+    return pair;
+  }
+};
+
 // How a 32-bit word holds elements.
 template <typename Element>
 struct Word;
@@ -34,8 +51,7 @@ struct Word<float> {
 };
 
 template <>
-struct Word<__nv_bfloat16> {
-  using Pair = __nv_bfloat162;
+struct Word<__nv_bfloat16> : PairWord<__nv_bfloat162> {
   static constexpr uint32_t kMinusInfinities = 0xff80ff80u;
 
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
@@ -44,16 +60,6 @@ struct Word<__nv_bfloat16> {
   }
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     return as_word(__floats2bfloat162_rn(values[0], values[1]));
-  }
-  static __device__ __forceinline__ uint32_t as_word(Pair pair) {
-    uint32_t word;
-    memcpy(&word, &pair, sizeof(word));
-    return word;
-  }
-  static __device__ __forceinline__ Pair as_pair(uint32_t word) {
-    Pair pair;
-    memcpy(&pair, &word, sizeof(word));
-    return pair;
   }
   static __device__ __forceinline__ float load(const __nv_bfloat16* address) {
     return __bfloat162float(*address);
@@ -64,8 +70,7 @@ struct Word<__nv_bfloat16> {
 };
 
 template <>
-struct Word<__half> {
-  using Pair = __half2;
+struct Word<__half> : PairWord<__half2> {
   static constexpr uint32_t kMinusInfinities = 0xfc00fc00u;
 
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
@@ -75,16 +80,6 @@ struct Word<__half> {
   }
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     return as_word(__floats2half2_rn(values[0], values[1]));
-  }
-  static __device__ __forceinline__ uint32_t as_word(Pair pair) {
-    uint32_t word;
-    memcpy(&word, &pair, sizeof(word));
-    return word;
-  }
-  static __device__ __forceinline__ Pair as_pair(uint32_t word) {
-    Pair pair;
-    memcpy(&pair, &word, sizeof(word));
-    return pair;
   }
   static __device__ __forceinline__ float load(const __half* address) {
     return __half2float(*address);

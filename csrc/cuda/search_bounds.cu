@@ -19,7 +19,7 @@ struct Sums {
 };
 
 __device__ __forceinline__ void write_bounds(double low, double high, double share_start,
-                                             double share, BoundsExit exit, double* bounds) {
+                                             double share, Exit exit, double* bounds) {
   bounds[kBoundsLow] = low;
   bounds[kBoundsHigh] = high;
   bounds[kBoundsShareStart] = share_start;
@@ -34,9 +34,9 @@ __device__ __forceinline__ void write_pair(const SearchBoundsParams& params, con
   const int chosen = first_passing > last ? last : first_passing;
   const PathPoint start = path_point(grid, 0);
   const PathPoint point = path_point(grid, chosen);
-  const BoundsExit exit = first_passing > last ? BoundsExit::kExhausted
-                          : first_passing == 0 ? BoundsExit::kStart
-                                               : BoundsExit::kMet;
+  const Exit exit = first_passing > last ? Exit::kExhausted
+                    : first_passing == 0 ? Exit::kStart
+                                         : Exit::kMet;
   write_bounds(grid.lower[point.lower], grid.upper[point.upper],
                positive_share({sums.positive[start.upper], sums.negative[start.lower]}),
                positive_share({sums.positive[point.upper], sums.negative[point.lower]}), exit,
@@ -64,17 +64,17 @@ __global__ void __launch_bounds__(kThreads)
   const bool has_negative = __syncthreads_or(is_negative ? 1 : 0) != 0;
 
   if (thread < grid.num_upper) {
-    sums.positive[thread] = positive_sum(table, grid, thread, params.contribution);
+    sums.positive[thread] = positive_sum(table, grid, thread, params.rule.contribution);
   }
   const int lower = thread - kMaxCandidates;
   if (lower >= 0 && lower < grid.num_lower) {
-    sums.negative[lower] = negative_sum(table, grid, lower, params.contribution);
+    sums.negative[lower] = negative_sum(table, grid, lower, params.rule.contribution);
   }
   __syncthreads();
   if (thread < path_length(grid)) {
     const PathPoint point = path_point(grid, thread);
     const Balance balance{sums.positive[point.upper], sums.negative[point.lower]};
-    if (passes(balance, params.target_units, params.measure)) atomicMin(&first_passing, thread);
+    if (passes(balance, params.rule)) atomicMin(&first_passing, thread);
   }
   __syncthreads();
   if (thread != 0) return;
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t* counters = table + counter_offset(grid);
   double* bounds = params.bounds;
   if (has_negative || !counters_allow_search(counters)) {
-    write_bounds(0.0, kInfinity, kNaN, kNaN, BoundsExit::kRefused, bounds);
+    write_bounds(0.0, kInfinity, kNaN, kNaN, Exit::kRefused, bounds);
   } else if (counters[kPositive] + counters[kNegative] == 0) {
     const PathPoint start = path_point(grid, 0);
-    write_bounds(grid.lower[start.lower], grid.upper[start.upper], kNaN, kNaN,
-                 BoundsExit::kNoSearch, bounds);
+    write_bounds(grid.lower[start.lower], grid.upper[start.upper], kNaN, kNaN, Exit::kNoSearch,
+                 bounds);
   } else {
     write_pair(params, sums, first_passing, bounds);
   }

@@ -3,10 +3,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cmath>
-#include <cstddef>
 #include <cstring>
 #include <limits>
-#include <stdexcept>
 
 #include "cpu/bound_search.h"
 
@@ -43,17 +41,6 @@ const char* type_text(ScalarType type) {
   }
 }
 
-// The checks that the Python classes share throw std::invalid_argument.
-template <typename Function>
-auto with_check_error(const Function& function) {
-  try {
-    return function();
-  } catch (const std::invalid_argument& error) {
-    STD_TORCH_CHECK(false, error.what());
-    throw;
-  }
-}
-
 }  // namespace
 
 std::string shape_text(const Tensor& tensor) {
@@ -73,6 +60,11 @@ void check_same_device(const char* name, const Tensor& tensor, const char* other
                        const Tensor& other) {
   STD_TORCH_CHECK(device_text(tensor) == device_text(other), name, " must be on the device of ",
                   other_name, ", ", device_text(other), ", got ", device_text(tensor));
+}
+
+int64_t check_num_tokens(const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.dim() == 1, name, " must have shape [T], got ", shape_text(tensor));
+  return tensor.size(0);
 }
 
 void check_vector(const char* name, const Tensor& tensor, ScalarType type, int64_t size,
@@ -123,8 +115,7 @@ Logits check_logits(const Tensor& logits, int64_t vocab_start, int64_t vocab_siz
 }
 
 int64_t check_tokens(const Tensor& logits, const OptionalTensor& rows, const Tensor& target) {
-  STD_TORCH_CHECK(target.dim() == 1, "target must have shape [T], got ", shape_text(target));
-  const int64_t num_tokens = target.size(0);
+  const int64_t num_tokens = check_num_tokens("target", target);
   check_vector("target", target, ScalarType::Long, num_tokens, "logits", logits);
   if (rows.has_value()) {
     check_vector("rows", *rows, ScalarType::Long, num_tokens, "logits", logits);
@@ -148,8 +139,8 @@ void check_indices(const Logits& logits, const int64_t* rows, const int64_t* tar
   }
 }
 
-uint64_t check_target(double target, Measure measure) {
-  return with_check_error([&] { return target_in_units(target, measure); });
+SearchRule check_rule(double target, const std::string& contribution, const std::string& measure) {
+  return with_check_error([&] { return make_rule(target, contribution, measure); });
 }
 
 ClipGrid check_grid(const Tensor& grid) {
@@ -159,12 +150,8 @@ ClipGrid check_grid(const Tensor& grid) {
   STD_TORCH_CHECK(grid.dim() == 1 && grid.size(0) == kBytes && grid.is_contiguous(),
                   "grid must be the ", kBytes, " bytes of ClipGrid.to_bytes(), got shape ",
                   shape_text(grid));
-  const uint8_t* bytes = data<uint8_t>(grid);
-  const int flag = bytes[offsetof(ClipGrid, has_dual_clip)];
-  STD_TORCH_CHECK(flag <= 1, "grid must be the bytes of ClipGrid.to_bytes(), got ", flag,
-                  " for a yes or no");
   ClipGrid result;
-  std::memcpy(&result, bytes, sizeof(result));
+  std::memcpy(&result, data<uint8_t>(grid), sizeof(result));
   with_check_error([&] { check_clip_grid(result); });
   return result;
 }

@@ -6,10 +6,9 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
+#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "common/clip_grid.h"
 #include "common/params.h"
@@ -26,6 +25,9 @@ std::string shape_text(const Tensor& tensor);
 void check_type(const char* name, const Tensor& tensor, ScalarType type);
 void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other);
+
+// T of a tensor [T].
+int64_t check_num_tokens(const char* name, const Tensor& tensor);
 
 // A contiguous tensor of one dimension, on the device of `like`, with this many elements.
 void check_vector(const char* name, const Tensor& tensor, ScalarType type, int64_t size,
@@ -60,25 +62,23 @@ void check_indices(const Logits& logits, const int64_t* rows, const int64_t* tar
 
 void check_temperature(double temperature);
 
-// The target of the search in units of 2^-24.
-uint64_t check_target(double target, Measure measure);
+// The rule of the search from its names.
+SearchRule check_rule(double target, const std::string& contribution, const std::string& measure);
 
 // The grid that ClipGrid.to_bytes() put into a uint8 tensor on the CPU.
 ClipGrid check_grid(const Tensor& grid);
 
 void check_table(const Tensor& table, const ClipGrid& grid);
 
-// One of the named choices.
-template <typename T>
-T check_choice(const char* name, const std::string& value,
-               std::initializer_list<std::pair<const char*, T>> choices) {
-  std::string allowed;
-  for (const auto& [text, choice] : choices) {
-    if (value == text) return choice;
-    allowed += (allowed.empty() ? "" : " or ") + std::string(text);
+// The checks that the Python classes share throw std::invalid_argument.
+template <typename Function>
+auto with_check_error(const Function& function) {
+  try {
+    return function();
+  } catch (const std::invalid_argument& error) {
+    STD_TORCH_CHECK(false, error.what());
+    throw;
   }
-  STD_TORCH_CHECK(false, name, " must be ", allowed, ", got '", value, "'");
-  return choices.begin()->second;
 }
 
 }  // namespace bapo

@@ -1,25 +1,22 @@
 // contributions_: adds tokens to the contribution table. T tokens.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
+#include <mutex>
 #include <string>
+#include <vector>
 
-#include "cpu/accumulate.h"
+#include "cpu/choices.h"
 #include "torch_ops/checks.h"
-#include "torch_ops/cuda_launch.h"
-#include "torch_ops/parallel.h"
+#include "torch_ops/op.h"
 
 namespace bapo {
 namespace {
 
-ContributionsParams prepare(const Tensor& table, const Tensor& grid, const Tensor& logprob,
-                            const Tensor& behaviour_logprob, const Tensor& advantage,
-                            const Tensor& mask, const std::string& weight) {
+void contributions_op(const Tensor& table, const Tensor& grid, const Tensor& logprob,
+                      const Tensor& behaviour_logprob, const Tensor& advantage, const Tensor& mask,
+                      const std::string& weight) {
   const ClipGrid checked = check_grid(grid);
   check_table(table, checked);
-  STD_TORCH_CHECK(logprob.dim() == 1, "logprob must have shape [T], got ", shape_text(logprob));
-  const int64_t num_tokens = logprob.size(0);
+  const int64_t num_tokens = check_num_tokens("logprob", logprob);
   const auto check_floats = [&](const char* name, const Tensor& tensor) {
     check_vector(name, tensor, ScalarType::Float, num_tokens, "table", table);
   };
@@ -29,56 +26,35 @@ ContributionsParams prepare(const Tensor& table, const Tensor& grid, const Tenso
   check_floats("mask", mask);
   STD_TORCH_CHECK(num_tokens < kTokenLimit, "logprob must have fewer than 2^31 tokens, got ",
                   num_tokens);
-  const auto kind = check_choice<WeightKind>(
-      "weight", weight,
-      {{"uniform", WeightKind::kUniform}, {"behaviour_prob", WeightKind::kBehaviourProb}});
-  return {data<float>(logprob),
-          data<float>(behaviour_logprob),
-          data<float>(advantage),
-          data<float>(mask),
-          num_tokens,
-          checked,
-          kind,
-          mutable_data<int64_t>(table)};
+  const WeightKind kind = with_check_error([&] {
+    return parse_choice<WeightKind>(
+        "weight", weight,
+        {{"uniform", WeightKind::kUniform}, {"behaviour_prob", WeightKind::kBehaviourProb}});
+  });
+  if (num_tokens == 0) return;
+
+  const ContributionsParams params{data<float>(logprob),
+                                   data<float>(behaviour_logprob),
+                                   data<float>(advantage),
+                                   data<float>(mask),
+                                   num_tokens,
+                                   checked,
+                                   kind,
+                                   mutable_data<int64_t>(table)};
+  if (BAPO_LAUNCHED(contributions_, bapo_launch_contributions, table, params)) return;
+
+  const Isa isa = active_isa();
+  std::mutex mutex;  // sums are integers: threads may add them in any order
+  for_each_token_range(num_tokens, [&](int64_t begin, int64_t end) {
+    if (end - begin == num_tokens) return add_contributions(params, isa, begin, end, params.table);
+    std::vector<int64_t> sums(num_slots(params.grid), 0);
+    add_contributions(params, isa, begin, end, sums.data());
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (size_t slot = 0; slot < sums.size(); ++slot) params.table[slot] += sums[slot];
+  });
 }
-
-void contributions_cpu(const Tensor& table, const Tensor& grid, const Tensor& logprob,
-                       const Tensor& behaviour_logprob, const Tensor& advantage, const Tensor& mask,
-                       const std::string& weight) {
-  const ContributionsParams params =
-      prepare(table, grid, logprob, behaviour_logprob, advantage, mask, weight);
-
-  if (params.num_tokens == 0) return;
-
-  const TokenArrays tokens{params.logprob, params.behaviour_logprob, params.advantage, params.mask,
-                           params.num_tokens};
-  accumulate(tokens, params.grid, params.weight, active_isa(),
-             static_cast<int>(torch::stable::get_num_threads()), for_each_part, params.table);
-}
-
-#if defined(BAPO_WITH_CUDA)
-void contributions_cuda(const Tensor& table, const Tensor& grid, const Tensor& logprob,
-                        const Tensor& behaviour_logprob, const Tensor& advantage,
-                        const Tensor& mask, const std::string& weight) {
-  const ContributionsParams params =
-      prepare(table, grid, logprob, behaviour_logprob, advantage, mask, weight);
-
-  if (params.num_tokens == 0) return;
-
-  const LaunchScope scope(table);
-  check_launch("contributions_", bapo_launch_contributions(&params, scope.stream()));
-}
-#endif
 
 }  // namespace
 }  // namespace bapo
 
-STABLE_TORCH_LIBRARY_IMPL(bapo, CPU, library) {
-  library.impl("contributions_", TORCH_BOX(&bapo::contributions_cpu));
-}
-
-#if defined(BAPO_WITH_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(bapo, CUDA, library) {
-  library.impl("contributions_", TORCH_BOX(&bapo::contributions_cuda));
-}
-#endif
+BAPO_REGISTER_OP(contributions_, contributions_op)

@@ -42,8 +42,15 @@ class LaunchScope {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
-inline void check_launch(const char* op, int error) {
+// Calls the launcher and is true where the tensor is on a GPU.
+template <typename Params>
+bool launched(const char* op, int (*launcher)(const Params*, void*),
+              const torch::stable::Tensor& tensor, const Params& params) {
+  if (!tensor.is_cuda()) return false;
+  const LaunchScope scope(tensor);
+  const int error = launcher(&params, scope.stream());
   STD_TORCH_CHECK(error == 0, op, " could not be launched: ", bapo_cuda_error_string(error));
+  return true;
 }
 
 }  // namespace bapo

@@ -19,7 +19,5 @@ STABLE_TORCH_LIBRARY(bapo, library) {
   library.def(
       "search_bounds(Tensor table, Tensor grid, float target, str contribution, str measure) "
       "-> Tensor");
-  library.def(
-      "policy_loss(Tensor logprob, Tensor? entropy, Tensor behaviour_logprob, Tensor advantage, "
-      "Tensor mask, Tensor weight, Tensor bounds, float? dual_clip) -> (Tensor, Tensor)");
+  library.def("importance_ratio(Tensor logprob, Tensor behaviour_logprob) -> Tensor");
 }

@@ -1,24 +1,16 @@
 // logits_backward_: overwrites logits by their gradient. N rows, V columns, T tokens.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include "cpu/logprob.h"
 #include "torch_ops/checks.h"
-#include "torch_ops/cuda_launch.h"
+#include "torch_ops/op.h"
 
 namespace bapo {
 namespace {
 
-struct Call {
-  Tensor token_of_row;  // [N] scratch, kept alive until the kernel is queued
-  LogitsBackwardParams params;
-};
-
-Call prepare(const Tensor& logits, const OptionalTensor& rows, const Tensor& target,
-             const Tensor& max, const Tensor& log_sum, const Tensor& entropy,
-             const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
-             int64_t vocab_start, int64_t vocab_size, double temperature) {
+void logits_backward_op(const Tensor& logits, const OptionalTensor& rows, const Tensor& target,
+                        const Tensor& max, const Tensor& log_sum, const Tensor& entropy,
+                        const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
+                        int64_t vocab_start, int64_t vocab_size, double temperature) {
   Logits checked = check_logits(logits, vocab_start, vocab_size, temperature);
   const int64_t num_tokens = check_tokens(logits, rows, target);
   const auto check_floats = [&](const char* name, const Tensor& tensor) {
@@ -33,7 +25,7 @@ Call prepare(const Tensor& logits, const OptionalTensor& rows, const Tensor& tar
                   num_tokens, " tokens for ", checked.num_rows, " rows");
 
   checked.data = logits.mutable_data_ptr();  // copies what is shared until the first write
-  // On a GPU rows that are in order need no map.
+  // On a GPU rows that are in order need no map. It is kept alive until the kernel is queued.
   const bool needs_map = rows.has_value() || logits.is_cpu();
   const Tensor token_of_row =
       torch::stable::new_empty(logits, {needs_map ? checked.num_rows : 0}, ScalarType::Int);
@@ -47,52 +39,22 @@ Call prepare(const Tensor& logits, const OptionalTensor& rows, const Tensor& tar
                                     optional_data<float>(grad_logprob),
                                     optional_data<float>(grad_entropy),
                                     mutable_data<int32_t>(token_of_row)};
-  return {token_of_row, params};
-}
+  if (logits.is_cpu()) {
+    check_indices(checked, params.rows, params.target, num_tokens);
+    STD_TORCH_CHECK(assign_tokens_to_rows(params),
+                    "rows must select each row at most once, got a row twice");
+  }
+  if (checked.num_rows == 0 || checked.num_columns == 0) return;
 
-void logits_backward_cpu(const Tensor& logits, const OptionalTensor& rows, const Tensor& target,
-                         const Tensor& max, const Tensor& log_sum, const Tensor& entropy,
-                         const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
-                         int64_t vocab_start, int64_t vocab_size, double temperature) {
-  const Call call = prepare(logits, rows, target, max, log_sum, entropy, grad_logprob, grad_entropy,
-                            vocab_start, vocab_size, temperature);
-  const LogitsBackwardParams& params = call.params;
-  check_indices(params.logits, params.rows, params.target, params.num_tokens);
-  STD_TORCH_CHECK(assign_tokens_to_rows(params),
-                  "rows must select each row at most once, got a row twice");
-
-  if (params.logits.num_rows == 0 || params.logits.num_columns == 0) return;
+  if (BAPO_LAUNCHED(logits_backward_, bapo_launch_logits_backward, logits, params)) return;
 
   const Isa isa = active_isa();
-  torch::stable::parallel_for(0, params.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, checked.num_rows, 1, [&](int64_t begin, int64_t end) {
     logits_backward(params, isa, begin, end);
   });
 }
 
-#if defined(BAPO_WITH_CUDA)
-void logits_backward_cuda(const Tensor& logits, const OptionalTensor& rows, const Tensor& target,
-                          const Tensor& max, const Tensor& log_sum, const Tensor& entropy,
-                          const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
-                          int64_t vocab_start, int64_t vocab_size, double temperature) {
-  const Call call = prepare(logits, rows, target, max, log_sum, entropy, grad_logprob, grad_entropy,
-                            vocab_start, vocab_size, temperature);
-
-  if (call.params.logits.num_rows == 0 || call.params.logits.num_columns == 0) return;
-
-  const LaunchScope scope(logits);
-  check_launch("logits_backward_", bapo_launch_logits_backward(&call.params, scope.stream()));
-}
-#endif
-
 }  // namespace
 }  // namespace bapo
 
-STABLE_TORCH_LIBRARY_IMPL(bapo, CPU, library) {
-  library.impl("logits_backward_", TORCH_BOX(&bapo::logits_backward_cpu));
-}
-
-#if defined(BAPO_WITH_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(bapo, CUDA, library) {
-  library.impl("logits_backward_", TORCH_BOX(&bapo::logits_backward_cuda));
-}
-#endif
+BAPO_REGISTER_OP(logits_backward_, logits_backward_op)

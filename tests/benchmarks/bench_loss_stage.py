@@ -28,6 +28,7 @@ from tests.benchmarks.collective_ranks import count_collectives
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.benchmarks.stage import Stage, make_stage
 from tests.distributed_launch import run_ranks
+from tests.ops.kernel_calls import path_of
 
 CHUNKS = (256, 512, 1024, 2048)
 
@@ -36,7 +37,7 @@ def from_logits(stage: Stage) -> list[Contender]:
     """Ours, and the same stage in torch with the released recipe's search."""
     config = BapoConfig.model_validate({})
     kernels = select_kernels("auto", stage.device)
-    path = ContributionTable(config, device=stage.device, kernels=kernels).grid.path
+    path = path_of(ContributionTable(config, device=stage.device, kernels=kernels).grid)
     tokens = (stage.behaviour_T, stage.advantage_T, stage.mask_T, stage.weight_T)
     behaviour_T, advantage_T, mask_T, weight_T = tokens
 

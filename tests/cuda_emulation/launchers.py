@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 import shlex
 import shutil
@@ -66,7 +65,7 @@ class ClipGrid(ctypes.Structure):
     _fields_ = (
         ("num_upper", ctypes.c_int),
         ("num_lower", ctypes.c_int),
-        ("has_dual_clip", ctypes.c_bool),
+        ("has_dual_clip", ctypes.c_int),
         ("order", ctypes.c_int),
         ("upper", ctypes.c_float * MAX_CANDIDATES),
         ("lower", ctypes.c_float * (MAX_CANDIDATES + 1)),
@@ -137,30 +136,29 @@ class ContributionsParams(ctypes.Structure):
     )
 
 
+class SearchRule(ctypes.Structure):
+    _fields_ = (
+        ("target_units", ctypes.c_uint64),
+        ("contribution", ctypes.c_int),
+        ("measure", ctypes.c_int),
+    )
+
+
 class SearchBoundsParams(ctypes.Structure):
     _fields_ = (
         ("table", ctypes.c_void_p),
         ("grid", ClipGrid),
-        ("target_units", ctypes.c_uint64),
-        ("contribution", ctypes.c_int),
-        ("measure", ctypes.c_int),
+        ("rule", SearchRule),
         ("bounds", ctypes.c_void_p),
     )
 
 
-class PolicyLossParams(ctypes.Structure):
+class ImportanceRatioParams(ctypes.Structure):
     _fields_ = (
         ("logprob", ctypes.c_void_p),
-        ("entropy", ctypes.c_void_p),
         ("behaviour_logprob", ctypes.c_void_p),
-        ("advantage", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int64),
-        ("bounds", ctypes.c_void_p),
-        ("dual_clip", ctypes.c_float),
-        ("sums", ctypes.c_void_p),
-        ("coefficient", ctypes.c_void_p),
+        ("ratio", ctypes.c_void_p),
     )
 
 
@@ -171,33 +169,23 @@ def address(tensor: Tensor | None) -> int | None:
 
 def plain_grid(grid: extension.ClipGrid) -> ClipGrid:
     """The grid as the struct of csrc/common/clip_grid.h."""
-    edges = [*grid.lower, *([] if grid.dual_clip is None else [grid.dual_clip])]
-    plain = ClipGrid(
-        num_upper=len(grid.upper),
-        num_lower=len(grid.lower),
-        has_dual_clip=grid.dual_clip is not None,
-        order=("upper_first", "lower_first").index(grid.order),
-    )
-    plain.upper[: len(grid.upper)] = grid.upper
-    plain.lower[: len(edges)] = edges
-    return plain
+    return ClipGrid.from_buffer_copy(grid.to_bytes())
 
 
 class EmulatedKernels:
-    """The six kernels of csrc/cuda on CPU tensors."""
+    """The kernels of csrc/cuda on CPU tensors."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.library.emulator_last_failure.restype = ctypes.c_char_p
         self.library.bapo_cuda_error_string.restype = ctypes.c_char_p
-        self.library.bapo_policy_loss_scratch_bytes.restype = ctypes.c_int64
 
     def set_order(self, order: int) -> None:
         """Run fibers in ascending (0), descending (1) or shuffled order from now on."""
         self.library.emulator_set_order(ctypes.c_uint64(order))
 
-    def launch(self, name: str, params: ctypes.Structure, *more: object) -> None:
-        error = getattr(self.library, name)(ctypes.byref(params), *more, None)
+    def launch(self, name: str, params: ctypes.Structure) -> None:
+        error = getattr(self.library, name)(ctypes.byref(params), None)
         if error != 0:
             message = self.library.emulator_last_failure().decode()
             raise RuntimeError(f"{name} returned {error}: {message}")
@@ -289,41 +277,22 @@ class EmulatedKernels:
         params = SearchBoundsParams(
             address(table),
             plain_grid(grid),
-            round(target * 2**24),
-            ("surrogate", "gradient").index(contribution),
-            ("share", "ratio").index(measure),
+            SearchRule(
+                round(target * 2**24),
+                ("surrogate", "gradient").index(contribution),
+                ("share", "ratio").index(measure),
+            ),
             address(bounds),
         )
         self.launch("bapo_launch_search_bounds", params)
         return bounds
 
-    def policy_loss(
-        self,
-        logprob_T: Tensor,
-        entropy_T: Tensor | None,
-        behaviour_logprob_T: Tensor,
-        advantage_T: Tensor,
-        mask_T: Tensor,
-        weight_T: Tensor,
-        bounds: Tensor,
-        dual_clip: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        num_tokens = len(logprob_T)
-        sums = torch.full((11,), -7.0, dtype=torch.float64)
-        coefficient_T = torch.full((num_tokens,), -7.0)
-        num_bytes = self.library.bapo_policy_loss_scratch_bytes(ctypes.c_int64(num_tokens))
-        scratch = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        tokens = (logprob_T, entropy_T, behaviour_logprob_T, advantage_T, mask_T, weight_T)
-        params = PolicyLossParams(
-            *map(address, tokens),
-            num_tokens,
-            address(bounds),
-            math.inf if dual_clip is None else dual_clip,
-            address(sums),
-            address(coefficient_T),
-        )
-        self.launch("bapo_launch_policy_loss", params, ctypes.c_void_p(scratch.data_ptr()))
-        return sums, coefficient_T
+    def importance_ratio(self, logprob_T: Tensor, behaviour_logprob_T: Tensor) -> Tensor:
+        ratio_T = torch.full((len(logprob_T),), -7.0)
+        tensors = (logprob_T, behaviour_logprob_T)
+        params = ImportanceRatioParams(*map(address, tensors), len(logprob_T), address(ratio_T))
+        self.launch("bapo_launch_importance_ratio", params)
+        return ratio_T
 
     @staticmethod
     def logits(logits_NV: Tensor, vocab_start: int, vocab_size: int, temperature: float) -> Logits:

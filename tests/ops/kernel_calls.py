@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.ops import extension
+from tests.cuda_emulation import launchers
+from tests.oracles.bound_search import Rule, Tokens
 
 ISAS: list[str] = extension.build_info()["available_isas"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -118,3 +120,36 @@ def random_targets(num_tokens: int, vocab_size: int, *, seed: int = 0) -> Tensor
 def grid_tensor(grid: extension.ClipGrid) -> Tensor:
     """The grid as the ops take it."""
     return torch.frombuffer(bytearray(grid.to_bytes()), dtype=torch.uint8)
+
+
+def plain_candidates(grid: extension.ClipGrid) -> tuple[list[float], list[float], float | None]:
+    """Lower and upper candidates and the dual clip, read from the grid's bytes."""
+    plain = launchers.plain_grid(grid)
+    lower, upper = plain.lower[: plain.num_lower], plain.upper[: plain.num_upper]
+    return lower, upper, plain.lower[plain.num_lower] if plain.has_dual_clip else None
+
+
+def path_of(grid: extension.ClipGrid) -> list[tuple[float, float]]:
+    """The (low, high) pairs in the order of the search: those it reports for an empty table."""
+    found = extension.search([0] * grid.num_slots, grid, 0.5, "surrogate", "share")
+    return [(pair.clip_low, pair.clip_high) for pair in found.candidates]
+
+
+def filled_table(
+    tokens: Tokens,
+    grid: extension.ClipGrid,
+    weight: str = "uniform",
+    *,
+    table: Tensor | None = None,
+) -> Tensor:
+    """[slots] int64: the tokens added to a table, a new one unless it is given."""
+    if table is None:
+        table = torch.zeros(grid.num_slots, dtype=torch.int64)
+    arrays = [torch.from_numpy(array) for array in tokens.arrays()]
+    torch.ops.bapo.contributions_(table, grid_tensor(grid), *arrays, weight)
+    return table
+
+
+def search_table(table: Tensor, grid: extension.ClipGrid, rule: Rule) -> extension.SearchResult:
+    """The search with its whole path."""
+    return extension.search(table.tolist(), grid, rule.target, rule.contribution, rule.measure)  # type: ignore[arg-type]

@@ -6,28 +6,32 @@ import numpy as np
 import pytest
 
 from bapo_megatron.ops.extension import ClipGrid
+from tests.ops.kernel_calls import path_of, plain_candidates
 
 RECIPE = ((0.6, 0.8, 0.05), (1.2, 2.0, 0.05))
 
 
 def test_the_paper_grid_has_sixteen_lower_and_thirty_seven_upper_candidates() -> None:
     grid = ClipGrid((0.6, 0.9, 0.02), (1.2, 3.0, 0.05))
-    assert grid.lower == [float(np.float32(0.6 + k * 0.02)) for k in range(16)]
-    assert grid.upper == [float(np.float32(1.2 + k * 0.05)) for k in range(37)]
-    assert (grid.lower[-1], grid.upper[-1]) == (float(np.float32(0.9)), 3.0)
-    assert len(grid.path) == 52
+    lower, upper, _ = plain_candidates(grid)
+    assert lower == [float(np.float32(0.6 + k * 0.02)) for k in range(16)]
+    assert upper == [float(np.float32(1.2 + k * 0.05)) for k in range(37)]
+    assert (lower[-1], upper[-1]) == (float(np.float32(0.9)), 3.0)
+    assert len(path_of(grid)) == 52
+    # 38 upper and 17 lower bins of 4 slots, 4 counters.
+    assert grid.num_slots == 38 * 4 + 17 * 4 + 4 == 224
 
 
 def test_the_path_moves_the_first_bound_to_its_end_and_then_the_other() -> None:
     lower, upper = (0.5, 1.0, 0.25), (1.0, 2.0, 0.5)
-    assert ClipGrid(lower, upper).path == [
+    assert path_of(ClipGrid(lower, upper)) == [
         (0.5, 1.0),
         (0.5, 1.5),
         (0.5, 2.0),
         (0.75, 2.0),
         (1.0, 2.0),
     ]
-    assert ClipGrid(lower, upper, order="lower_first").path == [
+    assert path_of(ClipGrid(lower, upper, order="lower_first")) == [
         (0.5, 1.0),
         (0.75, 1.0),
         (1.0, 1.0),
@@ -38,28 +42,32 @@ def test_the_path_moves_the_first_bound_to_its_end_and_then_the_other() -> None:
 
 def test_the_recipe_adds_its_steps_up_and_ends_at_the_maximum() -> None:
     grid = ClipGrid(*RECIPE, order="lower_first", spacing="running_sum")
-    assert grid.lower == [float(np.float32(c)) for c in (0.6, 0.65, 0.7, 0.75, 0.8)]
-    assert len(grid.path) == 21
-    assert ClipGrid((0.6, 0.8, 0.15), (1.0, 1.0, 1.0), spacing="running_sum").lower == [
+    assert plain_candidates(grid)[0] == [float(np.float32(c)) for c in (0.6, 0.65, 0.7, 0.75, 0.8)]
+    assert len(path_of(grid)) == 21
+    lower, upper = (0.6, 0.8, 0.15), (1.0, 1.0, 1.0)
+    assert plain_candidates(ClipGrid(lower, upper, spacing="running_sum"))[0] == [
         float(np.float32(c)) for c in (0.6, 0.75, 0.8)
     ]
-    assert len(ClipGrid((0.6, 0.8, 0.15), (1.0, 1.0, 1.0)).lower) == 2
+    assert len(plain_candidates(ClipGrid(lower, upper))[0]) == 2
 
 
 def test_a_quotient_just_below_an_integer_keeps_its_last_candidate() -> None:
     # (0.95 − 0.8) / 0.05 is 2.9999999999999973 in float64.
     grid = ClipGrid((0.8, 0.95, 0.05), (1.2, 2.0, 0.1))
-    assert grid.lower == [float(np.float32(c)) for c in (0.8, 0.85, 0.9, 0.95)]
-    assert len(grid.upper) == 9
+    lower, upper, _ = plain_candidates(grid)
+    assert lower == [float(np.float32(c)) for c in (0.8, 0.85, 0.9, 0.95)]
+    assert len(upper) == 9
 
 
 def test_a_range_without_room_has_one_candidate() -> None:
-    assert ClipGrid((1.0, 1.0, 0.1), (1.0, 1.0, 0.1)).path == [(1.0, 1.0)]
+    assert path_of(ClipGrid((1.0, 1.0, 0.1), (1.0, 1.0, 0.1))) == [(1.0, 1.0)]
 
 
 def test_the_dual_clip_is_kept_as_float32() -> None:
-    assert ClipGrid(*RECIPE, dual_clip=3.3).dual_clip == float(np.float32(3.3))
-    assert ClipGrid(*RECIPE).dual_clip is None
+    grid = ClipGrid(*RECIPE, dual_clip=3.3)
+    assert plain_candidates(grid)[2] == float(np.float32(3.3))
+    assert plain_candidates(ClipGrid(*RECIPE))[2] is None
+    assert grid.num_slots == ClipGrid(*RECIPE).num_slots + 4
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from bapo_megatron.ops import extension
+from tests.ops.kernel_calls import ISAS, filled_table, instruction_set, threads
 from tests.oracles.bound_search import Tokens
 from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
 
 LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
-ISAS = extension.build_info()["available_isas"]
+GRID = extension.ClipGrid(LOWER, UPPER)
+NONFINITE, OUT_OF_RANGE, POSITIVE, NEGATIVE = range(-4, 0)
+"""Slots at the end of the table."""
 UNIT = 2**24
 
 
-def slots(table: extension.ContributionTable) -> np.ndarray:
-    """A view of the table's memory."""
-    return np.frombuffer(table, dtype=np.int64)
+def filled(
+    tokens: Tokens, grid: extension.ClipGrid = GRID, weight: str = "uniform", isa: str = "auto"
+) -> np.ndarray:
+    with instruction_set(isa):
+        return filled_table(tokens, grid, weight).numpy()
 
 
-def filled(tokens: Tokens, grid: extension.ClipGrid | None = None, **how: object) -> np.ndarray:
-    table = extension.ContributionTable(grid or extension.ClipGrid(LOWER, UPPER))
-    table.accumulate(*tokens.arrays(), **how)  # type: ignore[arg-type]
-    return slots(table).copy()
+def search(
+    table: np.ndarray,
+    grid: extension.ClipGrid,
+    target: float = 0.4,
+    contribution: str = "surrogate",
+    measure: str = "share",
+) -> extension.SearchResult:
+    return extension.search(table.tolist(), grid, target, contribution, measure)  # type: ignore[arg-type]
 
 
 def one_token(
@@ -48,7 +56,10 @@ def test_order_and_split_do_not_change_a_bit(seed: int, weight: str) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 255, 256, 257, 16_384, 16_385, 150_001])
 def test_one_thread_and_eight_give_the_same_bits(num_tokens: int) -> None:
     tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, paper_rule())
-    assert np.array_equal(filled(tokens, num_threads=1), filled(tokens, num_threads=8))
+    with threads(1):
+        alone = filled(tokens)
+    with threads(8):
+        assert np.array_equal(filled(tokens), alone)
 
 
 @pytest.mark.parametrize("weight", ["uniform", "behaviour_prob"])
@@ -64,12 +75,8 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, num_tokens: int, we
 def test_the_ratio_is_the_float64_exponential_rounded_once(isa: str) -> None:
     # One positive token with A = 1 in a batch of its own: Σa·q / Σa is q, r in units of 2^-24.
     grid = extension.ClipGrid((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
-    table = extension.ContributionTable(grid)
-    view = slots(table)
     for log_ratio in np.linspace(-20, 20, 2001).astype(np.float32):
-        table.reset()
-        table.accumulate(*one_token(float(log_ratio)).arrays(), isa=isa)
-        bins = view[:-4].reshape(-1, 4)
+        bins = filled(one_token(float(log_ratio)), grid, isa=isa)[:-4].reshape(-1, 4)
         total = sum(int(limb) << (32 * i) for i, limb in enumerate(bins[:, 1:].sum(axis=0)))
         expected = np.rint(float(np.float32(np.exp(np.float64(log_ratio)))) * UNIT)
         assert total == int(expected) * UNIT
@@ -113,16 +120,15 @@ def test_a_million_extreme_tokens_do_not_overflow(measure: str, contribution: st
     full = np.full(count, 20.0, dtype=np.float32)
     zero, ones = np.zeros_like(full), np.ones_like(full)
     grid = extension.ClipGrid((0.5, 1.0, 0.25), (1.0, 255.5, 254.5))
-    table = extension.ContributionTable(grid)
-    table.accumulate(full, zero, 255 * ones, ones, num_threads=2)
-    table.accumulate(full, zero, -255 * ones, ones, num_threads=2)
-    result = extension.search(table, grid, 0.4, contribution, measure)
+    table = filled(Tokens(full, zero, 255 * ones, ones), grid)
+    table += filled(Tokens(full, zero, -255 * ones, ones), grid)
+    result = search(table, grid, 0.4, contribution, measure)
     q, a = int(np.float32(np.exp(20.0))) * UNIT, 255 * UNIT
     last = result.candidates[-1]
     clipped = a * int(255.5 * UNIT) * count if contribution == "surrogate" else 0
-    assert last.positive_units == clipped
-    assert last.negative_units == a * q * count
-    assert last.negative_units * int(0.4 * UNIT) > 2**127  # a signed 128-bit product overflows
+    assert last.positive == clipped / 2**48
+    assert last.negative == a * q * count / 2**48
+    assert a * q * count * int(0.4 * UNIT) > 2**127  # a signed 128-bit product overflows
     assert result.exit == "exhausted"
 
 
@@ -134,20 +140,18 @@ def test_the_limits_hold_at_two_to_the_31_tokens_over_all_ranks(measure: str) ->
     zero, ones = np.zeros_like(full), np.ones_like(full)
     largest = np.nextafter(np.float32(256), np.float32(0))
     grid = extension.ClipGrid((0.5, 1.0, 0.25), (1.0, 255.5, 254.5))
-    table = extension.ContributionTable(grid)
-    table.accumulate(full, zero, largest * ones, ones)
-    table.accumulate(full, zero, -largest * ones, ones)
-    slots(table)[:] *= ranks
-    result = extension.search(
-        table, grid, 255.0 if measure == "ratio" else 0.99, "surrogate", measure
-    )
+    table = filled(Tokens(full, zero, largest * ones, ones), grid)
+    table += filled(Tokens(full, zero, -largest * ones, ones), grid)
+    table *= ranks
+    result = search(table, grid, 255.0 if measure == "ratio" else 0.99, "surrogate", measure)
     q, a = int(np.float32(np.exp(20.0))) * UNIT, int(float(largest) * UNIT)
-    assert result.candidates[0].negative_units == a * q * 2**10 * ranks > 2**114
-    assert result.candidates[1].positive_units == a * int(255.5 * UNIT) * 2**10 * ranks
+    assert a * q * 2**10 * ranks > 2**114
+    assert result.candidates[0].negative == a * q * 2**10 * ranks / 2**48
+    assert result.candidates[1].positive == a * int(255.5 * UNIT) * 2**10 * ranks / 2**48
     assert result.exit == "exhausted"
-    slots(table)[-2] = 2**31 - int(slots(table)[-1])
+    table[POSITIVE] = 2**31 - int(table[NEGATIVE])
     with pytest.raises(ValueError, match="2\\^31 tokens or more"):
-        extension.search(table, grid, 0.4, "surrogate", "share")
+        search(table, grid)
 
 
 @pytest.mark.parametrize("column", range(3))
@@ -155,97 +159,50 @@ def test_the_limits_hold_at_two_to_the_31_tokens_over_all_ranks(measure: str) ->
 def test_tokens_that_are_not_finite_are_counted_and_refused(column: int, value: float) -> None:
     rows = [np.zeros(3, dtype=np.float32) for _ in range(3)] + [np.ones(3, dtype=np.float32)]
     rows[column][1] = value
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    table.accumulate(*rows)
-    assert table.nonfinite_tokens == 1
+    table = filled(Tokens(*rows))
+    assert table[NONFINITE] == 1
     with pytest.raises(ValueError, match="counted 1 tokens with a log-prob or advantage"):
-        extension.search(table, table.grid, 0.4, "surrogate", "share")
+        search(table, GRID)
     rows[3][1] = 0.0
-    table.reset()
-    table.accumulate(*rows)
-    assert table.nonfinite_tokens == 0
+    assert filled(Tokens(*rows))[NONFINITE] == 0
 
 
 @pytest.mark.parametrize(
     ("advantage", "mask"), [(256.0, 1.0), (-256.0, 1.0), (3e38, 1.0), (1.0, 0.5), (0.0, -1.0)]
 )
 def test_tokens_out_of_range_are_counted_and_refused(advantage: float, mask: float) -> None:
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    table.accumulate(*one_token(advantage=advantage, mask=mask).arrays())
-    assert table.out_of_range_tokens == 1
-    assert slots(table)[:-4].sum() == 0
+    table = filled(one_token(advantage=advantage, mask=mask))
+    assert table[OUT_OF_RANGE] == 1
+    assert table[:-4].sum() == 0
     with pytest.raises(ValueError, match="256 or a mask other than 0 and 1"):
-        extension.search(table, table.grid, 0.4, "surrogate", "share")
+        search(table, GRID)
 
 
 def test_the_behaviour_probability_scales_the_advantage() -> None:
     # e^-1 · 1000 = 367.9 is out of range, e^-2 · 1000 = 135.3 is not.
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    table.accumulate(*one_token(0.0, -1.0, 1000.0).arrays(), weight="behaviour_prob")
-    assert table.out_of_range_tokens == 1
-    table.reset()
-    table.accumulate(*one_token(0.0, -2.0, 1000.0).arrays(), weight="behaviour_prob")
-    assert table.out_of_range_tokens == 0
-    assert int(slots(table)[0]) == round(1000 * float(np.exp(-2.0)) * UNIT)
+    assert filled(one_token(0.0, -1.0, 1000.0), weight="behaviour_prob")[OUT_OF_RANGE] == 1
+    table = filled(one_token(0.0, -2.0, 1000.0), weight="behaviour_prob")
+    assert table[OUT_OF_RANGE] == 0
+    assert int(table[0]) == round(1000 * float(np.exp(-2.0)) * UNIT)
 
 
 def test_tokens_are_counted_by_the_sign_of_their_advantage() -> None:
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
     advantage = np.array([1, 2, -1, 0, 5], dtype=np.float32)
     zero = np.zeros_like(advantage)
-    table.accumulate(zero, zero, advantage, np.array([1, 1, 1, 1, 0], dtype=np.float32))
-    assert (table.positive_tokens, table.negative_tokens) == (2, 1)
-
-
-def test_the_buffer_is_the_memory_of_the_table() -> None:
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    tensor = torch.frombuffer(table, dtype=torch.int64)
-    # 38 upper and 17 lower bins of 4 slots, 4 counters.
-    assert tensor.shape == (38 * 4 + 17 * 4 + 4,)
-    assert len(table) == 224
-    table.accumulate(*one_token().arrays())
-    assert int(tensor[0]) == UNIT
-    tensor *= 3
-    assert table.positive_tokens == 3
-    table.reset()
-    assert int(tensor.abs().sum()) == 0
+    mask = np.array([1, 1, 1, 1, 0], dtype=np.float32)
+    table = filled(Tokens(zero, zero, advantage, mask))
+    assert (table[POSITIVE], table[NEGATIVE]) == (2, 1)
 
 
 def test_a_table_with_a_negative_sum_is_refused() -> None:
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    slots(table)[5] = -1
+    table = filled(one_token())
+    table[5] = -1
     with pytest.raises(ValueError, match="holds a negative sum"):
-        extension.search(table, table.grid, 0.4, "surrogate", "share")
+        search(table, GRID)
 
 
-def test_a_grid_with_other_candidates_is_refused() -> None:
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    with pytest.raises(ValueError, match="grid must have the candidates"):
-        extension.search(
-            table, extension.ClipGrid(LOWER, (1.2, 2.0, 0.05)), 0.4, "surrogate", "share"
-        )
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "message"),
-    [
-        ("logprob", np.zeros(4), "logprob must be float32, got buffer format 'd'"),
-        (
-            "advantage",
-            np.zeros((2, 2), np.float32),
-            "advantage must have shape .T., got 2 dimensions",
-        ),
-        ("mask", np.zeros(8, np.float32)[::2], "mask must be contiguous, got a stride of 8 bytes"),
-        ("mask", np.zeros(3, np.float32), "mask must have as many tokens as logprob, 4, got 3"),
-        ("weight", "prob", "weight must be uniform or behaviour_prob, got 'prob'"),
-        ("num_threads", 0, "num_threads must be at least 1, got 0"),
-        ("isa", "sse9", "isa must be one of auto, portable.* on this machine, got 'sse9'"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(argument: str, value: object, message: str) -> None:
-    names = ("logprob", "behaviour_logprob", "advantage", "mask")
-    arguments: dict[str, object] = {name: np.zeros(4, dtype=np.float32) for name in names}
-    table = extension.ContributionTable(extension.ClipGrid(LOWER, UPPER))
-    with pytest.raises(ValueError, match=message):
-        table.accumulate(**{**arguments, argument: value})  # type: ignore[arg-type]
-    assert slots(table).sum() == 0
+def test_a_table_of_another_length_is_refused() -> None:
+    other = extension.ClipGrid(LOWER, (1.2, 2.0, 0.05))
+    # 18 upper and 17 lower bins of 4 slots, 4 counters.
+    with pytest.raises(ValueError, match="table must have the grid's 144 slots, got 224"):
+        search(filled(one_token()), other)

@@ -21,6 +21,7 @@ from bapo_megatron.ops.contributions import (
     to_clip_bounds,
 )
 from bapo_megatron.types import ClipBounds
+from tests.ops.kernel_calls import plain_candidates
 
 both_kernels = pytest.mark.parametrize(
     "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
@@ -104,7 +105,7 @@ def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at(kernels: Ker
     assert (bounds.low, bounds.high, bounds.exit) == (path.clip_low, path.clip_high, path.exit)
     assert bounds.positive_share_start == pytest.approx(path.positive_share_start, abs=1e-15)
     assert bounds.positive_share == pytest.approx(path.positive_share, abs=1e-15)
-    host = table.to_host()
+    host = table.token_counts()
     assert bounds.tokens == host.positive_tokens + host.negative_tokens == 500
 
 
@@ -119,16 +120,19 @@ def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
 
 def test_the_recipe_preset_adds_up_its_candidates_and_moves_the_lower_bound_first() -> None:
     config = BapoConfig.model_validate({"preset": "recipe"})
-    path = ContributionTable(config).grid.path
+    path = search_path(ContributionTable(config), config).candidates
     assert len(path) == 21
-    assert path[1] == (pytest.approx(0.65, abs=1e-7), pytest.approx(1.2, abs=1e-7))
+    assert (path[1].clip_low, path[1].clip_high) == (
+        pytest.approx(0.65, abs=1e-7),
+        pytest.approx(1.2, abs=1e-7),
+    )
 
 
 def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
     gradient = BapoConfig.model_validate({"contribution": "gradient"})
     surrogate = BapoConfig.model_validate({})
-    assert ContributionTable(gradient, dual_clip=3.0).grid.dual_clip == 3.0
-    assert ContributionTable(surrogate, dual_clip=3.0).grid.dual_clip is None
+    assert plain_candidates(ContributionTable(gradient, dual_clip=3.0).grid)[2] == 3.0
+    assert plain_candidates(ContributionTable(surrogate, dual_clip=3.0).grid)[2] is None
     table = ContributionTable(gradient, dual_clip=3.0)
     fill(table, [4.0, 2.0], [-1.0, -1.0])
     assert search_path(table, gradient).candidates[0].negative == pytest.approx(2.0, abs=1e-6)
@@ -147,7 +151,7 @@ def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
     assert (bounds.low, bounds.high, bounds.exit) == (0.0, math.inf, "refused")
     assert math.isnan(bounds.positive_share)
     assert (bounds.nonfinite_tokens, bounds.out_of_range_tokens) == (nonfinite, out_of_range)
-    host = table.to_host()
+    host = table.token_counts()
     assert (host.nonfinite_tokens, host.out_of_range_tokens) == (nonfinite, out_of_range)
     with pytest.raises(ValueError, match="counted 1 tokens"):
         search_path(table, NARROW)
@@ -164,9 +168,9 @@ def test_masked_tokens_are_skipped_whatever_they_hold(kernels: Kernels) -> None:
 def test_a_copy_on_the_host_does_not_follow_the_table() -> None:
     table = ContributionTable(NARROW)
     fill(table, [1.0], [1.0])
-    host = table.to_host()
+    host = table.token_counts()
     fill(table, [1.0], [1.0])
-    assert (host.positive_tokens, table.to_host().positive_tokens) == (1, 2)
+    assert (host.positive_tokens, table.token_counts().positive_tokens) == (1, 2)
 
 
 def test_a_wrong_dtype_length_or_another_config_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The CUDA kernels of table and search, run by the emulator, against the exact CPU classes."""
+"""The CUDA kernels of table and search, run by the emulator, against the exact CPU ops."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from bapo_megatron.ops import extension
 from tests.cuda_emulation import launchers
 from tests.cuda_emulation.launchers import EmulatedKernels
+from tests.ops.kernel_calls import filled_table, search_table
+from tests.oracles.bound_search import Tokens
 from tests.oracles.token_batches import paper_rule, random_tokens
 
 LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
@@ -24,14 +25,6 @@ def kernels() -> EmulatedKernels:
     emulated = launchers.emulated_kernels()
     emulated.set_order(0)
     return emulated
-
-
-def accumulate_by_cpu(
-    grid: extension.ClipGrid, tokens: tuple[np.ndarray, ...], weight: str
-) -> Tensor:
-    table = extension.ContributionTable(grid)
-    table.accumulate(*tokens, weight=weight)  # type: ignore[arg-type]
-    return torch.from_numpy(np.frombuffer(table, dtype=np.int64).copy())
 
 
 def paper_grid(**changes: object) -> extension.ClipGrid:
@@ -52,8 +45,8 @@ class TestContributions:
         grid = paper_grid(dual_clip=dual_clip)
         rule = paper_rule(dual_clip=dual_clip)
         tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, rule).arrays()
-        table = torch.arange(len(extension.ContributionTable(grid)))
-        expected = table + accumulate_by_cpu(grid, tokens, weight)
+        table = torch.arange(grid.num_slots)
+        expected = table + filled_table(Tokens(*tokens), grid, weight)
         kernels.contributions_(table, grid, *map(torch.from_numpy, tokens), weight)
         assert torch.equal(table, expected)
 
@@ -65,9 +58,9 @@ class TestContributions:
             for offset, value in enumerate(bad):
                 array[40 * index + 3 * offset] = value
         grid = paper_grid()
-        table = torch.zeros(len(extension.ContributionTable(grid)), dtype=torch.int64)
+        table = torch.zeros(grid.num_slots, dtype=torch.int64)
         kernels.contributions_(table, grid, *map(torch.from_numpy, tokens), "uniform")
-        assert torch.equal(table, accumulate_by_cpu(grid, tokens, "uniform"))
+        assert torch.equal(table, filled_table(Tokens(*tokens), grid))
         assert table[-4] > 0
         assert table[-3] > 0
 
@@ -80,9 +73,9 @@ class TestContributions:
         advantage = np.where(np.arange(num_tokens) % 3 == 0, 255.0, -255.0).astype(np.float32)
         tokens = (logprob, behaviour, advantage, np.ones(num_tokens, dtype=np.float32))
         grid = extension.ClipGrid((0.5, 1.0, 0.002), (1.0, 2.0, 0.004))
-        table = torch.zeros(len(extension.ContributionTable(grid)), dtype=torch.int64)
+        table = torch.zeros(grid.num_slots, dtype=torch.int64)
         kernels.contributions_(table, grid, *map(torch.from_numpy, tokens), "uniform")
-        assert torch.equal(table, accumulate_by_cpu(grid, tokens, "uniform"))
+        assert torch.equal(table, filled_table(Tokens(*tokens), grid))
 
     @pytest.mark.parametrize("order", ORDERS)
     def test_the_order_of_threads_does_not_change_a_bit(
@@ -92,7 +85,7 @@ class TestContributions:
         tokens = random_tokens(np.random.default_rng(1), 2500, paper_rule()).arrays()
         table = torch.zeros(224, dtype=torch.int64)
         kernels.contributions_(table, paper_grid(), *map(torch.from_numpy, tokens), "uniform")
-        assert torch.equal(table, accumulate_by_cpu(paper_grid(), tokens, "uniform"))
+        assert torch.equal(table, filled_table(Tokens(*tokens), paper_grid()))
 
 
 class TestSearchBounds:
@@ -111,14 +104,11 @@ class TestSearchBounds:
         grid = paper_grid(order=order, dual_clip=dual_clip)
         seen = set()
         for seed, target in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)):
-            tokens = random_tokens(np.random.default_rng(seed), 300, paper_rule()).arrays()
-            table = extension.ContributionTable(grid)
-            table.accumulate(*tokens)
-            expected = extension.search(
-                table, grid, target, contribution=contribution, measure=measure
-            )
-            slots = torch.from_numpy(np.frombuffer(table, dtype=np.int64).copy())
-            bounds = kernels.search_bounds(slots, grid, target, contribution, measure).tolist()
+            tokens = random_tokens(np.random.default_rng(seed), 300, paper_rule())
+            rule = paper_rule(target=target, contribution=contribution, measure=measure)
+            table = filled_table(tokens, grid)
+            expected = search_table(table, grid, rule)
+            bounds = kernels.search_bounds(table, grid, target, contribution, measure).tolist()
             exits = ("start", "met", "exhausted")
             assert bounds == [
                 expected.clip_low,
@@ -128,25 +118,19 @@ class TestSearchBounds:
                 exits.index(expected.exit),
                 0,
                 0,
-                table.positive_tokens + table.negative_tokens,
+                int(table[-2:].sum()),
             ]
             seen.add(expected.exit)
         assert len(seen) >= 2
 
     def test_the_longest_path_of_256_candidates_per_side(self, kernels: EmulatedKernels) -> None:
         grid = extension.ClipGrid((0.5, 1.0, 0.5 / 255), (1.0, 2.0, 1.0 / 255), dual_clip=3.0)
-        assert len(grid.path) == 511
-        tokens = random_tokens(np.random.default_rng(2), 4000, paper_rule()).arrays()
-        table = extension.ContributionTable(grid)
-        table.accumulate(*tokens)
-        slots = torch.from_numpy(np.frombuffer(table, dtype=np.int64).copy())
-        share = (
-            extension.search(table, grid, 0.5, contribution="surrogate", measure="share")
-            .candidates[400]
-            .positive_share
-        )
-        expected = extension.search(table, grid, share, contribution="surrogate", measure="share")
-        bounds = kernels.search_bounds(slots, grid, share, "surrogate", "share")
+        table = filled_table(random_tokens(np.random.default_rng(2), 4000, paper_rule()), grid)
+        pairs = search_table(table, grid, paper_rule(target=0.5)).candidates
+        assert len(pairs) == 511
+        share = pairs[400].positive_share
+        expected = search_table(table, grid, paper_rule(target=share))
+        bounds = kernels.search_bounds(table, grid, share, "surrogate", "share")
         assert bounds[:2].tolist() == [expected.clip_low, expected.clip_high]
 
     @pytest.mark.parametrize(

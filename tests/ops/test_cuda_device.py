@@ -202,7 +202,7 @@ def test_the_contribution_table_is_bit_identical_to_the_cpus(
     tokens = [token_T.repeat(max(1, num_tokens // 8192)) for token_T in tokens]
     for index, value in enumerate((math.nan, math.inf, 300.0, 0.5)):
         tokens[index][index : index + 1] = value
-    table = torch.arange(len(extension.ContributionTable(grid)))
+    table = torch.arange(grid.num_slots)
     device_table = table.cuda()
     OPS.contributions_(table, grid_bytes, *tokens, weight)
     OPS.contributions_(device_table, grid_bytes, *map(cuda, tokens), weight)
@@ -218,7 +218,7 @@ def test_the_decision_is_the_cpus(
     contribution: str, measure: str, order: str, dual_clip: float | None, num_tokens: int
 ) -> None:
     grid, grid_bytes = grid_and_bytes(order=order, dual_clip=dual_clip)
-    table = torch.zeros(len(extension.ContributionTable(grid)), dtype=torch.int64)
+    table = torch.zeros(grid.num_slots, dtype=torch.int64)
     OPS.contributions_(table, grid_bytes, *token_tensors(num_tokens), "uniform")
     for target in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         expected = OPS.search_bounds(table, grid_bytes, target, contribution, measure)
@@ -242,25 +242,13 @@ def test_a_table_that_cannot_be_trusted_is_refused(slot: int, value: int) -> Non
 
 
 @pytest.mark.parametrize("num_tokens", EDGE_TOKENS)
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_the_loss_matches_the_cpus_and_repeats_bit_by_bit(
-    num_tokens: int, dual_clip: float | None
-) -> None:
-    logprob_T, behaviour_T, advantage_T, mask_T = token_tensors(num_tokens)
-    generator = torch.Generator().manual_seed(1)
-    entropy_T = torch.rand(num_tokens, generator=generator)
-    weight_T = torch.rand(num_tokens, generator=generator)
+def test_the_importance_ratio_has_the_cpus_bits(num_tokens: int) -> None:
+    logprob_T, behaviour_T, *_ = token_tensors(num_tokens)
     if num_tokens > 30:
-        logprob_T[3], behaviour_T[4], advantage_T[5] = math.nan, math.inf, -math.inf
-    bounds = torch.tensor([0.8, 1.25, *[math.nan] * 6], dtype=torch.float64)
-    batch = (logprob_T, entropy_T, behaviour_T, advantage_T, mask_T, weight_T, bounds)
-    expected_sums, expected_T = OPS.policy_loss(*batch, dual_clip)
-    on_device = [value.cuda() for value in batch]
-    sums, coefficient_T = OPS.policy_loss(*on_device, dual_clip)
-    assert torch.equal(coefficient_T.cpu(), expected_T)
-    torch.testing.assert_close(sums.cpu(), expected_sums, rtol=1e-12, atol=1e-12)
-    again, _ = OPS.policy_loss(*on_device, dual_clip)
-    assert torch.equal(again, sums)
+        logprob_T[3], behaviour_T[4], logprob_T[5] = math.nan, math.inf, behaviour_T[5] + 21
+    expected_T = OPS.importance_ratio(logprob_T, behaviour_T)
+    ratio_T = OPS.importance_ratio(logprob_T.cuda(), behaviour_T.cuda())
+    torch.testing.assert_close(ratio_T.cpu(), expected_T, rtol=0, atol=0, equal_nan=True)
 
 
 def test_kernels_run_on_the_current_stream() -> None:

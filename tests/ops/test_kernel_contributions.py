@@ -1,4 +1,4 @@
-"""contributions_ and search_bounds against the table and the search of ``bapo_megatron._C``.
+"""contributions_ and search_bounds against exact arithmetic and the search that reports its path.
 
 Shape legend: T = tokens.
 """
@@ -17,8 +17,16 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bapo_megatron.ops import extension
-from tests.ops.kernel_calls import ISAS, grid_tensor, instruction_set, threads
-from tests.oracles.bound_search import Rule, Tokens, exact_search
+from tests.ops.kernel_calls import (
+    ISAS,
+    filled_table,
+    grid_tensor,
+    instruction_set,
+    path_of,
+    search_table,
+    threads,
+)
+from tests.oracles.bound_search import Rule, Tokens, exact_search, exact_table
 from tests.oracles.token_batches import few_values_tokens, paper_rule, random_tokens
 
 LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
@@ -35,22 +43,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def exact_table(tokens: Tokens, grid: extension.ClipGrid, weight: str) -> Tensor:
-    table = extension.ContributionTable(grid)
-    table.accumulate(*tokens.arrays(), weight=weight)  # type: ignore[arg-type]
-    return torch.from_numpy(np.frombuffer(table, dtype=np.int64).copy())
-
-
-def op_table(
-    tokens: Tokens, grid: extension.ClipGrid, weight: str = "uniform", table: Tensor | None = None
-) -> Tensor:
-    if table is None:
-        table = torch.zeros(len(extension.ContributionTable(grid)), dtype=torch.int64)
-    arrays = [torch.from_numpy(array) for array in tokens.arrays()]
-    torch.ops.bapo.contributions_(table, grid_tensor(grid), *arrays, weight)
-    return table
-
-
 def op_search(table: Tensor, grid: extension.ClipGrid, rule: Rule) -> list[float]:
     bounds = torch.ops.bapo.search_bounds(
         table, grid_tensor(grid), rule.target, rule.contribution, rule.measure
@@ -62,30 +54,30 @@ def op_search(table: Tensor, grid: extension.ClipGrid, rule: Rule) -> list[float
 @pytest.mark.parametrize("weight", ["uniform", "behaviour_prob"])
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 4097])
-def test_the_table_is_that_of_the_extension_bit_for_bit(
+def test_the_table_is_that_of_exact_arithmetic_bit_for_bit(
     isa: str, num_tokens: int, dual_clip: float | None, weight: str
 ) -> None:
-    rule = paper_rule(dual_clip=dual_clip)
+    rule = paper_rule(dual_clip=dual_clip, weight=weight)
     tokens = random_tokens(np.random.default_rng(num_tokens), num_tokens, rule)
     if num_tokens > 30:
         tokens.logprob[3], tokens.advantage[5] = np.nan, np.inf
         tokens.advantage[7], tokens.mask[9] = 300.0, 0.5
     grid = extension.ClipGrid(LOWER, UPPER, dual_clip=dual_clip)
-    assert torch.equal(op_table(tokens, grid, weight), exact_table(tokens, grid, weight)), isa
+    assert filled_table(tokens, grid, weight).tolist() == exact_table(tokens, rule), isa
 
 
 def test_contributions_are_added_to_what_the_table_holds() -> None:
     first, second = (random_tokens(np.random.default_rng(s), 100, paper_rule()) for s in (1, 2))
-    table = op_table(second, GRID, table=op_table(first, GRID))
-    assert torch.equal(table, op_table(first, GRID) + op_table(second, GRID))
+    table = filled_table(second, GRID, table=filled_table(first, GRID))
+    assert torch.equal(table, filled_table(first, GRID) + filled_table(second, GRID))
 
 
 def test_one_thread_and_eight_give_the_same_bits() -> None:
     tokens = random_tokens(np.random.default_rng(0), 100_001, paper_rule())
     with threads(1):
-        alone = op_table(tokens, GRID)
+        alone = filled_table(tokens, GRID)
     with threads(8):
-        shared = op_table(tokens, GRID)
+        shared = filled_table(tokens, GRID)
     assert torch.equal(alone, shared)
 
 
@@ -96,7 +88,7 @@ def test_a_million_tokens_at_the_limits_do_not_overflow(advantage: float, measur
     num_tokens = 2**20
     twenty = np.full(num_tokens, 20.0, dtype=np.float32)
     zeros, ones = np.zeros_like(twenty), np.ones_like(twenty)
-    table = op_table(Tokens(twenty, zeros, ones * np.float32(advantage), ones), GRID)
+    table = filled_table(Tokens(twenty, zeros, ones * np.float32(advantage), ones), GRID)
     a, q = 255 * 2**24, round(float(np.float32(math.exp(20.0))) * 2**24)
     positive = advantage > 0
     bins = table[:-4].reshape(-1, 4)
@@ -126,7 +118,7 @@ def test_a_million_tokens_at_the_limits_do_not_overflow(advantage: float, measur
     order=st.sampled_from(["upper_first", "lower_first"]),
     dual_clip=st.sampled_from([None, 3.0]),
 )
-def test_the_decision_is_that_of_the_extension_and_of_exact_arithmetic(
+def test_the_decision_is_that_of_the_reported_path_and_of_exact_arithmetic(
     seed: int,
     num_tokens: int,
     few_values: bool,
@@ -148,17 +140,15 @@ def test_the_decision_is_that_of_the_extension_and_of_exact_arithmetic(
         few_values_tokens(rng, num_tokens) if few_values else random_tokens(rng, num_tokens, rule)
     )
     grid = extension.ClipGrid(LOWER, UPPER, order=order, dual_clip=dual_clip)  # type: ignore[arg-type]
-    found = op_search(op_table(tokens, grid), grid, rule)
+    found = op_search(filled_table(tokens, grid), grid, rule)
     signed = int(((tokens.mask == 1) & (tokens.advantage != 0)).sum())
     assert found[5:] == [0.0, 0.0, float(signed)]
     if signed == 0:
-        assert found[:2] == [grid.path[0][0], grid.path[0][1]]
+        assert found[:2] == list(path_of(grid)[0])
         assert found[4] == NO_SEARCH
         assert all(math.isnan(share) for share in found[2:4])
         return
-    table = extension.ContributionTable(grid)
-    table.accumulate(*tokens.arrays())
-    wanted = extension.search(table, grid, target, contribution, measure)  # type: ignore[arg-type]
+    wanted = search_table(filled_table(tokens, grid), grid, rule)
     assert found[:5] == [
         wanted.clip_low,
         wanted.clip_high,
@@ -187,7 +177,7 @@ def test_the_decision_is_that_of_the_extension_and_of_exact_arithmetic(
 def test_a_table_that_cannot_be_trusted_is_refused(
     slot: int, value: int, reported: list[float]
 ) -> None:
-    table = torch.ones(len(extension.ContributionTable(GRID)), dtype=torch.int64)
+    table = torch.ones(GRID.num_slots, dtype=torch.int64)
     table[-4:] = torch.tensor([0, 0, 40, 60])
     table[slot] = value
     found = op_search(table, GRID, paper_rule())
@@ -198,7 +188,7 @@ def test_a_table_that_cannot_be_trusted_is_refused(
 
 
 def test_a_table_one_token_below_the_limit_is_searched() -> None:
-    table = torch.ones(len(extension.ContributionTable(GRID)), dtype=torch.int64)
+    table = torch.ones(GRID.num_slots, dtype=torch.int64)
     table[-4:] = torch.tensor([0, 0, 2**31 - 61, 60])
     assert op_search(table, GRID, paper_rule())[4] in (START, MET, EXHAUSTED)
 
@@ -215,7 +205,7 @@ def test_grid_bytes_are_equal_for_equal_grids_and_differ_otherwise() -> None:
 
 def test_the_ops_are_registered_as_torch_wants_them() -> None:
     tokens = random_tokens(np.random.default_rng(0), 50, paper_rule())
-    table = op_table(tokens, GRID)
+    table = filled_table(tokens, GRID)
     arrays = [torch.from_numpy(array) for array in tokens.arrays()]
     grid = grid_tensor(GRID)
     opcheck(torch.ops.bapo.contributions_.default, (table.clone(), grid, *arrays, "uniform"))

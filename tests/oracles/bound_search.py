@@ -96,6 +96,43 @@ def exact_sums(tokens: Tokens, rule: Rule, clip_low: float, clip_high: float) ->
     return positive, negative
 
 
+def exact_table(tokens: Tokens, rule: Rule) -> list[int]:
+    """The contribution table, slot by slot as csrc/README.md describes it."""
+    lower = [*rule.lower, *([] if rule.dual_clip is None else [float(np.float32(rule.dual_clip))])]
+    bins = [[0] * 4 for _ in range(len(rule.upper) + 1 + len(lower) + 1)]
+    nonfinite = out_of_range = positive = negative = 0
+    for logprob, behaviour, advantage, mask in zip(*tokens.arrays(), strict=True):
+        if mask == 0:
+            continue
+        if not np.isfinite([logprob, behaviour, advantage, mask]).all():
+            nonfinite += 1
+            continue
+        positive += int(advantage > 0)
+        negative += int(advantage < 0)
+        factor = math.exp(behaviour) if rule.weight == "behaviour_prob" else 1.0
+        a = round(abs(Fraction(factor * float(advantage))) * UNIT)
+        if mask != 1 or a >= 2**32:
+            out_of_range += 1
+            continue
+        with np.errstate(over="ignore"):
+            log_ratio = np.clip(logprob - behaviour, np.float32(-20), np.float32(20))
+        r = float(np.float32(math.exp(log_ratio)))
+        product = a * round(Fraction(r) * UNIT)
+        if advantage > 0:
+            found = bins[sum(edge <= r for edge in rule.upper)]
+        else:
+            found = bins[len(rule.upper) + 1 + sum(edge < r for edge in lower)]
+        found[0] += a
+        for limb in range(3):
+            found[limb + 1] += (product >> (32 * limb)) & 0xFFFFFFFF
+    return [slot for one_bin in bins for slot in one_bin] + [
+        nonfinite,
+        out_of_range,
+        positive,
+        negative,
+    ]
+
+
 def exact_search(tokens: Tokens, rule: Rule) -> Found:
     """Walk the path with exact arithmetic; the target is the nearest multiple of 2^-24."""
     target = Fraction(round(Fraction(rule.target) * UNIT), UNIT)

@@ -1,0 +1,210 @@
+"""The importance ratio: the op's bits, and the differentiable face.
+
+Shape legend: T = tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bapo_megatron.ops import compiled, extension, reference
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.ratio import importance_ratio
+from tests.ops.kernel_calls import ISAS, filled_table, instruction_set, threads
+from tests.oracles.bound_search import Tokens
+from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
+
+OP = torch.ops.bapo.importance_ratio
+EDGE_TOKENS = (0, 1, 31, 32, 33, 4097)
+E_TO_20 = 485165195.40979028
+E_TO_MINUS_20 = 2.0611536224385578e-09
+
+both_kernels = pytest.mark.parametrize(
+    "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
+)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with instruction_set(request.param):
+        yield request.param
+
+
+def random_pair(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Log-probs and behaviour log-probs, many of them on a candidate or one float beside it."""
+    tokens = random_tokens(np.random.default_rng(seed + num_tokens), num_tokens, paper_rule())
+    return torch.from_numpy(tokens.logprob), torch.from_numpy(tokens.behaviour)
+
+
+def oracle(logprob_T: Tensor, behaviour_T: Tensor) -> Tensor:
+    """The float64 exponential of the float32 difference, rounded once."""
+    difference = np.clip(logprob_T.numpy() - behaviour_T.numpy(), np.float32(-20), np.float32(20))
+    return torch.from_numpy(np.exp(difference.astype(np.float64)).astype(np.float32))
+
+
+@pytest.mark.parametrize("num_tokens", EDGE_TOKENS)
+def test_the_ratio_is_the_float64_exponential_rounded_once(isa: str, num_tokens: int) -> None:
+    for seed in range(5):
+        pair = random_pair(num_tokens, seed)
+        assert torch.equal(OP(*pair), oracle(*pair)), isa
+
+
+def test_every_instruction_set_and_number_of_threads_gives_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprob_T = 15 * torch.randn(200_003, generator=generator)
+    behaviour_T = torch.randn(200_003, generator=generator)
+    with instruction_set("portable"), threads(1):
+        portable_T = OP(logprob_T, behaviour_T)
+    for name in ISAS:
+        for number in (1, 8):
+            with instruction_set(name), threads(number):
+                assert torch.equal(OP(logprob_T, behaviour_T), portable_T), (name, number)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [0, 17, 40])
+def test_a_token_that_is_not_finite_is_nan_and_its_neighbours_are_not(
+    isa: str, bad: float, position: int
+) -> None:
+    for argument in range(2):
+        pair = random_pair(41)
+        expected_T = oracle(*pair)
+        pair[argument][position] = bad
+        ratio_T = OP(*pair)
+        assert ratio_T[position].isnan(), isa
+        others_T = torch.arange(41) != position
+        assert torch.equal(ratio_T[others_T], expected_T[others_T])
+    both_T = torch.full((41,), bad)
+    assert OP(both_T, both_T).isnan().all()
+
+
+@both_kernels
+def test_beyond_twenty_the_log_ratio_is_held_and_the_derivative_is_zero(kernels: Kernels) -> None:
+    logprob_T = torch.tensor([20.0, 20.000002, 300.0, 3e38, -20.0, -20.000002, -300.0, -3e38])
+    behaviour_T = torch.tensor([0.0, 0.0, 0.0, -3e38, 0.0, 0.0, 0.0, 3e38])
+    logprob_T.requires_grad_()
+    ratio_T = importance_ratio(logprob_T, behaviour_T, kernels)
+    high, low = float(np.float32(E_TO_20)), float(np.float32(E_TO_MINUS_20))
+    assert ratio_T.tolist() == [high] * 4 + [low] * 4
+    ratio_T.sum().backward()
+    assert logprob_T.grad is not None
+    assert logprob_T.grad.tolist() == [high, 0, 0, 0, low, 0, 0, 0]
+
+
+def bin_of(log_ratio: np.float32, advantage: float, grid: extension.ClipGrid) -> int:
+    """Where the table puts one token: bins of the upper side, then of the lower side."""
+    one = np.ones(1, dtype=np.float32)
+    tokens = Tokens(one * log_ratio, 0 * one, one * np.float32(advantage), one)
+    sums = filled_table(tokens, grid)[:-4].reshape(-1, 4)[:, 0]
+    return int(sums.nonzero().item())
+
+
+def test_the_table_bins_a_token_by_the_bits_of_the_op(isa: str) -> None:
+    # Every float32 log-ratio around every candidate: 37 upper and 16 lower ones.
+    grid, rule = extension.ClipGrid((0.6, 0.9, 0.02), (1.2, 3.0, 0.05)), paper_rule()
+    on_edge = 0
+    for edge in (*rule.upper, *rule.lower):
+        log_ratios = [logprob_for_ratio(edge, step) for step in range(-2, 3)]
+        ratio_T = OP(torch.tensor(np.array(log_ratios)), torch.zeros(5))
+        for log_ratio, ratio in zip(log_ratios, ratio_T.tolist(), strict=True):
+            on_edge += ratio == edge
+            assert bin_of(log_ratio, 1.0, grid) == sum(upper <= ratio for upper in rule.upper)
+            assert bin_of(log_ratio, -1.0, grid) == 38 + sum(lower < ratio for lower in rule.lower)
+    assert on_edge > 20, isa
+
+
+def test_the_op_is_registered_as_torch_wants_it() -> None:
+    for num_tokens in (0, 7):
+        opcheck(OP.default, random_pair(num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("logprob", "behaviour", "message"),
+    [
+        (torch.zeros(2, 2), torch.zeros(4), r" logprob must have shape \[T\], got \[2, 2\]"),
+        (torch.zeros(4).double(), torch.zeros(4), " logprob must be float32, got float64"),
+        (torch.zeros(8)[::2], torch.zeros(4), " logprob must be contiguous, got stride 2"),
+        (torch.zeros(4), torch.zeros(3), r"behaviour_logprob must have shape \[4\], got \[3\]"),
+        (torch.zeros(4), torch.zeros(4).half(), "behaviour_logprob must be float32, got float16"),
+        (torch.zeros(4), torch.zeros(8)[::2], "behaviour_logprob must be contiguous, got stride 2"),
+    ],
+)
+def test_the_op_refuses_bad_input_by_name(logprob: Tensor, behaviour: Tensor, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        OP(logprob, behaviour)
+
+
+@both_kernels
+@pytest.mark.parametrize("num_tokens", EDGE_TOKENS)
+def test_the_derivative_by_the_log_prob_is_the_ratio(kernels: Kernels, num_tokens: int) -> None:
+    logprob_T, behaviour_T = random_pair(num_tokens)
+    expected_T = oracle(logprob_T, behaviour_T)
+    logprob_T.requires_grad_()
+    behaviour_T.requires_grad_()
+    ratio_T = importance_ratio(logprob_T, behaviour_T, kernels)
+    assert torch.equal(ratio_T, expected_T)
+    grad_T = torch.randn(num_tokens, generator=torch.Generator().manual_seed(3))
+    ratio_T.backward(grad_T)
+    inside_T = (logprob_T - behaviour_T).abs() <= 20
+    assert logprob_T.grad is not None
+    assert torch.equal(logprob_T.grad, torch.where(inside_T, grad_T * expected_T, 0))
+    assert behaviour_T.grad is None
+
+
+@both_kernels
+def test_strided_tensors_and_kernels_by_default_give_the_same(kernels: Kernels) -> None:
+    logprob_T, behaviour_T = random_pair(64)
+    wide_T3 = torch.stack([logprob_T, behaviour_T, logprob_T], dim=1).requires_grad_()
+    ratio_T = importance_ratio(wide_T3[:, 0], wide_T3[:, 1], kernels)
+    assert torch.equal(ratio_T, importance_ratio(logprob_T, behaviour_T))
+    (grad_T3,) = torch.autograd.grad(ratio_T.sum(), wide_T3)
+    assert grad_T3[:, 0].all()
+    assert not grad_T3[:, 1:].any()
+
+
+@both_kernels
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_that_is_not_finite_has_no_derivative(
+    kernels: Kernels, bad: float, dtype: torch.dtype
+) -> None:
+    logprob_T = torch.tensor([-1.0, bad, -1.0, bad], dtype=dtype, requires_grad=True)
+    behaviour_T = torch.tensor([-1.0, -1.0, bad, bad], dtype=dtype)
+    ratio_T = importance_ratio(logprob_T, behaviour_T, kernels)
+    assert ratio_T.isnan().tolist() == [False, True, True, True]
+    (grad_T,) = torch.autograd.grad(ratio_T.nansum(), logprob_T)
+    assert grad_T.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_float64_passes_gradcheck_inside_and_outside_the_clamp() -> None:
+    logprob_T = torch.tensor([-0.1, -2.0, 3.0, 19.5, 25.0, -30.0], dtype=torch.float64)
+    behaviour_T = torch.tensor([-0.4, -1.5, 0.0, 0.0, -0.5, -1.0], dtype=torch.float64)
+    logprob_T.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: importance_ratio(x, behaviour_T).log(), logprob_T)
+    ratio_T = importance_ratio(logprob_T, behaviour_T)
+    assert ratio_T.dtype == torch.float64
+    assert ratio_T[0].item() == pytest.approx(1.3498588075760032, rel=1e-15)
+    assert ratio_T[4].item() == pytest.approx(E_TO_20, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("logprob", "behaviour", "message"),
+    [
+        (torch.zeros(2, 2), torch.zeros(2, 2), r"both have shape \[T\], got \[2, 2\] and \[2, 2\]"),
+        (torch.zeros(2), torch.zeros(3), r"both have shape \[T\], got \[2\] and \[3\]"),
+        (torch.zeros(2), torch.zeros(2).double(), "got torch.float32 and torch.float64; convert"),
+        (torch.zeros(2).half(), torch.zeros(2).half(), "got torch.float16 and torch.float16"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    logprob: Tensor, behaviour: Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        importance_ratio(logprob, behaviour)
