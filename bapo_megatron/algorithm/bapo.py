@@ -80,9 +80,10 @@ class Bapo(Objective):
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Return bounds, positive shares and exit of a search."""
         found = dict(zip(BOUNDS_FIELDS, decision, strict=True))
-        return {
-            "bapo/clip_low": found["low"],
-            "bapo/clip_high": found["high"],
+        bounds = {"bapo/clip_low": found["low"], "bapo/clip_high": found["high"]}
+        if EXIT_NAMES[int(found["exit"])] == "unsearched":
+            return bounds
+        return bounds | {
             "bapo/positive_share_start": found["positive_share_start"],
             "bapo/positive_share": found["positive_share"],
             **{

@@ -34,8 +34,8 @@ BOUNDS_FIELDS = (
 )
 """What a tensor of bounds holds, in order (csrc/common/params.h); float64."""
 
-EXIT_NAMES = ("start", "met", "exhausted", "fixed", "refused")
-"""What ``exit`` means."""
+EXIT_NAMES = ("start", "met", "exhausted", "unsearched", "refused")
+"""What ``exit`` means; ``unsearched``: no token has a sign, so there are no shares."""
 
 REFUSED = EXIT_NAMES.index("refused")
 

@@ -58,9 +58,9 @@ def test_the_step_of_the_7b_run_by_hand() -> None:
     [
         ({"updates_per_batch": 4}, 4),
         ({"updates_per_batch": 4, "epochs": 2}, 8),
-        ({"updates_per_batch": 4, "clip": "fixed"}, 0),
+        ({"updates_per_batch": 4, "objective": "clip"}, 0),
         ({"updates_per_batch": 4, "behaviour": "recomputed"}, 7),
-        ({"updates_per_batch": 4, "behaviour": "recomputed", "clip": "fixed"}, 4),
+        ({"updates_per_batch": 4, "behaviour": "recomputed", "objective": "clip"}, 4),
         ({"updates_per_batch": 4, "bapo": {"scope": "micro_batch"}}, 0),
     ],
 )

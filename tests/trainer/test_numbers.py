@@ -153,6 +153,12 @@ def test_bounds_are_means_over_searches() -> None:
     assert values["bapo/exit_exhausted_share"] == 0.5
 
 
+def test_a_search_without_a_signed_token_reports_bounds_alone() -> None:
+    objective = load_objective(AlgorithmConfig()).objective
+    unsearched = (0.6, 1.2, math.nan, math.nan, 3, 0, 0, 0)
+    assert objective.report_decision(unsearched) == {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
+
+
 def test_fixed_clips_report_bounds_but_no_exits() -> None:
     grpo = load_objective(AlgorithmConfig(objective="clip")).objective.report_decision(())
     assert grpo == {"bapo/clip_low": 0.8, "bapo/clip_high": 1.2}

@@ -132,7 +132,13 @@ def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None
     first, second = _plan(
         {"max_age": 3, "measure": "token"}, _batch(versions=old), updates_per_batch=2
     )
-    assert first == PlannedUpdate(response_tokens=3)
+    lengths = {
+        "positive_responses": 1.0,
+        "positive_length": 2.0,
+        "negative_responses": 1.0,
+        "negative_length": 1.0,
+    }
+    assert first == PlannedUpdate(response_tokens=3, lengths=lengths)
     assert (second.response_tokens, second.trained_tokens, second.has_gradient) == (3, 3, True)
 
 
