@@ -25,7 +25,7 @@ from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops import compiled, reference
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.ops.contributions import ContributionTable
+from bapo_megatron.ops.contributions import ContributionTable, search_path
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import importance_ratio
 from bapo_megatron.trainer.loss_stage import LossStage, PolicyOutput, TokenReport, UpdateContext
@@ -630,6 +630,21 @@ def test_bapo_bounds_come_from_the_statistics() -> None:
     assert [bound.item() for bound in bounds] == [0.75, 1.25]
 
 
+@pytest.mark.parametrize(
+    ("number", "shares"),
+    [(0, (1, 0, 0)), (1, (0, 1, 0)), (2, (0, 0, 1)), (3, (0, 0, 0)), (4, (0, 0, 0))],
+)
+def test_the_exit_of_a_search_is_reported(number: int, shares: tuple[int, ...]) -> None:
+    objective = load_objective(AlgorithmConfig.model_validate({})).objective
+    decision = [0.8, 1.2, 0.4, 0.5, number, 1, 2, 3]
+    reported = objective.report_decision(decision)
+    names = ("start", "met", "exhausted")
+    assert tuple(reported[f"bapo/exit_{name}_share"] for name in names) == shares
+    refused = objective.refuses(torch.tensor(decision, dtype=torch.float64))
+    assert refused is not None
+    assert bool(refused) == (number == 4)
+
+
 @pytest.mark.parametrize("seed", range(20))
 @both_kernels
 def test_statistics_of_parts_add_up_to_the_bounds_of_exact_arithmetic(
@@ -679,4 +694,5 @@ def test_the_recipe_preset_searches_every_micro_batch_and_clips_twice() -> None:
     assert loaded.objective.needs == "micro_batch"
     assert loaded.objective.dual_clip == 3.0
     assert loaded.decision_size == 8
-    assert len(loaded.objective.table.grid.path) == 21
+    table = loaded.objective.table
+    assert len(search_path(table, table.config).candidates) == 21
