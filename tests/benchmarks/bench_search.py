@@ -16,13 +16,16 @@ from torch import Tensor
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.contributions import (
+    BOUNDS_FIELDS,
+    EXIT_NAMES,
     ContributionTable,
     accumulate,
     search_bounds,
-    to_clip_bounds,
+    search_path,
 )
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.benchmarks.stage import Stage, make_stage
+from tests.fakes.given_tokens import one_rank
 
 
 def recipe_loop(
@@ -41,24 +44,30 @@ def recipe_loop(
     return path[-1]
 
 
+def pairs_of(table: ContributionTable) -> list[tuple[float, float]]:
+    """The pairs of bounds that a search walks, in order."""
+    return [(pair.clip_low, pair.clip_high) for pair in search_path(table, table.config).candidates]
+
+
 def measure(stage: Stage, rounds: int) -> list[Section]:
     """Time search and stage; both searches walk their whole path, the worst case of the loop."""
     config = BapoConfig.model_validate({"preset": "recipe", "target": 255.0})
     kernels = select_kernels("auto", stage.device)
     table = ContributionTable(config, device=stage.device, kernels=kernels)
     tokens = (stage.logprob_T, stage.behaviour_T, stage.advantage_T, stage.mask_T)
-    path = table.grid.path
+    path = pairs_of(table)
 
     def ours() -> Tensor:
         table.tensor.zero_()
         accumulate(table, *tokens)
         return search_bounds(table, config)
 
-    found = to_clip_bounds(ours().tolist())
-    assert found.exit == "exhausted"
-    assert (found.low, found.high) == recipe_loop(tokens, path, config.target) == path[-1]
+    found = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
+    assert EXIT_NAMES[int(found["exit"])] == "exhausted"
+    assert (found["low"], found["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
     paper = BapoConfig.model_validate({})
     paper_table = ContributionTable(paper, device=stage.device, kernels=kernels)
+    paper_path = pairs_of(paper_table)
 
     def ours_paper() -> Tensor:
         paper_table.tensor.zero_()
@@ -71,7 +80,7 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
         Contender("released loop", lambda: recipe_loop(tokens, path, config.target)),
         Contender(
             "released loop, the paper's grid",
-            lambda: recipe_loop(tokens, paper_table.grid.path, config.target),
+            lambda: recipe_loop(tokens, paper_path, config.target),
         ),
         Contender("loss stage", stage.run, stage.restore),
     ]
@@ -84,11 +93,11 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
             timings,
             "ours",
             remarks=[
-                f"The search over the paper's {len(paper_table.grid.path)} pairs takes "
+                f"The search over the paper's {len(paper_path)} pairs takes "
                 f"{share:.2%} of the loss stage. Its collective is one all-reduce of "
                 f"{paper_table.tensor.nbytes:,} bytes per update; the loop's, on several ranks, "
                 f"are 2 sums for each of up to {len(path)} (recipe) or "
-                f"{len(paper_table.grid.path)} (paper) pairs."
+                f"{len(paper_path)} (paper) pairs."
             ],
         )
     ]
@@ -103,8 +112,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    stage = make_stage(options.tokens, options.columns, options.stage_tokens, device)
-    publish("Bound search", measure(stage, options.rounds), options, device)
+    with one_rank(device) as groups:
+        stage = make_stage(options.tokens, options.columns, options.stage_tokens, groups)
+        publish("Bound search", measure(stage, options.rounds), options, device)
 
 
 if __name__ == "__main__":
