@@ -76,7 +76,7 @@ SUMS: dict[str, Value] = {
     "tokens": lambda v: v.trains_T,
     "positive_tokens": lambda v: v.has_sign(1),
     "negative_tokens": lambda v: v.has_sign(-1),
-    "policy_loss": lambda v: v.weight_T * v.loss_T,
+    "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0),
     "positive_contribution": lambda v: v.contribution_T * v.has_sign(1),
     "negative_contribution": lambda v: v.contribution_T * v.has_sign(-1),
     "positive_held": lambda v: v.has_sign(1) & (v.derivative_T == 0),

@@ -5,15 +5,19 @@ Shape legend: T = response tokens, R = responses.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.loss import Denominators, token_weights
-from bapo_megatron.ops.contributions import constant_bounds
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops.logprob import TokenLogprobs
+from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
 
-CLIP = {"bounds": constant_bounds(0.75, 1.25, torch.device("cpu")), "dual_clip": 3.0}
+CLIP = {"objective": "clip", "fixed": {"low": 0.75, "high": 1.25}, "dual_clip": 3.0}
 
 
 def random_batch(seed: int = 0, num_tokens: int = 200) -> dict[str, Tensor]:
@@ -27,6 +31,12 @@ def random_batch(seed: int = 0, num_tokens: int = 200) -> dict[str, Tensor]:
         "loss_weight_T": torch.full((num_tokens,), 1 / max(1, num_tokens)),
         "entropy_T": torch.rand(num_tokens, generator=generator),
     }
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ProcessGroups]:
+    with one_rank() as groups:
+        yield groups
 
 
 # Three responses with 2, 0 and 1 training tokens out of 3, 1 and 2.
@@ -72,30 +82,38 @@ def test_unknown_aggregations_and_constants_are_refused() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
 @pytest.mark.parametrize("num_parts", [2, 5, 40])
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
-    aggregation: str, num_parts: int
+    groups: ProcessGroups, aggregation: str, num_parts: int
 ) -> None:
+    stage = make_stage(groups, CLIP)
     batch = random_batch(3, num_tokens=240)
+    logprob_T, entropy_T = batch.pop("logprob_T"), batch.pop("entropy_T")
     response_T = torch.arange(240) // 7
     tokens_R = torch.zeros(int(response_T.max()) + 1).index_add(0, response_T, batch["mask_T"])
     batch["loss_weight_T"] = token_weights(
         batch["mask_T"], tokens_R[response_T], aggregation, Denominators.count(tokens_R), 32.0
     )
-    whole_T = batch["logprob_T"].clone().requires_grad_()
-    whole_loss, whole_sums = clipped_policy_loss(**{**batch, "logprob_T": whole_T}, **CLIP)
-    whole_loss.backward()
 
-    split_T = batch["logprob_T"].clone().requires_grad_()
+    def loss_of(leaf_T: Tensor, part: Any) -> tuple[float, Tensor]:
+        policy: Any = TokenLogprobs(leaf_T[part], entropy_T[part])
+        piece = make_micro_batch(**{name: value[part] for name, value in batch.items()})
+        loss, report = stage.loss(policy, piece, decision=None, context=CONTEXT)
+        loss.backward()
+        return loss.item(), report.sums
+
+    whole_T = logprob_T.clone().requires_grad_()
+    whole_loss, whole_sums = loss_of(whole_T, slice(None))
+
+    split_T = logprob_T.clone().requires_grad_()
     permutation = torch.randperm(240, generator=torch.Generator().manual_seed(1))
     total, sums = 0.0, torch.zeros_like(whole_sums)
     for part in permutation.chunk(num_parts):
-        piece = {name: value[part] for name, value in {**batch, "logprob_T": split_T}.items()}
-        loss, part_sums = clipped_policy_loss(**piece, **CLIP)
-        loss.backward()
-        total += loss.item()
+        loss, part_sums = loss_of(split_T, part)
+        total += loss
         sums += part_sums
-    assert total == pytest.approx(whole_loss.item(), abs=1e-6)
+    assert total == pytest.approx(whole_loss, abs=1e-6)
     assert whole_T.grad is not None
     assert split_T.grad is not None
+    assert torch.count_nonzero(whole_T.grad) > 0
     assert torch.allclose(split_T.grad, whole_T.grad, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(sums, whole_sums, rtol=1e-12, atol=0)
 

@@ -16,58 +16,49 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.schema import BapoConfig
-from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import OutputHead, chunked_policy_loss
-from bapo_megatron.ops.contributions import ContributionTable, accumulate, search_bounds
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.algorithm.bapo import Bapo
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops.chunked import OutputHead
 from tests.benchmarks.bench_logprob import by_log_softmax, by_logsumexp
 from tests.benchmarks.bench_search import recipe_loop
 from tests.benchmarks.collective_ranks import count_collectives
-from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
-from tests.benchmarks.stage import Stage, make_stage
+from tests.benchmarks.harness import (
+    Contender,
+    Section,
+    arguments,
+    count_kernels,
+    count_operators,
+    interleave,
+    publish,
+)
+from tests.benchmarks.stage import Stage, make_losses, make_stage
 from tests.distributed_launch import run_ranks
+from tests.fakes.given_tokens import CONTEXT, one_rank
 from tests.ops.kernel_calls import path_of
 
 CHUNKS = (256, 512, 1024, 2048)
 
 
 def from_logits(stage: Stage) -> list[Contender]:
-    """Ours, and the same stage in torch with the released recipe's search."""
-    config = BapoConfig.model_validate({})
-    kernels = select_kernels("auto", stage.device)
-    path = path_of(ContributionTable(config, device=stage.device, kernels=kernels).grid)
-    tokens = (stage.behaviour_T, stage.advantage_T, stage.mask_T, stage.weight_T)
-    behaviour_T, advantage_T, mask_T, weight_T = tokens
+    """Ours with and without its search, and the same in torch with the released recipe's search."""
+    objective = stage.losses.objective
+    assert isinstance(objective, Bapo)
+    path = path_of(objective.table.grid)
+    (micro_batch,) = stage.micro_batches
+    searching = make_losses(stage.groups, stage.num_columns, scope="micro_batch")
+    tokens = stage.tokens()
+    behaviour_T, advantage_T, mask_T = stage.behaviour_T, stage.advantage_T, stage.mask_T
+    weight_T = micro_batch.loss_weight_T
 
     def ours() -> object:
-        leaf = stage.work_CV.detach().requires_grad_()
-        logprob_T, entropy_T = vocab_parallel_logprobs(
-            leaf.view_as(leaf),
-            stage.target_C,
-            vocab_size=stage.num_columns,
-            kernels=kernels,
-            overwrite_logits=True,
-        )
-        table = ContributionTable(config, device=stage.device, kernels=kernels)
-        accumulate(table, logprob_T, behaviour_T, advantage_T, mask_T)
-        loss, _ = clipped_policy_loss(
-            logprob_T,
-            behaviour_logprob_T=behaviour_T,
-            advantage_T=advantage_T,
-            mask_T=mask_T,
-            loss_weight_T=weight_T,
-            bounds=search_bounds(table, config),
-            dual_clip=None,
-            entropy_T=entropy_T,
-            kernels=kernels,
-        )
-        return torch.autograd.grad(loss, leaf)
+        return stage.run_one(searching, micro_batch, None)
+
+    def search() -> object:
+        return objective.decide(objective.statistics(tokens))
 
     def in_torch(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> object:
         leaf = stage.work_CV.detach().requires_grad_()
-        logprob_T, _ = function(leaf, stage.target_C)
+        logprob_T, _ = function(leaf, micro_batch.target_T)
         current = (logprob_T.detach(), behaviour_T, advantage_T, mask_T)
         low, high = recipe_loop(current, path, 2 / 3)  # P/N for a share of 0.4
         ratio_T = (logprob_T - behaviour_T).clamp(-20.0, 20.0).exp()
@@ -78,7 +69,12 @@ def from_logits(stage: Stage) -> list[Contender]:
         "torch.compile, log_softmax": torch.compile(by_log_softmax, dynamic=False),
         "torch.compile, logsumexp": torch.compile(by_logsumexp, dynamic=False),
     }
-    contenders = [Contender("ours", ours, stage.restore)]
+    contenders = [
+        Contender("ours", ours, stage.restore),
+        Contender("ours, bounds known", stage.run, stage.restore),
+        Contender("search alone", search),
+        Contender("search with its safe tokens and all-reduce", stage.collect),
+    ]
     for name, function in {**compiled, "eager torch": by_log_softmax}.items():
         contenders.append(
             Contender(name, lambda function=function: in_torch(function), stage.restore)
@@ -90,7 +86,7 @@ def from_hidden_states(stage: Stage, hidden_size: int) -> list[Contender]:
     """All logits at once, then chunks of several sizes, with the products of the head."""
     generator = torch.Generator().manual_seed(1)
     num_tokens, num_columns = stage.logits_CV.shape
-    kernels = select_kernels("auto", stage.device)
+    (micro_batch,) = stage.micro_batches
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(stage.device, torch.bfloat16)
@@ -98,80 +94,68 @@ def from_hidden_states(stage: Stage, hidden_size: int) -> list[Contender]:
     hidden_TH = normal(num_tokens, hidden_size).requires_grad_()
     weight_VH = torch.nn.Parameter(normal(num_columns, hidden_size) / 30)
     main_grad_VH = torch.zeros(weight_VH.shape, device=stage.device)
-    rows_T = torch.arange(num_tokens, device=stage.device)
+    weight_VH.main_grad = main_grad_VH  # type: ignore[attr-defined]
 
     def whole() -> object:
-        logits_TV = hidden_TH @ weight_VH.t()
-        logprob_T, entropy_T = vocab_parallel_logprobs(
-            logits_TV,
-            stage.target_C,
-            vocab_size=num_columns,
-            kernels=kernels,
-            overwrite_logits=True,
-        )
-        loss, _ = clipped_policy_loss(
-            logprob_T,
-            behaviour_logprob_T=stage.behaviour_T,
-            advantage_T=stage.advantage_T,
-            mask_T=stage.mask_T,
-            loss_weight_T=stage.weight_T,
-            bounds=stage.bounds,
-            dual_clip=None,
-            entropy_T=entropy_T,
-            kernels=kernels,
+        loss, _ = stage.losses.loss(
+            hidden_TH @ weight_VH.t(), micro_batch, decision=stage.decision, context=CONTEXT
         )
         grad_hidden_TH, grad_weight_VH = torch.autograd.grad(loss, (hidden_TH, weight_VH))
         main_grad_VH.add_(grad_weight_VH)
         return grad_hidden_TH
 
-    def chunked(chunk_tokens: int) -> object:
-        weight_VH.main_grad = main_grad_VH  # type: ignore[attr-defined]
-        loss, _, _ = chunked_policy_loss(
-            hidden_TH,
-            OutputHead(weight_VH),
-            stage.target_C,
-            rows_T=rows_T,
-            vocab_size=num_columns,
-            temperature=1.0,
-            behaviour_logprob_T=stage.behaviour_T,
-            advantage_T=stage.advantage_T,
-            mask_T=stage.mask_T,
-            loss_weight_T=stage.weight_T,
-            bounds=stage.bounds,
-            dual_clip=None,
-            entropy_coefficient=0.0,
-            chunk_tokens=chunk_tokens,
-            kernels=kernels,
+    def chunked(chunk_tokens: int) -> Callable[[], object]:
+        losses = make_losses(
+            stage.groups, num_columns, head=OutputHead(weight_VH), chunk_tokens=chunk_tokens
         )
-        return torch.autograd.grad(loss, hidden_TH)
+
+        def run() -> object:
+            loss, _ = losses.loss(hidden_TH, micro_batch, decision=stage.decision, context=CONTEXT)
+            return torch.autograd.grad(loss, hidden_TH)
+
+        return run
 
     sizes = [size for size in CHUNKS if size < num_tokens]
     return [
         Contender("all at once", whole),
-        *(
-            Contender(f"chunks of {size}", lambda size=size: chunked(size))  # type: ignore[misc]
-            for size in sizes
-        ),
+        *(Contender(f"chunks of {size}", chunked(size)) for size in sizes),
     ]
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> list[Section]:
+def launches(contenders: list[Contender], device: torch.device) -> str:
+    """How many operators each contender dispatches; on a GPU also how many kernels it launches."""
+    parts = []
+    for contender in contenders:
+        text = f"{contender.name}: {count_operators(contender).total()}"
+        if device.type == "cuda":
+            text += f" ({count_kernels(contender)} kernels)"
+        parts.append(text)
+    return f"Operators dispatched, without views and allocations: {'; '.join(parts)}."
+
+
+def measure(options: argparse.Namespace, groups: ProcessGroups) -> list[Section]:
     """Both tables."""
-    stage = make_stage(options.tokens, options.columns, options.tokens, device)
-    logits = interleave(from_logits(stage), device, rounds=options.rounds)
-    hidden = interleave(
-        from_hidden_states(stage, options.hidden), device, rounds=options.hidden_rounds
-    )
-    plain, chunked = run_ranks(count_collectives, 2)[0]
+    device = groups.device
+    stage = make_stage(options.tokens, options.columns, options.tokens, groups)
+    by_logits = from_logits(stage)
+    logits = interleave(by_logits, device, rounds=options.rounds)
+    by_hidden = from_hidden_states(stage, options.hidden)
+    hidden = interleave(by_hidden, device, rounds=options.hidden_rounds)
+    search, plain, chunked = run_ranks(count_collectives, 2)[0]
     shape = f"{options.tokens} × {options.columns}, bfloat16"
+    medians = {timing.name: timing.median_s for timing in logits}
+    not_compiled = [each for each in by_logits if not each.name.startswith("torch.compile")]
     return [
         Section(
             f"From logits, {shape}",
             logits,
             "ours",
             remarks=[
-                "Collectives of a micro-batch, counted on 2 tensor-parallel ranks: "
-                f"{plain}. The search adds one all-reduce per update."
+                "Ours searches the bounds of its one micro-batch. The search takes "
+                f"{medians['search alone'] / medians['ours']:.2%} of the loss stage.",
+                f"Collectives of a micro-batch, counted on 2 tensor-parallel ranks: {plain}. The "
+                f"search adds, per update: {search}.",
+                launches(not_compiled, device),
             ],
         ),
         Section(
@@ -179,10 +163,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Section]:
             hidden,
             "all at once",
             remarks=[
-                "Memory is beyond hidden states, weight and its float32 gradient. The gradient of "
-                f"the hidden states is {4 * options.tokens * options.hidden / 1e6:.1f} MB in "
-                "float32 and half of it in bfloat16. Collectives of 4 chunks, counted on 2 "
-                f"tensor-parallel ranks: {chunked}."
+                "The bounds are known. Memory is beyond hidden states, weight and its float32 "
+                "gradient. The gradient of the hidden states is "
+                f"{4 * options.tokens * options.hidden / 1e6:.1f} MB in float32 and half of it in "
+                "bfloat16. Collectives of 4 chunks, counted on 2 tensor-parallel ranks: "
+                f"{chunked}.",
+                launches(by_hidden, device),
             ],
         ),
     ]
@@ -198,7 +184,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    publish("Loss stage", measure(options, device), options, device)
+    with one_rank(device) as groups:
+        publish("Loss stage", measure(options, groups), options, device)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ from torch import Tensor
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.contributions import (
+    BOUNDS_FIELDS,
+    EXIT_NAMES,
     ContributionTable,
     accumulate,
     search_bounds,
-    to_clip_bounds,
 )
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.benchmarks.stage import Stage, make_stage
+from tests.fakes.given_tokens import one_rank
 from tests.ops.kernel_calls import path_of
 
 
@@ -55,12 +57,11 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
         accumulate(table, *tokens)
         return search_bounds(table, config)
 
-    found = to_clip_bounds(ours().tolist())
-    assert found.exit == "exhausted"
-    assert (found.low, found.high) == recipe_loop(tokens, path, config.target) == path[-1]
+    found = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
+    assert EXIT_NAMES[int(found["exit"])] == "exhausted"
+    assert (found["low"], found["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
     paper = BapoConfig.model_validate({})
     paper_table = ContributionTable(paper, device=stage.device, kernels=kernels)
-
     paper_path = path_of(paper_table.grid)
 
     def ours_paper() -> Tensor:
@@ -106,8 +107,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    stage = make_stage(options.tokens, options.columns, options.stage_tokens, device)
-    publish("Bound search", measure(stage, options.rounds), options, device)
+    with one_rank(device) as groups:
+        stage = make_stage(options.tokens, options.columns, options.stage_tokens, groups)
+        publish("Bound search", measure(stage, options.rounds), options, device)
 
 
 if __name__ == "__main__":

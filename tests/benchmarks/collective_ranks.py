@@ -1,4 +1,4 @@
-"""Counts the collectives of one micro-batch on tensor-parallel ranks."""
+"""Counts the collectives of a search and of one micro-batch on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,56 +10,44 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.ops.chunked import OutputHead, chunked_policy_loss
-from bapo_megatron.ops.contributions import constant_bounds
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.ops.chunked import OutputHead
+from tests.benchmarks.stage import collect, make_losses
 from tests.distributed_launch import joined
+from tests.fakes.given_tokens import CONTEXT, make_micro_batch
 
 TOKENS, COLUMNS, HIDDEN = 8, 16, 4
 
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
 
 
-def count_collectives() -> tuple[str, str]:
-    """Forward and backward of a micro-batch: from logits, and from hidden states in 4 chunks."""
+def count_collectives() -> tuple[str, str, str]:
+    """The search, then forward and backward from logits, and from hidden states in 4 chunks."""
     with joined(tensor=num_ranks()) as groups:
         generator = torch.Generator().manual_seed(0)
-        target_T = torch.arange(TOKENS)
-        tokens = {
-            "behaviour_logprob_T": torch.zeros(TOKENS),
-            "advantage_T": torch.ones(TOKENS),
-            "mask_T": torch.ones(TOKENS),
-            "loss_weight_T": torch.ones(TOKENS),
-            "bounds": constant_bounds(0.0, 2.0, torch.device("cpu")),
-            "dual_clip": None,
-        }
+        micro_batch = make_micro_batch(
+            behaviour_logprob_T=torch.zeros(TOKENS), target_T=torch.arange(TOKENS)
+        )
         vocab_size = COLUMNS * groups.tensor_size
+        plain_losses = make_losses(groups, vocab_size)
+
+        with counted() as search:
+            decision = collect(plain_losses, torch.zeros(TOKENS), [micro_batch]).decision
 
         with counted() as plain:
             logits_TV = torch.randn(TOKENS, COLUMNS, generator=generator, requires_grad=True)
-            logprob_T, _ = vocab_parallel_logprobs(
-                logits_TV * 1, target_T, vocab_size=vocab_size, group=groups.tensor
+            loss, _ = plain_losses.loss(
+                logits_TV * 1, micro_batch, decision=decision, context=CONTEXT
             )
-            loss, _ = clipped_policy_loss(logprob_T, **tokens)
             loss.backward()
 
+        hidden_TH = torch.randn(TOKENS, HIDDEN, generator=generator, requires_grad=True)
+        weight_VH = torch.randn(COLUMNS, HIDDEN, generator=generator, requires_grad=True)
+        head = OutputHead(weight_VH, groups.tensor)
+        losses = make_losses(groups, vocab_size, head=head, chunk_tokens=TOKENS // 4)
         with counted() as chunked:
-            hidden_TH = torch.randn(TOKENS, HIDDEN, generator=generator, requires_grad=True)
-            weight_VH = torch.randn(COLUMNS, HIDDEN, generator=generator, requires_grad=True)
-            loss, _, _ = chunked_policy_loss(
-                hidden_TH,
-                OutputHead(weight_VH, groups.tensor),
-                target_T,
-                rows_T=torch.arange(TOKENS),
-                vocab_size=vocab_size,
-                temperature=1.0,
-                entropy_coefficient=0.0,
-                chunk_tokens=TOKENS // 4,
-                **tokens,
-            )
+            loss, _ = losses.loss(hidden_TH, micro_batch, decision=decision, context=CONTEXT)
             loss.backward()
-        return _text(plain), _text(chunked)
+        return _text(search), _text(plain), _text(chunked)
 
 
 @contextmanager

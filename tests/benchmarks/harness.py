@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.ops import extension
 
@@ -155,6 +158,39 @@ def peak_bytes(contender: Contender, device: torch.device) -> int:
         now += num_bytes
         peak = max(peak, now)
     return peak
+
+
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty")
+"""Operators that compute nothing."""
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ALLOCATIONS:
+            self.operators[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(contender: Contender) -> Counter[str]:
+    """The operators that a run dispatches, but for views and allocations; each is a launch."""
+    contender.prepare()
+    with _Counting() as counting:
+        contender.run()
+    return counting.operators
+
+
+def count_kernels(contender: Contender) -> int:
+    """Kernels and copies that a run launches on a GPU."""
+    contender.prepare()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        contender.run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
 
 
 def read_bandwidth(device: torch.device, rounds: int) -> float:

@@ -1,34 +1,46 @@
 """One update's loss stage on made-up tokens: log-probs, loss and gradient of several micro-batches.
 
+Everything goes through the trainer's ``LossStage``, with bounds that BAPO searched.
 Shape legend: T = tokens of the update, C = tokens of a micro-batch, V = columns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.contributions import constant_bounds
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.algorithm.objective import TokenBatch
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.trainer.loss_stage import Collected, LossStage, PolicyOutput
+from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.ops.chunked import OutputHead
+    from bapo_megatron.types import MicroBatch
 
 
 @dataclass(slots=True)
 class Stage:
     """Tokens [T], and bfloat16 logits [C, V] that stand for those of every micro-batch."""
 
+    groups: ProcessGroups
+    losses: LossStage
+    """With BAPO over the whole update."""
     logits_CV: Tensor
-    target_C: Tensor
     logprob_T: Tensor
     behaviour_T: Tensor
     advantage_T: Tensor
     mask_T: Tensor
-    weight_T: Tensor
-    bounds: Tensor
+    micro_batches: list[MicroBatch]
     work_CV: Tensor
+    decision: Tensor
+    """That of the update."""
 
     @property
     def device(self) -> torch.device:
@@ -44,42 +56,61 @@ class Stage:
         """Bring back the logits that a run has overwritten."""
         self.work_CV.copy_(self.logits_CV)
 
+    def tokens(self) -> TokenBatch:
+        """All tokens, with the log-probs that the search sees."""
+        return make_tokens(self.logprob_T, self.behaviour_T, self.advantage_T, self.mask_T)
+
+    def collect(self) -> Collected:
+        """Search the bounds of the update, its log-probs being known."""
+        return collect(self.losses, self.logprob_T, self.micro_batches)
+
     def run(self) -> None:
-        """Log-probs, loss and in-place gradient of every micro-batch.
+        """Log-probs, loss and in-place gradient of every micro-batch, the bounds being known."""
+        for micro_batch in self.micro_batches:
+            self.run_one(self.losses, micro_batch, self.decision)
+
+    def run_one(
+        self, losses: LossStage, micro_batch: MicroBatch, decision: Tensor | None
+    ) -> Tensor:
+        """Log-probs, loss and in-place gradient of one micro-batch; returns the gradient.
 
         They share one buffer of logits, so from the second one on it holds gradients; kernels take
         the same time for any finite values.
         """
-        num_chunk = len(self.target_C)
-        kernels = select_kernels("auto", self.device)
-        for begin in range(0, len(self.logprob_T), num_chunk):
-            chunk = slice(begin, begin + num_chunk)
-            leaf = self.work_CV.detach().requires_grad_()
-            logprob_C, entropy_C = vocab_parallel_logprobs(
-                leaf.view_as(leaf),
-                self.target_C,
-                vocab_size=self.num_columns,
-                kernels=kernels,
-                overwrite_logits=True,
-            )
-            loss, _ = clipped_policy_loss(
-                logprob_C,
-                behaviour_logprob_T=self.behaviour_T[chunk],
-                advantage_T=self.advantage_T[chunk],
-                mask_T=self.mask_T[chunk],
-                loss_weight_T=self.weight_T[chunk],
-                bounds=self.bounds,
-                dual_clip=None,
-                entropy_T=entropy_C,
-                kernels=kernels,
-            )
-            torch.autograd.grad(loss, leaf)
+        leaf = self.work_CV.detach().requires_grad_()
+        loss, _ = losses.loss(leaf.view_as(leaf), micro_batch, decision=decision, context=CONTEXT)
+        return torch.autograd.grad(loss, leaf)[0]
 
 
-def make_stage(num_tokens: int, num_columns: int, chunk_tokens: int, device: torch.device) -> Stage:
+def make_losses(
+    groups: ProcessGroups,
+    num_columns: int,
+    *,
+    scope: str = "update",
+    head: OutputHead | None = None,
+    chunk_tokens: int = 0,
+) -> LossStage:
+    """The trainer's loss stage with BAPO as in the paper, searched over ``scope``."""
+    ops = OpsConfig.model_validate({"logits_chunk_tokens": chunk_tokens})
+    output = PolicyOutput(ops, vocab_size=num_columns, temperature=1.0, groups=groups, head=head)
+    config = AlgorithmConfig.model_validate({"objective": "bapo", "bapo": {"scope": scope}})
+    return LossStage(config, output, groups)
+
+
+def collect(losses: LossStage, logprob_T: Tensor, micro_batches: list[MicroBatch]) -> Collected:
+    """What the objective must know of an update, from the log-probs of its micro-batches."""
+    parts = logprob_T.split([batch.num_response_tokens for batch in micro_batches])
+    policy = [TokenLogprobs(part, torch.zeros_like(part)) for part in parts]
+    return losses.collect(policy, micro_batches, CONTEXT, num_samples=1)
+
+
+def make_stage(
+    num_tokens: int, num_columns: int, chunk_tokens: int, groups: ProcessGroups
+) -> Stage:
     """Make an update of ``num_tokens`` in micro-batches of ``chunk_tokens``, which divides it."""
     if num_tokens % chunk_tokens:
         raise ValueError(f"{chunk_tokens} tokens per micro-batch must divide {num_tokens}")
+    device = groups.device
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -87,14 +118,33 @@ def make_stage(num_tokens: int, num_columns: int, chunk_tokens: int, device: tor
 
     logprob_T = -normal(num_tokens).abs()
     logits_CV = (3 * normal(chunk_tokens, num_columns)).to(device, torch.bfloat16)
+    target_C = torch.randint(num_columns, (chunk_tokens,), generator=generator).to(device)
+    behaviour_T = (logprob_T + 0.2 * normal(num_tokens)).to(device)
+    logprob_T, advantage_T = logprob_T.to(device), normal(num_tokens).to(device)
+    mask_T = torch.ones(num_tokens, device=device)
+    losses = make_losses(groups, num_columns)
+    micro_batches = [
+        make_micro_batch(
+            behaviour_logprob_T=behaviour_C,
+            advantage_T=advantage_C,
+            loss_weight_T=torch.full_like(advantage_C, 1.0 / num_tokens),
+            target_T=target_C,
+        )
+        for behaviour_C, advantage_C in zip(
+            behaviour_T.split(chunk_tokens), advantage_T.split(chunk_tokens), strict=True
+        )
+    ]
+    decision = collect(losses, logprob_T, micro_batches).decision
+    assert decision is not None
     return Stage(
+        groups=groups,
+        losses=losses,
         logits_CV=logits_CV,
-        target_C=torch.randint(num_columns, (chunk_tokens,), generator=generator).to(device),
-        logprob_T=logprob_T.to(device),
-        behaviour_T=(logprob_T + 0.2 * normal(num_tokens)).to(device),
-        advantage_T=normal(num_tokens).to(device),
-        mask_T=torch.ones(num_tokens, device=device),
-        weight_T=torch.full((num_tokens,), 1.0 / num_tokens, device=device),
-        bounds=constant_bounds(0.6, 1.2, device),
+        logprob_T=logprob_T,
+        behaviour_T=behaviour_T,
+        advantage_T=advantage_T,
+        mask_T=mask_T,
+        micro_batches=micro_batches,
         work_CV=logits_CV.clone(),
+        decision=decision,
     )

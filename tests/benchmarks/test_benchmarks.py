@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         (
             "bench_loss_stage",
             ["--tokens=300", "--columns=64", "--hidden=8", "--hidden-rounds=1"],
-            {"ours", "eager torch", "all at once", "chunks of 256"},
+            {"ours", "search alone", "eager torch", "all at once", "chunks of 256"},
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
         path,
         [
             "rollout.temperature=0.6",
-            "algorithm.clip=fixed",
+            "algorithm.objective=clip",
             "rollout.servers=[http://127.0.0.1:1, http://127.0.0.1:2]",
             "optimizer.lr=2e-4",
             "rollout.server.max_total_tokens=null",
@@ -65,7 +65,7 @@ def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
     assert config.rollout.temperature == 0.6
     assert config.rollout.groups_per_step == 16
     assert config.rollout.servers == ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    assert config.algorithm.clip == "fixed"
+    assert config.algorithm.objective == "clip"
     assert config.optimizer.lr == 0.0002
     assert config.log.wandb_project == ""
     assert config.data.prompt_suffix == "Put it in \\boxed{}."
@@ -190,8 +190,13 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
         ("name: 5", "'name' must be a string, got 5; quote it to make it a text"),
         ("name: a b", "'name' must match pattern '^[A-Za-z0-9._-]+$', got 'a b'"),
         (
-            "algorithm: {clip: bapoo}",
-            "'algorithm.clip' must be 'bapo', 'fixed' or 'none', got 'bapoo'; its default is bapo",
+            "algorithm: {objective: bapoo}",
+            "'algorithm.objective' must be bapo, clip, none or package.module:name, got 'bapoo'",
+        ),
+        (
+            "algorithm: {loss_aggregation: mean}",
+            "'algorithm.loss_aggregation' must be 'token_mean', 'sequence_mean' or "
+            "'token_sum_norm', got 'mean'; its default is token_mean",
         ),
         ("rollout: {servers: x}", "'rollout.servers' must be a list, got 'x'; its default is []"),
         (
@@ -381,7 +386,9 @@ def test_every_key_is_described():
     assert (
         temperature.description == "Sampling temperature; the trainer divides its logits by it too."
     )
-    assert keys["algorithm.clip"].type == "bapo | fixed | none"
+    assert keys["algorithm.loss_aggregation"].type == (
+        "token_mean | sequence_mean | token_sum_norm"
+    )
     assert keys["model.path"].default == "required"
     assert keys["algorithm.bapo.lower.step"].default == "0.02 (preset paper)"
     assert keys["eval.sets[].path"].type == "path | null"

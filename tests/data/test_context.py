@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -37,6 +37,7 @@ def test_ranks_divide_causal_attention_equally(chunk, size):
 def micro_batch():
     """Two samples of 5 and 2 tokens, padded to 8 and 4."""
     samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+    samples[0].reward, samples[1].reward = 0.5, 0.75
     rules = PackingRules(1, 100, SequenceFlops(1, 0), sequence_multiple=4, total_multiple=4)
     return build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], rules)
 
@@ -52,18 +53,36 @@ def test_a_part_by_hand():
     assert second.token_ids_N.tolist() == [1050, 1051, 1052, 0, 2050, 0]
     assert (second.rows_T.tolist(), second.target_T.tolist()) == ([0, 1], [1051, 1052])
     assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 8, 12]
+    # Of the whole response, whatever part of it the rank holds.
+    assert first.response_tokens_T.tolist() == [3.0, 1.0]
+    assert second.response_tokens_T.tolist() == [3.0, 3.0]
+    assert first.reward_T.tolist() == [0.5, 0.75]
+    assert second.reward_T.tolist() == [0.5, 0.5]
 
 
-def test_every_response_token_is_on_one_rank_with_all_its_values():
-    whole = micro_batch()
+COLLECTED = {
+    "entropy_T": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+    "response_sum_T": torch.tensor([6.0, 6.0, 6.0, 7.0], dtype=torch.float64),
+    "selected_T": torch.tensor([True, False, True, True]),
+}
+"""What the loss stage adds to the four response tokens."""
+
+
+@pytest.mark.parametrize("collected", [{}, COLLECTED], ids=["built", "collected"])
+def test_every_response_token_is_on_one_rank_with_all_its_values(collected):
+    whole = replace(micro_batch(), **collected)
     parts = [shard_context(whole, rank, 2) for rank in range(2)]
     names = [f.name for f in fields(MicroBatch) if f.name.endswith("_T") and f.name != "rows_T"]
+    missing = {name for name in names if getattr(whole, name) is None}
+    assert missing == COLLECTED.keys() - collected.keys()
+    assert all(getattr(part, name) is None for part in parts for name in missing)
+    names = [name for name in names if name not in missing]
 
     def rows(batch):
         return list(zip(*(getattr(batch, name).tolist() for name in names), strict=True))
 
     assert sorted(rows(whole)) == sorted(rows(parts[0]) + rows(parts[1]))
-    assert len(names) == 10
+    assert len(names) == 12 + len(collected)
 
 
 def test_a_single_rank_keeps_the_micro_batch_as_it_is():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -51,7 +52,7 @@ def naive_tokens(samples, indices):
     multiple=st.sampled_from([1, 4, 7]),
 )
 def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
-    samples = [make_sample(p, r, group_id=i) for i, (p, r) in enumerate(lengths)]
+    samples = [make_sample(p, r, group_id=i, index=i % 3) for i, (p, r) in enumerate(lengths)]
     indices = list(range(len(samples)))[::-2]
     advantages = np.array([0.5 * i - 1 for i in range(len(samples))])
     weights = np.array([1 / (3 + i) for i in range(len(samples))])
@@ -69,6 +70,9 @@ def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
     f32 = np.float32
     assert built.advantage_T.tolist() == [float(f32(advantages[t[3]])) for t in tokens]
     assert built.loss_weight_T.tolist() == [float(f32(weights[t[3]])) for t in tokens]
+    assert built.reward_T.tolist() == [samples[t[3]].reward for t in tokens]
+    lengths = [len(samples[t[3]].response_token_ids) for t in tokens]
+    assert built.response_tokens_T.tolist() == lengths
     assert built.mask_T.tolist() == [1.0] * len(tokens)
     assert built.importance_T.tolist() == [1.0] * len(tokens)
     offsets = built.cu_seqlens.tolist()
@@ -79,6 +83,7 @@ def test_packed_tensors_equal_a_loop_over_tokens(lengths, multiple):
 
 def test_a_packed_micro_batch_by_hand():
     samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+    samples[1].reward = 0.75
 
     built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(8))
 
@@ -92,6 +97,8 @@ def test_a_packed_micro_batch_by_hand():
     assert built.sample_T.tolist() == [0, 0, 0, 1]
     assert built.position_T.tolist() == [0, 1, 2, 0]
     assert built.version_T.tolist() == [0, 0, 1, 0]
+    assert built.reward_T.tolist() == [0.0, 0.0, 0.0, 0.75]
+    assert built.response_tokens_T.tolist() == [3.0, 3.0, 3.0, 1.0]
 
 
 def test_masked_tokens_have_no_weight():
@@ -105,6 +112,7 @@ def test_masked_tokens_have_no_weight():
     assert built.mask_T.dtype == torch.float32
     assert built.loss_weight_T.tolist() == [0.5, 0.0, 0.25, 0.25]
     assert built.advantage_T.tolist() == [-2.0, 1.0, 1.0, 1.0]
+    assert built.response_tokens_T.tolist() == [1.0, 2.0, 2.0, 2.0]
 
 
 def test_padding_within_sequences_moves_the_rows_that_follow():
@@ -121,10 +129,8 @@ def test_padding_within_sequences_moves_the_rows_that_follow():
 def test_every_tensor_has_the_documented_type():
     built = build_micro_batch([make_sample(2, 3)], [0], [1.0], [1.0], padded(1))
 
-    types = {
-        name: getattr(built, name).dtype
-        for name in built.__slots__  # a slot per field
-    }
+    values = {name: getattr(built, name) for name in built.__slots__}  # a slot per field
+    types = {name: None if value is None else value.dtype for name, value in values.items()}
     assert types == {
         "token_ids_N": torch.int64,
         "position_ids_N": torch.int64,
@@ -134,13 +140,42 @@ def test_every_tensor_has_the_documented_type():
         "behaviour_logprob_T": torch.float32,
         "rollout_logprob_T": torch.float32,
         "advantage_T": torch.float32,
+        "reward_T": torch.float32,
         "mask_T": torch.float32,
         "importance_T": torch.float32,
         "loss_weight_T": torch.float32,
         "sample_T": torch.int64,
+        "response_tokens_T": torch.float32,
         "position_T": torch.int64,
         "version_T": torch.int64,
+        # The loss stage fills these in where the objective asks for it.
+        "entropy_T": None,
+        "response_sum_T": None,
+        "selected_T": None,
     }
+
+
+def test_a_micro_batch_moves_with_what_it_has_and_without_what_it_lacks():
+    built = build_micro_batch([make_sample(2, 3)], [0], [1.0], [1.0], padded(1))
+    known = replace(built, entropy_T=torch.ones(3), selected_T=torch.tensor([True, False, True]))
+
+    moved = known.to(torch.device("meta"))
+
+    for name in built.__slots__:
+        before, after = getattr(known, name), getattr(moved, name)
+        assert (before is None) == (after is None) == (name == "response_sum_T"), name
+        if before is not None:
+            assert (after.device.type, after.dtype) == ("meta", before.dtype), name
+            assert after.shape == before.shape, name
+
+
+def test_a_response_whose_tokens_are_all_masked_trains_none():
+    masks = [np.zeros(3, dtype=bool), np.array([True])]
+    samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
+
+    built = build_micro_batch(samples, [0, 1], [1.0, -2.0], [0.25, 0.5], padded(1), masks)
+
+    assert built.response_tokens_T.tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_an_empty_micro_batch_is_one_padding_sequence_without_response_tokens():
@@ -150,6 +185,7 @@ def test_an_empty_micro_batch_is_one_padding_sequence_without_response_tokens():
     assert built.position_ids_N.tolist() == [0, 1, 2, 3]
     assert built.cu_seqlens.tolist() == [0, 4]
     assert built.num_response_tokens == 0
+    assert built.reward_T.numel() == built.response_tokens_T.numel() == 0
 
 
 def test_a_rank_gets_its_own_micro_batches():

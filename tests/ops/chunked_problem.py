@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops.chunked import OutputHead, chunked_policy_loss
-from bapo_megatron.ops.contributions import constant_bounds
-from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
+from bapo_megatron.algorithm.clip import FixedClip
+from bapo_megatron.algorithm.objective import differentiate
+from bapo_megatron.ops import chunked
+from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from bapo_megatron.ops.token_loss import LossGradient, apply_token_loss
+from tests.fakes.given_tokens import make_tokens
 from tests.oracles.policy_loss import policy_loss
 
 VOCAB_SIZE, PADDED_VOCAB, HIDDEN_SIZE = 41, 64, 24
@@ -62,10 +65,40 @@ class Outcome:
     """A loss with everything that comes of it; gradients are those of weight and hidden states."""
 
     loss: Tensor
-    sums: Tensor | None
     logprob_T: Tensor
+    entropy_T: Tensor
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
+
+
+class ClippedLoss:
+    """A ``TokenLoss``: the clipped loss with an entropy bonus."""
+
+    def __init__(self, tokens: Tokens, entropy_coefficient: float, kernels: Any = None) -> None:
+        self.parts: list[slice] = []
+        """That it was called with."""
+        self._tokens = tokens
+        self._entropy_coefficient = entropy_coefficient
+        self._kernels = kernels
+
+    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+        assert len(logprob_T) == len(entropy_T) == part.stop - part.start > 0
+        assert not logprob_T.requires_grad
+        assert not entropy_T.requires_grad
+        self.parts.append(part)
+        own = self._tokens.select(part)
+        batch = make_tokens(
+            logprob_T, own.behaviour_logprob_T, own.advantage_T, own.mask_T, entropy_T
+        )
+        weight_T = own.loss_weight_T * own.mask_T
+        objective = FixedClip(LOW, HIGH, DUAL_CLIP)
+        _, loss_T, by_logprob_T, _ = differentiate(objective, batch, weight_T, self._kernels)
+        loss = (weight_T * loss_T).sum(dtype=torch.float64)
+        if self._entropy_coefficient == 0:
+            return LossGradient(loss, by_logprob_T, None)
+        bonus_T = -self._entropy_coefficient * weight_T
+        loss = loss + (bonus_T * entropy_T).sum(dtype=torch.float64)
+        return LossGradient(loss, by_logprob_T, bonus_T)
 
 
 def make_problem(num_rows: int = 90, num_tokens: int = 61, seed: int = 0) -> Problem:
@@ -111,32 +144,29 @@ def with_main_grad(weight_VH: Tensor, **attributes: Any) -> Tensor:
 
 
 def chunked_loss(
-    hidden_MH: Tensor, head: OutputHead, tokens: Tokens, **changes: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``chunked_policy_loss`` with this module's settings."""
+    hidden_MH: Tensor,
+    head: OutputHead,
+    tokens: Tokens,
+    *,
+    entropy_coefficient: float = 0.0,
+    **changes: Any,
+) -> tuple[Tensor, TokenLogprobs]:
+    """The op with this module's settings and loss."""
     settings: dict[str, Any] = {
         "rows_T": tokens.rows_T,
         "vocab_size": VOCAB_SIZE,
         "temperature": TEMPERATURE,
-        "behaviour_logprob_T": tokens.behaviour_logprob_T,
-        "advantage_T": tokens.advantage_T,
-        "mask_T": tokens.mask_T,
-        "loss_weight_T": tokens.loss_weight_T,
-        "bounds": constant_bounds(LOW, HIGH, hidden_MH.device),
-        "dual_clip": DUAL_CLIP,
-        "entropy_coefficient": 0.0,
+        "token_loss": ClippedLoss(tokens, entropy_coefficient, changes.get("kernels")),
         "chunk_tokens": 16,
     }
-    return chunked_policy_loss(hidden_MH, head, tokens.target_T, **{**settings, **changes})
+    return chunked.chunked_loss(hidden_MH, head, tokens.target_T, **{**settings, **changes})
 
 
 def run_chunked(problem: Problem, **changes: Any) -> Outcome:
     hidden_NH, weight_VH = leaves(problem)
-    loss, sums, logprob_T = chunked_loss(
-        hidden_NH, OutputHead(weight_VH), problem.tokens, **changes
-    )
+    loss, policy = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, **changes)
     loss.backward()
-    return Outcome(loss.detach(), sums, logprob_T, hidden_NH.grad, weight_VH.grad)
+    return Outcome(loss.detach(), *policy, hidden_NH.grad, weight_VH.grad)
 
 
 def run_unchunked(problem: Problem, *, entropy_coefficient: float, kernels: Any = None) -> Outcome:
@@ -151,20 +181,11 @@ def run_unchunked(problem: Problem, *, entropy_coefficient: float, kernels: Any 
         temperature=TEMPERATURE,
         kernels=kernels,
     )
-    loss, sums = clipped_policy_loss(
-        logprob_T,
-        behaviour_logprob_T=tokens.behaviour_logprob_T,
-        advantage_T=tokens.advantage_T,
-        mask_T=tokens.mask_T,
-        loss_weight_T=tokens.loss_weight_T,
-        bounds=constant_bounds(LOW, HIGH, hidden_NH.device),
-        dual_clip=DUAL_CLIP,
-        entropy_T=entropy_T,
-        entropy_coefficient=entropy_coefficient,
-        kernels=kernels,
-    )
+    loss = apply_token_loss(logprob_T, entropy_T, ClippedLoss(tokens, entropy_coefficient, kernels))
     loss.backward()
-    return Outcome(loss.detach(), sums, logprob_T.detach(), hidden_NH.grad, weight_VH.grad)
+    return Outcome(
+        loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad
+    )
 
 
 def run_oracle(problem: Problem, *, entropy_coefficient: float) -> Outcome:
@@ -174,6 +195,7 @@ def run_oracle(problem: Problem, *, entropy_coefficient: float) -> Outcome:
     logits_TV = (hidden_NH @ weight_VH.t())[tokens.rows_T, :VOCAB_SIZE] / TEMPERATURE
     all_TV = logits_TV.log_softmax(1)
     logprob_T = all_TV.gather(1, tokens.target_T[:, None]).squeeze(1)
+    entropy_T = -(all_TV.exp() * all_TV).sum(1)
     loss = policy_loss(
         logprob_T,
         tokens.behaviour_logprob_T,
@@ -183,11 +205,13 @@ def run_oracle(problem: Problem, *, entropy_coefficient: float) -> Outcome:
         low=LOW,
         high=HIGH,
         dual_clip=DUAL_CLIP,
-        entropy_T=-(all_TV.exp() * all_TV).sum(1),
+        entropy_T=entropy_T,
         entropy_coefficient=entropy_coefficient,
     ).loss
     loss.backward()
-    return Outcome(loss.detach(), None, logprob_T.detach(), hidden_NH.grad, weight_VH.grad)
+    return Outcome(
+        loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad
+    )
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
@@ -200,8 +224,6 @@ def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
 
 
 def worst_error(actual: Outcome, expected: Outcome) -> float:
-    """The largest relative error of loss, sums, log-probs and gradients."""
-    names = ["loss", "logprob_T", "hidden_NH", "weight_VH"]
-    if expected.sums is not None:
-        names.append("sums")
+    """The largest relative error of loss, log-probs, entropies and gradients."""
+    names = ["loss", "logprob_T", "entropy_T", "hidden_NH", "weight_VH"]
     return max(relative_error(getattr(actual, name), getattr(expected, name)) for name in names)

@@ -62,17 +62,16 @@ def _divide_vocabulary(
         temperature=TEMPERATURE,
         chunk_tokens=16,
     )
-    loss, sums, logprob_T = chunked_loss(
+    loss, policy = chunked_loss(
         hidden_MH, head, problem.tokens, entropy_coefficient=ENTROPY_COEFFICIENT
     )
     loss.backward()
     assert whole.hidden_NH is not None
     assert whole.weight_VH is not None
-    assert whole.sums is not None
     return {
         "loss": relative_error(loss.detach(), whole.loss),
-        "sums": relative_error(sums, whole.sums),
-        "logprob": relative_error(logprob_T, whole.logprob_T),
+        "logprob": relative_error(policy.logprob_T, whole.logprob_T),
+        "entropy": relative_error(policy.entropy_T, whole.entropy_T),
         "collected": relative_error(collected.logprob_T, whole.logprob_T),
         "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
         "weight": relative_error(weight_VH.main_grad - EARLIER_GRADIENT, whole.weight_VH[columns]),
@@ -98,14 +97,14 @@ def _divide_tokens(group: dist.ProcessGroup) -> dict[str, float]:
     part = run_chunked(own, entropy_coefficient=ENTROPY_COEFFICIENT)
     assert whole.hidden_NH is not None
     assert whole.weight_VH is not None
-    assert whole.sums is not None
     assert part.weight_VH is not None
-    assert part.sums is not None
-    for summed in (part.loss, part.sums, part.weight_VH):
+    for summed in (part.loss, part.weight_VH):
         dist.all_reduce(summed, group=group)
     return {
         "loss": relative_error(part.loss, whole.loss),
-        "sums": relative_error(part.sums, whole.sums),
+        "logprob": relative_error(
+            part.logprob_T, whole.logprob_T[first_T if rank == 0 else ~first_T]
+        ),
         "hidden": relative_error(
             part.hidden_NH,
             whole.hidden_NH[:boundary] if rank == 0 else whole.hidden_NH[boundary:],

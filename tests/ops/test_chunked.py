@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
-from bapo_megatron.ops.policy_loss import LOSS_SUMS
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
     HIDDEN_SIZE,
+    HIGH,
+    LOW,
     PADDED_VOCAB,
     TEMPERATURE,
     VOCAB_SIZE,
+    ClippedLoss,
     chunked_loss,
     leaves,
     make_problem,
@@ -50,10 +52,34 @@ def test_float32_equals_all_logits_at_once(
     )
     expected = run_unchunked(problem, entropy_coefficient=entropy_coefficient, kernels=kernels)
     assert worst_error(actual, expected) < 1e-6
-    assert actual.sums is not None
-    counts = dict(zip(LOSS_SUMS, actual.sums.tolist(), strict=True))
-    assert counts["tokens"] == 51  # 61, less every sixth
-    assert min(counts["clipped_high"], counts["clipped_low"], counts["kl_behaviour"]) > 0
+
+
+def test_the_problem_has_tokens_beyond_both_bounds_and_masked_ones() -> None:
+    """Else it would say little about the loss."""
+    problem = make_problem()
+    tokens, logprob_T = problem.tokens, run_chunked(problem).logprob_T
+    ratio_T = (logprob_T - tokens.behaviour_logprob_T).exp()
+    trains_T = tokens.mask_T > 0
+    assert trains_T.sum() == 51  # 61, less every sixth
+    assert (trains_T & (tokens.advantage_T > 0) & (ratio_T > HIGH)).any()
+    assert (trains_T & (tokens.advantage_T < 0) & (ratio_T < LOW)).any()
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "parts"),
+    [
+        (16, [(0, 16), (16, 32), (32, 48), (48, 61)]),
+        (61, [(0, 61)]),
+        (1000, [(0, 61)]),
+    ],
+)
+def test_the_loss_sees_every_token_once_and_in_order(
+    chunk_tokens: int, parts: list[tuple[int, int]]
+) -> None:
+    problem = make_problem()
+    token_loss = ClippedLoss(problem.tokens, 0.0)
+    run_chunked(problem, chunk_tokens=chunk_tokens, token_loss=token_loss)
+    assert token_loss.parts == [slice(*part) for part in parts]
 
 
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
@@ -92,7 +118,7 @@ def test_cuda_equals_the_cpu() -> None:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         expected = run_chunked(problem.to("cpu", dtype), entropy_coefficient=0.03)
         actual = run_chunked(problem.to("cuda", dtype), entropy_coefficient=0.03)
-        for name in ("loss", "logprob_T", "hidden_NH", "weight_VH"):
+        for name in ("loss", "logprob_T", "entropy_T", "hidden_NH", "weight_VH"):
             error = relative_error(getattr(actual, name).cpu(), getattr(expected, name))
             assert error < limit, (dtype, name, error)
 
@@ -141,9 +167,8 @@ def test_without_response_tokens_everything_is_0() -> None:
     for entropy_coefficient in (0.0, 0.03):
         outcome = run_chunked(problem, entropy_coefficient=entropy_coefficient)
         assert outcome.loss.item() == 0.0
-        assert outcome.sums is not None
-        assert outcome.sums.tolist() == [0.0] * 11
         assert outcome.logprob_T.shape == (0,)
+        assert outcome.entropy_T.shape == (0,)
         assert outcome.hidden_NH is not None
         assert torch.equal(outcome.hidden_NH, torch.zeros(90, HIDDEN_SIZE))
         assert outcome.weight_VH is not None
@@ -159,25 +184,6 @@ def test_rows_without_a_token_and_padded_vocabulary_get_no_gradient() -> None:
     used_N[problem.tokens.rows_T[problem.tokens.mask_T > 0]] = True
     assert torch.equal(outcome.hidden_NH.abs().sum(1) > 0, used_N)
     assert not outcome.weight_VH[VOCAB_SIZE:].any()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_that_is_not_finite_is_counted_and_moves_nothing(backend: Any) -> None:
-    problem = make_problem()
-    settings: Any = {
-        "entropy_coefficient": 0.03,
-        "kernels": select_kernels(backend, torch.device("cpu")),
-    }
-    problem.tokens.behaviour_logprob_T[7] = torch.nan
-    outcome = run_chunked(problem, **settings)
-    problem.tokens.behaviour_logprob_T[7] = 0.0
-    problem.tokens.mask_T[7] = 0.0
-    expected = run_chunked(problem, **settings)
-    assert outcome.sums is not None
-    assert dict(zip(LOSS_SUMS, outcome.sums.tolist(), strict=True))["nonfinite_tokens"] == 1
-    assert torch.equal(outcome.loss, expected.loss)
-    assert relative_error(outcome.hidden_NH, expected.hidden_NH) == 0.0
-    assert relative_error(outcome.weight_VH, expected.weight_VH) == 0.0
 
 
 class _CountProducts(TorchDispatchMode):
@@ -206,7 +212,7 @@ def test_the_loss_can_end_a_pipeline_stage() -> None:
     problem = make_problem()
     hidden_NH, weight_VH = leaves(problem)
     for entropy_coefficient in (0.0, 0.03):
-        loss, sums, logprob_T = chunked_loss(
+        loss, policy = chunked_loss(
             hidden_NH,
             OutputHead(weight_VH),
             problem.tokens,
@@ -215,29 +221,8 @@ def test_the_loss_can_end_a_pipeline_stage() -> None:
         assert loss.shape == ()
         assert loss.dtype is torch.float32
         assert not loss._is_view()
-        assert not sums.requires_grad
-        assert not logprob_T.requires_grad
-
-
-def test_a_loss_scale_multiplies_the_gradients_and_not_the_loss() -> None:
-    problem = make_problem()
-    plain = run_chunked(problem, entropy_coefficient=0.03)
-    hidden_NH, weight_VH = leaves(problem)
-    loss, _, _ = chunked_loss(
-        hidden_NH,
-        OutputHead(weight_VH),
-        problem.tokens,
-        entropy_coefficient=0.03,
-        loss_scale=1024.0,
-    )
-    (loss * 1024.0).backward()
-    assert torch.equal(loss.detach(), plain.loss)
-    assert plain.hidden_NH is not None
-    assert plain.weight_VH is not None
-    assert hidden_NH.grad is not None
-    assert weight_VH.grad is not None
-    assert torch.equal(hidden_NH.grad, 1024.0 * plain.hidden_NH)
-    assert torch.equal(weight_VH.grad, 1024.0 * plain.weight_VH)
+        assert not policy.logprob_T.requires_grad
+        assert not policy.entropy_T.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -247,7 +232,7 @@ def test_the_gradient_is_added_to_main_grad_in_float32(dtype: torch.dtype) -> No
     assert expected is not None
     weight_VH: Any = with_main_grad(problem.weight_VH)
     hidden_NH, _ = leaves(problem)
-    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, chunk_tokens=7)
+    loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, chunk_tokens=7)
     loss.backward()
     limit = 3e-6 if dtype is torch.float32 else 0.05
     assert relative_error(weight_VH.main_grad - EARLIER_GRADIENT, expected) < limit
@@ -262,7 +247,7 @@ def test_a_tied_weight_gets_the_embeddings_gradient_beside_the_heads() -> None:
     problem = make_problem()
     weight_VH: Any = with_main_grad(problem.weight_VH, zero_out_wgrad=True)
     hidden_NH, _ = leaves(problem)
-    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
     embedded = torch.nn.functional.embedding(torch.tensor([3, 5, 3]), weight_VH)
     (loss + embedded.sum()).backward()
     # Megatron's hook adds the .grad of such a weight: it must hold the embedding's part and no
@@ -278,7 +263,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     problem = make_problem()
     hidden_NH, _ = leaves(problem)
     weight_VH: Any = with_main_grad(problem.weight_VH).requires_grad_(False)
-    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
     loss.backward()
     assert bool((weight_VH.main_grad == EARLIER_GRADIENT).all())
     assert not weight_VH.grad_added_to_main_grad
@@ -290,7 +275,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 def test_frozen_hidden_states_get_no_gradient() -> None:
     problem = make_problem()
     _, weight_VH = leaves(problem)
-    loss, _, _ = chunked_loss(problem.hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss, _ = chunked_loss(problem.hidden_NH, OutputHead(weight_VH), problem.tokens)
     loss.backward()
     expected = run_oracle(problem, entropy_coefficient=0.0)
     assert relative_error(weight_VH.grad, expected.weight_VH) < 3e-6
@@ -299,19 +284,20 @@ def test_frozen_hidden_states_get_no_gradient() -> None:
 def test_a_second_backward_pass_is_refused() -> None:
     problem = make_problem()
     hidden_NH, weight_VH = leaves(problem)
-    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"ran twice.*compute the loss again"):
         loss.backward()
 
 
-def test_a_loss_that_is_scaled_otherwise_is_refused() -> None:
+def test_a_loss_that_is_scaled_after_it_was_computed_is_refused() -> None:
     problem = make_problem()
     hidden_NH, weight_VH = leaves(problem)
-    loss, _, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, loss_scale=2.0)
-    with pytest.raises(RuntimeError, match=r"loss_scale=2\.0, but its loss arrives"):
-        loss.backward()
+    loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
+    with pytest.raises(RuntimeError, match="a gradient other than 1; multiply the losses of token"):
+        (2.0 * loss).backward()
     assert hidden_NH.grad is None
+    assert weight_VH.grad is None
 
 
 def test_gradients_switched_off_are_refused_before_anything_is_added() -> None:

@@ -53,7 +53,7 @@ def test_peak_memory_is_that_of_a_chunk(dtype: torch.dtype, chunk_tokens: int) -
     hidden_NH = problem.hidden_NH.requires_grad_()
 
     def run() -> None:
-        loss, _, _ = chunked_loss(
+        loss, _ = chunked_loss(
             hidden_NH,
             OutputHead(weight_VH),
             problem.tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,9 @@ from bapo_megatron.ops.contributions import (
     EXIT_NAMES,
     ContributionTable,
     accumulate,
-    constant_bounds,
     search_bounds,
     search_path,
-    to_clip_bounds,
 )
-from bapo_megatron.types import ClipBounds
 from tests.ops.kernel_calls import plain_candidates
 
 both_kernels = pytest.mark.parametrize(
@@ -47,8 +45,10 @@ def fill(table: ContributionTable, ratio: list[float], advantage: list[float]) -
     )
 
 
-def bounds_of(table: ContributionTable) -> ClipBounds:
-    return to_clip_bounds(search_bounds(table, table.config).tolist())
+def bounds_of(table: ContributionTable) -> SimpleNamespace:
+    """The bounds by name."""
+    found = dict(zip(BOUNDS_FIELDS, search_bounds(table, table.config).tolist(), strict=True))
+    return SimpleNamespace(**{**found, "exit": EXIT_NAMES[int(found["exit"])]})
 
 
 @both_kernels
@@ -58,7 +58,7 @@ def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
     bounds = search_bounds(table, NARROW)
     assert (bounds.dtype, bounds.shape) == (torch.float64, (len(BOUNDS_FIELDS),))
     # shares 1/2.5 and 1.25/2.75
-    assert bounds_of(table) == ClipBounds(
+    assert bounds_of(table) == SimpleNamespace(
         low=0.75,
         high=1.25,
         positive_share_start=pytest.approx(0.4, abs=1e-15),
@@ -89,7 +89,7 @@ def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
     table = ContributionTable(NARROW, kernels=kernels)
     fill(table, ratio, advantage)
     bounds = bounds_of(table)
-    assert (bounds.low, bounds.high, bounds.exit, bounds.tokens) == (0.75, 1.0, "fixed", 0)
+    assert (bounds.low, bounds.high, bounds.exit, bounds.tokens) == (0.75, 1.0, "unsearched", 0)
     assert math.isnan(bounds.positive_share_start)
     assert math.isnan(bounds.positive_share)
 
@@ -184,21 +184,8 @@ def test_a_wrong_dtype_length_or_another_config_is_refused() -> None:
         search_bounds(table, BapoConfig.model_validate({}))
 
 
-def test_constant_bounds_are_a_search_that_was_not_made() -> None:
-    tensor = constant_bounds(0.8, math.inf, torch.device("cpu"))
-    assert tensor.dtype == torch.float64
-    bounds = to_clip_bounds(tensor.tolist())
-    assert (bounds.low, bounds.high, bounds.exit) == (0.8, math.inf, "fixed")
-    assert math.isnan(bounds.positive_share_start)
-    assert math.isnan(bounds.positive_share)
-    assert (bounds.nonfinite_tokens, bounds.out_of_range_tokens, bounds.tokens) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(("number", "name"), list(enumerate(EXIT_NAMES)))
-def test_every_exit_has_its_name(number: int, name: str) -> None:
-    assert to_clip_bounds([0.8, 1.2, 0.4, 0.5, number, 1, 2, 3]) == ClipBounds(
-        0.8, 1.2, 0.4, 0.5, name, nonfinite_tokens=1, out_of_range_tokens=2, tokens=3
-    )
+def test_an_exit_is_a_number_with_this_name() -> None:
+    assert EXIT_NAMES == ("start", "met", "exhausted", "unsearched", "refused")
 
 
 def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:

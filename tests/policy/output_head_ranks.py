@@ -12,19 +12,21 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import ProcessGroups
-from bapo_megatron.ops.chunked import chunked_logprobs, chunked_policy_loss
-from bapo_megatron.ops.contributions import constant_bounds
+from bapo_megatron.ops.chunked import chunked_logprobs
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.ops.policy_loss import clipped_policy_loss
 from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from bapo_megatron.trainer.loss_stage import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
 from tests.policy.tiny_models import VOCAB_SIZE, make_problems
 
 CHUNK_TOKENS = 3
-ENTROPY_COEFFICIENT = 0.03
+ALGORITHM = AlgorithmConfig.model_validate(
+    {"objective": "clip", "fixed": {"low": 0.5, "high": 4.0}, "entropy_coefficient": 0.03}
+)
 
 
 def run_layout(models: dict[str, Path], tensor: int, sequence: bool) -> dict[str, Any]:
@@ -81,8 +83,12 @@ def _train(policy: MegatronPolicy) -> dict[str, Any]:
     batches = [_with_responses(p.micro_batch) for p in make_problems()]
     logprobs = policy.forward_only(batches, lambda output, b: _logprobs(policy, output, b))
 
+    stage = _loss_stage(policy)
+
     def loss_fn(output: Tensor, batch: MicroBatch) -> LossOutput[Tensor]:
-        return LossOutput(*_loss(policy, output, batch))
+        context = UpdateContext(num_updates=0, rollout_version=None)
+        loss, report = stage.loss(output, batch, decision=None, context=context)
+        return LossOutput(loss, report.sums)
 
     sums = policy.forward_backward(batches, loss_fn)
     return {
@@ -109,10 +115,12 @@ def _with_responses(batch: MicroBatch) -> MicroBatch:
         behaviour_logprob_T=torch.full((len(rows_T),), -4.5),
         rollout_logprob_T=torch.zeros(len(rows_T)),
         advantage_T=sign_T * (0.5 + torch.rand(len(rows_T), generator=generator)),
+        reward_T=torch.zeros(len(rows_T)),
         mask_T=torch.ones(len(rows_T)),
         importance_T=torch.ones(len(rows_T)),
         loss_weight_T=torch.full((len(rows_T),), 0.1),
         sample_T=torch.zeros(len(rows_T), dtype=torch.int64),
+        response_tokens_T=torch.full((len(rows_T),), float(len(rows_T))),
         position_T=torch.zeros(len(rows_T), dtype=torch.int64),
         version_T=torch.zeros(len(rows_T), dtype=torch.int64),
     )
@@ -138,36 +146,15 @@ def _logprobs(policy: MegatronPolicy, output: Tensor, batch: MicroBatch) -> Tens
     ).logprob_T
 
 
-def _loss(policy: MegatronPolicy, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    shared: dict[str, Any] = {
-        "behaviour_logprob_T": batch.behaviour_logprob_T,
-        "advantage_T": batch.advantage_T,
-        "mask_T": batch.mask_T,
-        "loss_weight_T": batch.loss_weight_T,
-        "bounds": constant_bounds(0.5, 4.0, output.device),
-        "dual_clip": None,
-        "entropy_coefficient": ENTROPY_COEFFICIENT,
-    }
-    if policy.head is None:
-        logprob_T, entropy_T = vocab_parallel_logprobs(
-            output,
-            batch.target_T,
-            rows_T=batch.rows_T,
-            vocab_size=VOCAB_SIZE,
-            group=policy.groups.tensor,
-        )
-        return clipped_policy_loss(logprob_T, entropy_T=entropy_T, **shared)
-    loss, sums, _ = chunked_policy_loss(
-        output,
-        policy.head,
-        batch.target_T,
-        rows_T=batch.rows_T,
+def _loss_stage(policy: MegatronPolicy) -> LossStage:
+    output = PolicyOutput(
+        OpsConfig.model_validate({"logits_chunk_tokens": CHUNK_TOKENS if policy.head else 0}),
         vocab_size=VOCAB_SIZE,
         temperature=1.0,
-        chunk_tokens=CHUNK_TOKENS,
-        **shared,
+        groups=policy.groups,
+        head=policy.head,
     )
-    return loss, sums
+    return LossStage(ALGORITHM, output, policy.groups)
 
 
 def _look_at_the_output(policy: MegatronPolicy) -> dict[str, Any]:
