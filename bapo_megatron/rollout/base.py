@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from bapo_megatron.types import EvalResult, RolloutBatch
 
 
-class RolloutError(RuntimeError):
-    """Generation failed and cannot go on; the message is one line that says what to do."""
-
-
 class RolloutSource(Protocol):
     """Provides batches and evaluations; lives on rank 0 only.
 

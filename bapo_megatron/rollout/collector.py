@@ -34,12 +34,13 @@ from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import log_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
-from bapo_megatron.rollout.base import RolloutError, first_cause
+from bapo_megatron.rollout.base import first_cause
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import result_from_json
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
     child_environment,
     describe_exit,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.sglang_http import describe_cause
 
 if TYPE_CHECKING:

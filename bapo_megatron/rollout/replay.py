@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.rollout.sglang_dialect import has_update_session
-from bapo_megatron.rollout.sglang_http import ServerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.rollout.engine import Engine, EngineState
 from bapo_megatron.rollout.sglang_control import WeightControl
-from bapo_megatron.rollout.sglang_http import ServerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

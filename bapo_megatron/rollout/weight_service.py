@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerError
 from bapo_megatron.rollout.engine import Engine, EngineState
 from bapo_megatron.rollout.sglang_control import (
     GroupPlace,
@@ -26,7 +26,6 @@ from bapo_megatron.rollout.sglang_control import (
     WeightControl,
     mean_difference,
 )
-from bapo_megatron.rollout.sglang_http import ServerError
 from bapo_megatron.rollout.weight_calls import Member, MemberCalls
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from bapo_megatron.distributed import (
     init_distributed,
     shutdown_distributed,
 )
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import uncut_console

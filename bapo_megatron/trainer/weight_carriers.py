@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank_zero_address
 from bapo_megatron.trainer.weight_memory import shared_memory_payload, start_manager
 

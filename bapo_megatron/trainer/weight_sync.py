@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bapo_megatron.distributed import broadcast_bytes, fail_together
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.weight_buckets import WeightBuckets
 from bapo_megatron.trainer.weight_carriers import (
     AttemptFailedError,

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import read_results
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE

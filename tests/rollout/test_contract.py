@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.completion import (
     Completion,
     CompletionSink,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.data.dump import DumpError, write_batch
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.replay import ReplaySource
 from tests.data.samples import make_batch
 

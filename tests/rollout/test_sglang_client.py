@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.rollout.completion import (
     Completion,
     SamplingSettings,
 )
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.sglang_control import WeightControl
-from bapo_megatron.rollout.sglang_http import ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.weight_calls import Member, MemberCalls
 from tests.fakes.fake_weight_server import FakeWeightServer

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.rollout.weight_setting import EXPECTED, Setting, run_sync
 

@@ -14,9 +14,9 @@ import torch
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.engine import EngineState
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
 from bapo_megatron.rollout.weight_service import WeightService

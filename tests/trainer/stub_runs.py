@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import shutdown_distributed
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_state
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, rendezvous
 
 from bapo_megatron.config.rollout import WeightSyncConfig
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.weight_carriers import AttemptFailedError, BroadcastCarrier
 from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank_zero_address
 from bapo_megatron.trainer.weight_memory import shared_memory_payload

@@ -10,7 +10,7 @@ from unittest import mock
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import barrier
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import weight_carriers, weight_sync
 from bapo_megatron.trainer.weight_probe import WeightProbe
 from bapo_megatron.trainer.weight_sync import WeightSync
