@@ -59,6 +59,8 @@ def test_a_dump_that_is_cut_short_is_refused(dumps: Path) -> None:
 
 def test_there_is_nothing_to_evaluate_or_to_synchronise(dumps: Path) -> None:
     source = ReplaySource(dumps)
-    assert source.call_weights("begin", version=1)() is None
+    assert source.weights is None
+    source.wait_ready()
+    source.release_memory()
     assert source.evaluate(0) == []
     source.close()
