@@ -329,8 +329,8 @@ def _is_usage(error: Exception) -> bool:
 
 
 def _is_users(error: Exception) -> bool:
+    from bapo_megatron.errors import RolloutError
     from bapo_megatron.reward.base import RewardError
-    from bapo_megatron.rollout.base import RolloutError
 
     if _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError | RewardError):
         return True

@@ -10,13 +10,12 @@ responses and padding), T = response tokens of a micro-batch, S = sequences of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
     import torch
 

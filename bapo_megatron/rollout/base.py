@@ -5,35 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
+    from bapo_megatron.calls import Caller
     from bapo_megatron.types import EvalResult, RolloutBatch
-
-
-class RolloutError(RuntimeError):
-    """Generation failed and cannot go on; the message is one line that says what to do."""
 
 
 class RolloutSource(Protocol):
     """Provides batches and evaluations; lives on rank 0 only.
 
     Implementations: ``collector_client.CollectorClient`` (a collector process and real servers) and
-    ``replay.ReplaySource`` (dumps of an earlier run).
+    ``replay.ReplaySource`` (dumps of an earlier run, without servers).
     """
+
+    @property
+    def weights(self) -> Caller | None:
+        """Answers the calls of ``weight_sync.messages``; None where there are no servers."""
+        ...
+
+    def wait_ready(self) -> None:
+        """Wait until batches can be asked for; weights may still have to be pushed.
+
+        Raises:
+            RolloutError: A data row is unreadable, or a server cannot be used.
+        """
+        ...
+
+    def release_memory(self) -> None:
+        """Have servers on the trainer's GPUs give their memory away until weights are pushed."""
+        ...
 
     def collect(self, step: int) -> RolloutBatch | None:
         """Return the batch of ``step`` (0, 1, …); blocks until it is complete.
 
         None means that no server holds the newest weights any more: push them, then ask again.
-        """
-        ...
-
-    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
-        """Start a call of ``weight_service.WeightService``.
-
-        Returns:
-            Waits for the answer; raises ``RolloutError`` where the call does.
         """
         ...
 

@@ -2,13 +2,8 @@
 
 It owns the run's own servers, HTTP, the rollout buffer and the graders, so that hundreds of
 requests never share an interpreter lock with a trainer rank. ``collector_client.CollectorClient``
-starts it and talks to it over the socket FD, one JSON object per line:
-
-    → {"id": 1, "call": "collect", "arguments": {"step": 0}}
-    ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
-    ← {"id": 1, "result": {"path": "…/step_000000.parquet", "keep": true}}
-
-or ``{"id": 1, "error": "one line that says what to do"}``. It ends when the socket closes.
+starts it and calls it over the socket FD (``messages``, ``weight_sync.messages``; on the wire:
+``calls``). It ends when the socket closes.
 """
 
 from __future__ import annotations
@@ -16,35 +11,62 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
 import resource
 import socket
 import sys
 import tempfile
-from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bapo_megatron.calls import (
+    Answers,
+    Failure,
+    Notice,
+    Progress,
+    Result,
+    decode_request,
+    encode,
+)
 from bapo_megatron.config.evaluation import eval_reward
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import log_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.votes import votes_pool
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
-from bapo_megatron.rollout.base import RolloutError, first_cause
+from bapo_megatron.rollout.base import first_cause
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.messages import (
+    COLLECT,
+    CONNECT,
+    EVALUATE,
+    OPEN,
+    RELEASE_MEMORY,
+    RESTORE,
+    STATE,
+    SYNC_WEIGHTS,
+    BatchFile,
+    Collect,
+    Collected,
+    Connect,
+    Evaluate,
+    Evaluated,
+    GetState,
+    Open,
+    ReleaseMemory,
+    SourceState,
+    SyncWeights,
+)
 from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.push_limit import PushLimit
 from bapo_megatron.rollout.selection import BatchPlan
@@ -52,12 +74,16 @@ from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.step_files import write_samples, write_timeline
 from bapo_megatron.rollout.supervisor import ServerSupervisor
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
-from bapo_megatron.rollout.weight_service import WeightService
+from bapo_megatron.weight_sync.messages import Load, Resume
+from bapo_megatron.weight_sync.receive import WeightReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bapo_megatron.calls import Reply, Request
     from bapo_megatron.config.reward import RewardConfig
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.rollout.engine import Engine
     from bapo_megatron.types import Prompt, RolloutBatch
 
 _LOG = logging.getLogger(__name__)
@@ -70,15 +96,25 @@ _NUM_PROBE_PROMPTS = 4
 
 
 class Collector:
-    """Answers the calls of one client; each public method is a call."""
+    """Answers the calls of one client."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send: Callable[[Reply], None]) -> None:
         """Wait for ``open``.
 
         Args:
             send: Takes a message for the client.
         """
         self._send = send
+        self.answers = Answers()
+        """The calls that can be answered: those of a weight sync after ``connect``."""
+        self.answers.bind(OPEN, self.open)
+        self.answers.bind(CONNECT, self.connect)
+        self.answers.bind(SYNC_WEIGHTS, self.sync_weights)
+        self.answers.bind(COLLECT, self.collect)
+        self.answers.bind(RELEASE_MEMORY, self.release_memory)
+        self.answers.bind(EVALUATE, self.evaluate)
+        self.answers.bind(STATE, self.state)
+        self.answers.bind(RESTORE, self.restore)
         self.timeline: Timeline = NullTimeline()
         """Has every call as a slice, and every request."""
         self._stack = contextlib.AsyncExitStack()
@@ -90,21 +126,15 @@ class Collector:
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
         self._pushes = PushLimit()
-        self.weights: WeightService
-        """Answers the calls ``weights.…``."""
+        self._weights: WeightReceiver[Engine]
         self._wire_dir: Path
 
     async def close(self) -> None:
         """End graders and servers, close connections, remove temporary files."""
         await self._stack.aclose()
 
-    async def open(self, config: dict[str, Any], for_training: bool, device: str) -> None:
+    async def open(self, request: Open) -> None:
         """Start the servers, unless others are configured, and load tokenizer and prompts.
-
-        Args:
-            config: The run's configuration as JSON values.
-            for_training: Whether batches will be asked for, or evaluations only.
-            device: Where servers run: ``cuda`` or ``cpu``.
 
         Raises:
             RolloutError: The port of a server is in use.
@@ -112,7 +142,8 @@ class Collector:
             ValueError: A data row or the tokenizer cannot be used.
             OSError: A file cannot be read.
         """
-        self._config = run = RunConfig.model_validate(config)
+        self._config = run = request.config
+        for_training = request.for_training
         # First, because a reward function that cannot be loaded should cost no server's start.
         rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
         if for_training and run.eval.functions is not None:
@@ -121,7 +152,7 @@ class Collector:
             self.timeline = Timeline()
         if not run.rollout.servers:  # early, because they take longest
             self._supervisor = ServerSupervisor(
-                run.model, run.rollout, run_dir=run.run_dir, seed=run.seed, device=device
+                run.model, run.rollout, run_dir=run.run_dir, seed=run.seed, device=request.device
             )
             self._stack.push_async_callback(self._supervisor.close)
             self._supervisor.start()
@@ -152,11 +183,8 @@ class Collector:
         await rewards.start()
         return rewards
 
-    async def connect(self, version: int | None) -> None:
+    async def connect(self, request: Connect) -> None:
         """Reach every server and probe its temperature convention before training.
-
-        Args:
-            version: Weights version that they hold, if it is known.
 
         Raises:
             RolloutError: A server does not start or answer, or follows another convention.
@@ -168,7 +196,7 @@ class Collector:
             keys = self._supervisor.keys
         else:
             addresses, keys = list(rollout.servers), ApiKeys.from_environment()
-        self._pool = EnginePool(addresses, keys, rollout, version, self.timeline)
+        self._pool = EnginePool(addresses, keys, rollout, request.version, self.timeline)
         self._stack.push_async_callback(self._pool.close)
         if self._batches is not None:
             self._batches.attach(self._pool)
@@ -180,37 +208,36 @@ class Collector:
             self._colocated = ColocatedServers(
                 self._supervisor, self._pool, self._batches, rollout.weight_sync.timeout_s
             )
-        self.weights = WeightService(
+        self._weights = WeightReceiver(
             self._pool, rollout, self._colocated or self._batches, contexts
         )
-        self._stack.push_async_callback(self.weights.close)
+        self._weights.bind_to(self.answers)
+        self._stack.push_async_callback(self._weights.close)
 
-    async def sync_weights(self, model_dir: str, version: int) -> None:
+    async def sync_weights(self, request: SyncWeights) -> None:
         """Load new weights into every server.
 
         Raises:
             RolloutError: No server could load them.
         """
-        await self.weights.load(model_dir, version)
-        await self.weights.resume()
+        await self._weights.load(Load(model_dir=request.model_dir, version=request.version))
+        await self._weights.resume(Resume())
 
-    async def collect(self, step: int) -> dict[str, Any]:
+    async def collect(self, request: Collect) -> Collected:
         """Collect a batch into a file.
-
-        Returns:
-            ``path``, and whether to ``keep`` it after reading; or ``needs_weights`` where no server
-            holds the newest weights any more, to push them and repeat the call.
 
         Raises:
             RolloutError: Generation failed, or the file cannot be written, or servers lose the
                 weights again and again.
         """
         assert self._batches is not None, "opened for training"
-        if await self._batches.collect(step, self._hand_over) is None:
-            return self._ask_for_weights()
-        return {"path": str(self._batch_path(step)), "keep": self._config.rollout.dump}
+        if await self._batches.collect(request.step, self._hand_over) is None:
+            self._count_push()
+            return Collected(batch=None)
+        path, keep = self._batch_path(request.step), self._config.rollout.dump
+        return Collected(batch=BatchFile(path=path, keep=keep))
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, _: ReleaseMemory) -> None:
         """Have colocated servers give their memory away until the next weight sync.
 
         Raises:
@@ -219,16 +246,8 @@ class Collector:
         assert self._colocated is not None, "rollout.colocated"
         await self._colocated.release()
 
-    async def evaluate(self, moment: str, weights: str, resume: bool) -> dict[str, Any]:
+    async def evaluate(self, request: Evaluate) -> Evaluated:
         """Score the evaluation sets.
-
-        Args:
-            moment: Begins the names of the results files.
-            weights: Names the weights.
-            resume: Go on with the samples of an earlier process.
-
-        Returns:
-            ``results``, the fields of an ``EvalResult`` each; or ``needs_weights`` as ``collect``.
 
         Raises:
             RolloutError: Generation failed, or a file cannot be written.
@@ -236,39 +255,42 @@ class Collector:
         assert self._pool is not None, "connect comes first"
         num_lost = self._pool.num_lost_requests
         evaluation = asyncio.create_task(
-            self._evaluator.evaluate(self._pool, moment, weights, resume=resume)
+            self._evaluator.evaluate(
+                self._pool, request.moment, request.weights, resume=request.resume
+            )
         )
         try:
             while not evaluation.done():
                 if self._pool.needs_weights:
-                    return self._ask_for_weights()
+                    self._count_push()
+                    return Evaluated(results=None)
                 await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
-            return {"results": [asdict(result) for result in evaluation.result()]}
+            return Evaluated(results=tuple(evaluation.result()))
         finally:
             evaluation.cancel()
             await asyncio.gather(evaluation, return_exceptions=True)
             if self._batches is not None:
                 self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
 
-    async def state(self) -> dict[str, Any]:
-        """Data position and buffer as JSON values."""
+    async def state(self, _: GetState) -> SourceState:
+        """Tell data position and buffer."""
         assert self._batches is not None, "opened for training"
-        return self._batches.state()
+        return SourceState(values=self._batches.state())
 
-    async def restore(self, state: dict[str, Any]) -> None:
+    async def restore(self, state: SourceState) -> None:
         """Continue from a ``state``.
 
         Raises:
             ValueError: It does not fit data and settings.
         """
         assert self._batches is not None, "opened for training"
-        self._batches.restore(state)
+        self._batches.restore(state.values)
 
-    def _ask_for_weights(self) -> dict[str, Any]:
-        """The answer where no server holds the newest weights any more.
+    def _count_push(self) -> None:
+        """The trainer is asked for the newest weights, because no server holds them any more.
 
         Raises:
-            RolloutError: It was given too often, without a result in between.
+            RolloutError: It was asked too often, without a result in between.
         """
         assert self._pool is not None, "connect comes first"
         num_samples = 0 if self._batches is None else self._batches.finished_samples
@@ -276,7 +298,6 @@ class Collector:
         logs = ", ".join(str(server.log_path) for server in own) or "their logs"
         num_samples += self._evaluator.num_samples
         self._pushes.count(num_samples, self._pool.describe(), logs)
-        return {"needs_weights": True}
 
     def lost_servers(self, error: BaseException) -> str:
         """What belongs behind ``error``: why own servers do not come back, if that is its cause."""
@@ -302,18 +323,18 @@ class Collector:
         return folder / f"step_{step:06d}.parquet"
 
     def _report(self, text: str) -> None:
-        self._send({"progress": text})
+        self._send(Progress(text))
 
 
 class _WarningsToClient(logging.Handler):
     """Shows warnings where the user looks, not only in the collector's log."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send: Callable[[Reply], None]) -> None:
         super().__init__(logging.WARNING)
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send({"warning": record.getMessage()})
+        self._send(Notice(record.getMessage()))
 
 
 async def serve(connection: socket.socket) -> None:
@@ -322,7 +343,7 @@ async def serve(connection: socket.socket) -> None:
     send = functools.partial(_send, writer)
     logging.getLogger().addHandler(_WarningsToClient(send))
     collector = Collector(send)
-    calls: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    calls: asyncio.Queue[Request] = asyncio.Queue()
     tasks = [
         asyncio.create_task(_read_calls(reader, calls)),
         asyncio.create_task(_wait_for_owner_to_go()),
@@ -339,15 +360,15 @@ async def serve(connection: socket.socket) -> None:
         await collector.close()
 
 
-def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+def _send(writer: asyncio.StreamWriter, message: Reply) -> None:
     if not writer.is_closing():  # else asyncio would warn, and the warning would be sent
-        writer.write(json.dumps(message).encode() + b"\n")
+        writer.write(encode(message))
 
 
-async def _read_calls(reader: asyncio.StreamReader, calls: asyncio.Queue[dict[str, Any]]) -> None:
+async def _read_calls(reader: asyncio.StreamReader, calls: asyncio.Queue[Request]) -> None:
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
-            calls.put_nowait(json.loads(line))
+            calls.put_nowait(decode_request(line))
 
 
 async def _wait_for_owner_to_go() -> None:
@@ -359,25 +380,25 @@ async def _wait_for_owner_to_go() -> None:
 
 async def _answer_calls(
     collector: Collector,
-    calls: asyncio.Queue[dict[str, Any]],
+    calls: asyncio.Queue[Request],
     writer: asyncio.StreamWriter,
-    send: Callable[[dict[str, Any]], None],
+    send: Callable[[Reply], None],
 ) -> None:
     while True:
-        call = await calls.get()
+        request = await calls.get()
         try:
-            with collector.timeline.span(call["call"]):
-                result = await attrgetter(call["call"])(collector)(**call["arguments"])
+            with collector.timeline.span(request.call):
+                result = await collector.answers.answer(request)
         except Exception as error:
             cause = first_cause(error)
             if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
                 raise
             # Into the log only, the client gets the line. Logging survives a full disk.
-            _LOG.info("call '%s' failed", call["call"], exc_info=True)
+            _LOG.info("call '%s' failed", request.call, exc_info=True)
             text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
-            send({"id": call["id"], "error": f"{text}{collector.lost_servers(cause)}"})
+            send(Failure(request.id, f"{text}{collector.lost_servers(cause)}"))
         else:
-            send({"id": call["id"], "result": result})
+            send(Result(request.id, result))
         with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends
             await writer.drain()
 

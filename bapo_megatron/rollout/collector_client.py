@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import os
 import select
@@ -13,14 +12,40 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from bapo_megatron.calls import (
+    Failure,
+    Notice,
+    Progress,
+    Request,
+    Result,
+    decode,
+    decode_reply,
+    encode,
+)
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.evaluation.report import result_from_json
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout.messages import (
+    COLLECT,
+    CONNECT,
+    EVALUATE,
+    OPEN,
+    RELEASE_MEMORY,
+    RESTORE,
+    STATE,
+    SYNC_WEIGHTS,
+    Collect,
+    Connect,
+    Evaluate,
+    GetState,
+    Open,
+    ReleaseMemory,
+    SourceState,
+    SyncWeights,
+)
 from bapo_megatron.rollout.processes import (
     child_environment,
     describe_exit,
@@ -29,10 +54,14 @@ from bapo_megatron.rollout.processes import (
     tail,
 )
 from bapo_megatron.rollout.sglang_server import START_VERSION
+from bapo_megatron.weight_sync.messages import RESUME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+    from typing import Any
 
+    from bapo_megatron.calls import Call, Caller, Reply, RequestT, ResponseT
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.types import EvalResult, RolloutBatch
 
@@ -71,7 +100,7 @@ class CollectorClient:
         self._lines: deque[bytes] = deque()
         self._partial_line = bytearray()
         self._call_numbers = itertools.count(1)
-        self._opening: int | None = None
+        self._opening: Callable[[], None] | None = None
         self._is_connected = False
         # Servers that it did not start may hold anything.
         self._start_version = None if config.rollout.servers else START_VERSION
@@ -93,11 +122,9 @@ class CollectorClient:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._opening = self._send(
-            "open",
-            config=self._config.model_dump(mode="json"),
-            for_training=self._for_training,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._opening = self._start(
+            OPEN, Open(config=self._config, for_training=self._for_training, device=device)
         )
 
     def wait_ready(self) -> None:
@@ -110,19 +137,18 @@ class CollectorClient:
         if self._is_connected:
             return
         self._wait_opened()
-        self._call("connect", version=self._start_version)
+        self._call(CONNECT, Connect(version=self._start_version))
         self._is_connected = True
 
     def collect(self, step: int) -> RolloutBatch | None:
         """Return the batch of ``step``; needs a weight sync before the first one."""
         self.wait_ready()
-        written = self._call("collect", step=step)
-        if "needs_weights" in written:
+        written = self._call(COLLECT, Collect(step=step)).batch
+        if written is None:
             return None
-        path = Path(written["path"])
-        batch = read_batch(path)
-        if not written["keep"]:
-            path.unlink()
+        batch = read_batch(written.path)
+        if not written.keep:
+            written.path.unlink()
         return batch
 
     def sync_weights(self, model_dir: Path, version: int) -> None:
@@ -130,27 +156,19 @@ class CollectorClient:
         self.wait_ready()
         self._on_progress(f"loading weights version {version} into the servers")
         self._lacks_weights = True
-        self._call("sync_weights", model_dir=str(model_dir.absolute()), version=version)
+        self._call(SYNC_WEIGHTS, SyncWeights(model_dir=model_dir.absolute(), version=version))
         self._lacks_weights = False
 
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         self.wait_ready()
-        self._call("release_memory")
+        self._call(RELEASE_MEMORY, ReleaseMemory())
         self._lacks_weights = True
 
-    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
-        """Start a call of the collector's ``WeightService``; what is returned waits for it."""
-        self.wait_ready()
-        number = self._send(f"weights.{name}", **arguments)
-
-        def answer() -> Any:
-            result = self._wait_for(number)
-            if name == "resume":  # the last call of every push
-                self._lacks_weights = False
-            return result
-
-        return answer
+    @property
+    def weights(self) -> Caller:
+        """The collector, as a push calls it."""
+        return _WeightCalls(self)
 
     def ensure_weights(self) -> None:
         """Load ``model.path`` into servers of whose weights nothing is known."""
@@ -185,16 +203,15 @@ class CollectorClient:
             self._lacks_weights = True
 
     def _evaluate(self, moment: str, *, weights: str, resume: bool) -> list[EvalResult] | None:
-        answer = self._call("evaluate", moment=moment, weights=weights, resume=resume)
-        if "needs_weights" in answer:
-            return None
-        return [result_from_json(result) for result in answer["results"]]
+        results = self._call(
+            EVALUATE, Evaluate(moment=moment, weights=weights, resume=resume)
+        ).results
+        return None if results is None else list(results)
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""
         self._wait_opened()
-        state: dict[str, Any] = self._call("state")
-        return state
+        return self._call(STATE, GetState()).values
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; works before the servers are ready.
@@ -208,7 +225,7 @@ class CollectorClient:
                 "continue with replay, or start a new run with model.path set to its export"
             )
         self._wait_opened()
-        self._call("restore", state=state)
+        self._call(RESTORE, SourceState(values=state))
 
     def close(self) -> None:
         """End the collector and its servers; safe to call twice, does nothing in a fork."""
@@ -225,20 +242,20 @@ class CollectorClient:
         """Take the answer to ``open``, once."""
         assert self._process is not None, "start comes first"
         if self._opening is not None:
-            number, self._opening = self._opening, None
+            wait, self._opening = self._opening, None
             self._on_progress("reading the prompts")
-            self._wait_for(number)
+            wait()
 
-    def _call(self, name: str, **arguments: Any) -> Any:
-        return self._wait_for(self._send(name, **arguments))
+    def _call(self, call: Call[RequestT, ResponseT], request: RequestT) -> ResponseT:
+        return self._start(call, request)()
 
-    def _send(self, name: str, **arguments: Any) -> int:
+    def _start(self, call: Call[RequestT, ResponseT], request: RequestT) -> Callable[[], ResponseT]:
+        """Send a request; what is returned waits for the response."""
         assert self._socket is not None, "start comes first"
         number = next(self._call_numbers)
-        message = {"id": number, "call": name, "arguments": arguments}
         with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        return number
+            self._socket.sendall(encode(Request(number, call.name, request)))
+        return lambda: decode(call.response, self._wait_for(number))
 
     def _wait_for(self, number: int) -> Any:
         """Handle messages until call ``number`` is answered."""
@@ -246,16 +263,17 @@ class CollectorClient:
             message = self._receive()
             if message is None:
                 continue
-            if "progress" in message:
-                self._on_progress(message["progress"])
-            elif "warning" in message:
-                _LOG.warning("%s", message["warning"])
-            elif message["id"] == number:
-                if "error" in message:
-                    raise RolloutError(message["error"])
-                return message["result"]
+            match message:
+                case Progress(progress):
+                    self._on_progress(progress)
+                case Notice(warning):
+                    _LOG.warning("%s", warning)
+                case Failure(id=id_, error=error) if id_ == number:
+                    raise RolloutError(error)
+                case Result(id=id_, result=result) if id_ == number:
+                    return result
 
-    def _receive(self) -> dict[str, Any] | None:
+    def _receive(self) -> Reply | None:
         """The next message, or none if there is none for a while.
 
         Raises:
@@ -265,8 +283,7 @@ class CollectorClient:
             self._receive_chunk()
         if not self._lines:
             return None
-        message: dict[str, Any] = json.loads(self._lines.popleft())
-        return message
+        return decode_reply(self._lines.popleft())
 
     def _receive_chunk(self) -> None:
         """Read what the socket has; a line of many megabytes is copied once."""
@@ -292,3 +309,25 @@ class CollectorClient:
             f"the collector process died ({how}); the last lines of {self._log_path} say why:\n"
             f"{tail(self._log_path)}"
         )
+
+
+class _WeightCalls:
+    """A ``Caller`` for pushes: waits for the servers first, and notes when they have weights."""
+
+    def __init__(self, client: CollectorClient) -> None:
+        self._client = client
+
+    def start(
+        self, call: Call[RequestT, ResponseT], request: RequestT, /
+    ) -> Callable[[], ResponseT]:
+        client = self._client
+        client.wait_ready()
+        wait = client._start(call, request)
+
+        def answer() -> ResponseT:
+            response = wait()
+            if call.name == RESUME.name:  # the last call of every push
+                client._lacks_weights = False
+            return response
+
+        return answer

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.sglang_http import describe_cause
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.sglang_server import SglangServer
     from bapo_megatron.rollout.supervisor import ServerSupervisor
-    from bapo_megatron.rollout.weight_service import Pausable
+    from bapo_megatron.weight_sync.servers import Pausable
 
 _LOG = logging.getLogger(__name__)
 _WEIGHTS, _CACHE = "weights", "kv_cache"
@@ -50,7 +50,7 @@ class _GoneError(Exception):
 class ColocatedServers:
     """The memory of the trainer's own servers.
 
-    It stands between ``WeightService`` and what generates: ``pause`` comes before new weights,
+    It stands between ``WeightReceiver`` and what generates: ``pause`` comes before new weights,
     ``resume`` after them.
     """
 

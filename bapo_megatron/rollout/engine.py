@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bapo_megatron.rollout.completion import CompletionSink, join
+from bapo_megatron.rollout.sglang_control import SglangWeightControl
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
@@ -64,6 +65,30 @@ class Engine:
     def load(self) -> float:
         """Requests per rank."""
         return self.num_requests / self.num_ranks
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it answers and holds the pool's weights version."""
+        return self.state is EngineState.USABLE
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether it is usable, or would be with the pool's weights."""
+        return self.state in (EngineState.USABLE, EngineState.STALE)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was taken out."""
+        return self.state is EngineState.LOST
+
+    async def weight_control(self, timeout_s: float) -> SglangWeightControl:
+        """Ask the server how it was started; returns its calls for new weights.
+
+        Raises:
+            ServerError: It does not answer as it should.
+            RolloutError: It refuses, or its SGLang is too old.
+        """
+        return SglangWeightControl(self.client, await self.client.ask_info(timeout_s))
 
 
 class Job(CompletionSink):

@@ -10,16 +10,11 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.rollout.completion import GenerateRequest
 from bapo_megatron.rollout.engine import Balancer, Engine, EngineState, Job
 from bapo_megatron.rollout.engine_states import EngineStates
-from bapo_megatron.rollout.sglang_http import (
-    BrokenConnectionError,
-    ServerError,
-    ServerGoneError,
-    describe_cause,
-)
+from bapo_megatron.rollout.sglang_http import describe_cause
 from bapo_megatron.rollout.timeline import NullTimeline
 from bapo_megatron.types import FinishReason
 

@@ -16,7 +16,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.engine import Engine, EngineState
 from bapo_megatron.rollout.health import Monitor
 from bapo_megatron.rollout.probe import check_temperature_convention

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bapo_megatron.config.evaluation import eval_reward
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
 from bapo_megatron.evaluation.settings import eval_settings
 from bapo_megatron.evaluation.summary import summarise
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.completion import SamplingSettings, sample_seed
 
 if TYPE_CHECKING:

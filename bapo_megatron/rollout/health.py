@@ -13,9 +13,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.rollout.engine import EngineState
-from bapo_megatron.rollout.sglang_http import ServerError, ServerGoneError, describe_cause
+from bapo_megatron.rollout.sglang_http import describe_cause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ weights; without a limit that goes on for ever.
 
 from __future__ import annotations
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 
 MOST_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from bapo_megatron.types import EvalResult, RolloutBatch
@@ -24,6 +23,17 @@ class ReplaySource:
             directory: ``<run_dir>/rollouts`` of a run.
         """
         self._directory = directory
+
+    @property
+    def weights(self) -> None:
+        """None: there is no server to push them to."""
+        return None
+
+    def wait_ready(self) -> None:
+        """Nothing was started."""
+
+    def release_memory(self) -> None:
+        """Nothing holds any."""
 
     def collect(self, step: int) -> RolloutBatch:
         """Read the dump of ``step``.
@@ -46,10 +56,6 @@ class ReplaySource:
                 f"{path}: holds step {batch.step}, not {step}; give the file its name back"
             )
         return batch
-
-    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
-        """Do nothing: there is no server."""
-        return lambda: None
 
     def evaluate(self, step: int) -> list[EvalResult]:
         """No server, no evaluation."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.rollout.completion import (
     CompletionSink,
     GenerateRequest,
@@ -18,14 +18,7 @@ from bapo_megatron.rollout.completion import (
 )
 from bapo_megatron.rollout.http_transport import SeparateConnections
 from bapo_megatron.rollout.sglang_dialect import OLDEST_VERSION, ServerInfo, is_supported
-from bapo_megatron.rollout.sglang_http import (
-    KEEPALIVE_EXPIRY_S,
-    BrokenConnectionError,
-    ServerError,
-    ServerGoneError,
-    SglangHttp,
-    describe_cause,
-)
+from bapo_megatron.rollout.sglang_http import KEEPALIVE_EXPIRY_S, SglangHttp, describe_cause
 from bapo_megatron.rollout.sglang_stream import EventReader, RefusedError, StreamParser
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ the server may be waiting in the collective of the first one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.rollout.sglang_dialect import has_update_session
-from bapo_megatron.rollout.sglang_http import ServerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,58 +18,34 @@ if TYPE_CHECKING:
 
     from bapo_megatron.rollout.sglang_client import SglangClient
     from bapo_megatron.rollout.sglang_dialect import ServerInfo
+    from bapo_megatron.weight_sync.servers import BucketLayout, GroupPlace
 
 _INPUT_TEMPERATURE = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """Names, dtypes (``float32``) and shapes of the tensors of a bucket, in their order in it."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    def to_json_dict(self) -> dict[str, list[Any]]:
-        """The fields of a request."""
-        return {
-            "names": list(self.names),
-            "dtypes": list(self.dtypes),
-            "shapes": [list(shape) for shape in self.shapes],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """Where the ranks of one server stand in a collective group, and where its members meet."""
-
-    name: str
-    master_address: str
-    master_port: int
-    backend: str
-    """``nccl`` or ``gloo``."""
-    first_rank: int
-    """Of the server's ranks; the trainer is rank 0."""
-    world_size: int
-
-
-class WeightControl:
-    """One server's calls for new weights; every method may raise ``RolloutError``.
-
-    It is a ``ServerGoneError`` where the server did not answer, else the server's refusal.
-    """
+class SglangWeightControl:
+    """A ``weight_sync.servers.WeightControl`` of SGLang."""
 
     def __init__(self, client: SglangClient, facts: ServerInfo) -> None:
         """Keep both; ``SglangClient.ask_info`` asks for the second."""
         self._client = client
-        self.facts = facts
+        self._facts = facts
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks that join a group."""
+        return self._facts.tensor_ranks
+
+    def require_tensor_ranks_only(self) -> None:
+        """See ``ServerInfo.require_tensor_ranks_only``."""
+        self._facts.require_tensor_ranks_only(self._client.address)
 
     async def open_session(self, timeout_s: float) -> None:
         """Make the server ready for ``receive`` or ``take``.
 
         A session that an earlier trainer left open is closed first.
         """
-        if not has_update_session(self.facts.version):
+        if not has_update_session(self._facts.version):
             return
         try:
             await self._call("/begin_weight_update", {}, timeout_s)
@@ -83,7 +57,7 @@ class WeightControl:
 
     async def close_session(self, timeout_s: float) -> None:
         """Let the server finish what it does after the last weights."""
-        if has_update_session(self.facts.version):
+        if has_update_session(self._facts.version):
             await self._call("/end_weight_update", {}, timeout_s)
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
@@ -107,7 +81,7 @@ class WeightControl:
 
     async def receive(
         self,
-        bucket: TensorNames,
+        bucket: BucketLayout,
         group_name: str,
         *,
         version: int | None,
@@ -128,7 +102,9 @@ class WeightControl:
         await self._call(
             "/update_weights_from_distributed",
             {
-                **bucket.to_json_dict(),
+                "names": list(bucket.names),
+                "dtypes": list(bucket.dtypes),
+                "shapes": [list(shape) for shape in bucket.shapes],
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
                 **_ending(version, flush_cache),
@@ -147,7 +123,8 @@ class WeightControl:
         """Load tensors that lie in memory that the server can map.
 
         Args:
-            payloads: One for each tensor-parallel rank, see ``trainer.weight_memory``.
+            payloads: One for each tensor-parallel rank, see
+                ``weight_sync.carriers.shared_memory_payload``.
             version: As in ``receive``.
             flush_cache: As in ``receive``.
             timeout_s: Longest time until it has answered.
@@ -216,28 +193,3 @@ class WeightControl:
 def _ending(version: int | None, flush_cache: bool) -> dict[str, Any]:
     label = {} if version is None else {"weight_version": str(version)}
     return {"flush_cache": flush_cache, "abort_all_requests": False, **label}
-
-
-async def mean_difference(
-    control: WeightControl,
-    sequences: Sequence[Sequence[int]],
-    expected: Sequence[Sequence[float]],
-    timeout_s: float,
-) -> float:
-    """Mean |log-prob of the server − expected| over all tokens of a probe; infinite if not finite.
-
-    Args:
-        control: The server.
-        sequences: Token ids.
-        expected: As ``WeightControl.input_logprobs``, for each sequence.
-        timeout_s: Longest time for one sequence.
-
-    Raises:
-        RolloutError: The server does not answer, or otherwise than documented.
-    """
-    differences: list[float] = []
-    for token_ids, expected_row in zip(sequences, expected, strict=True):
-        found = await control.input_logprobs(token_ids, timeout_s)
-        differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
-    mean = sum(differences) / len(differences) if differences else 0.0
-    return mean if math.isfinite(mean) else math.inf

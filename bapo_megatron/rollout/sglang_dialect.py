@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 
 OLDEST_VERSION = "0.5.20"
 """The oldest SGLang that the contract tests hold."""

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import (
+    BrokenConnectionError,
+    RolloutError,
+    ServerError,
+    ServerGoneError,
+)
 from bapo_megatron.rollout.sglang_stream import RefusedError
 
 if TYPE_CHECKING:
@@ -22,18 +27,6 @@ _CONNECT_TIMEOUT_S = 10.0
 # The server closes idle connections after 5 s; one that it is just closing must not be used.
 KEEPALIVE_EXPIRY_S = 3.0
 _LONGEST_REASON = 300
-
-
-class ServerError(RolloutError):
-    """One server failed; others may go on."""
-
-
-class ServerGoneError(ServerError):
-    """It did not answer: it ended, hangs, or took too long."""
-
-
-class BrokenConnectionError(ServerGoneError):
-    """The connection could not be made, or broke; the server may live."""
 
 
 class SglangHttp:

@@ -19,7 +19,7 @@ import zlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.processes import (
     child_environment,
     describe_exit,

@@ -7,8 +7,8 @@ import contextlib
 from typing import TYPE_CHECKING, ParamSpec
 
 from bapo_megatron.data.dump import write_batch
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
-from bapo_megatron.rollout.base import RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.processes import tail
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.sglang_server import LOOPBACK, SglangServer

@@ -24,11 +24,11 @@ from bapo_megatron.distributed import (
     init_distributed,
     shutdown_distributed,
 )
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import uncut_console
@@ -38,12 +38,12 @@ from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.telemetry.timer import PhaseTimer
 from bapo_megatron.trainer.best import take_best
 from bapo_megatron.trainer.layout import make_layout
+from bapo_megatron.trainer.probe import ProbeScorer
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.token_dump import TokenDump
-from bapo_megatron.trainer.weight_probe import WeightProbe
-from bapo_megatron.trainer.weight_sync import SyncReport, WeightSync, sync_metrics
 from bapo_megatron.types import StepMetrics
+from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +102,7 @@ class Run:
         self._sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
-            WeightProbe(policy, config.ops, layout),
+            ProbeScorer(policy, config.ops, layout).score,
             groups.device,
         )
 
@@ -128,7 +128,7 @@ class Run:
             _prepare_device()
             groups = init_distributed(config.parallel)
             if config.rollout.colocated:  # before the policy needs the memory
-                if isinstance(source, CollectorClient):
+                if source is not None:
                     source.release_memory()
                 barrier(groups)
             updates = config.algorithm.updates_per_batch * config.algorithm.epochs
@@ -160,7 +160,7 @@ class Run:
         if self.config.resume:
             self.progress = load_run(_checkpoint_root(self.config), self.policy, self._source)
         with self.timer.phase("server_start"):
-            if isinstance(self._source, CollectorClient):
+            if self._source is not None:
                 self._source.wait_ready()
             # Nobody waits for a server inside a collective of the model.
             barrier(self._groups)
@@ -258,7 +258,8 @@ class Run:
             barrier(self._groups)
             again = True  # released weights are lost, whether or not there are newer ones
         try:
-            report = self._sync.push(self.policy, self._source, again=again)
+            collector = None if self._source is None else self._source.weights
+            report = self._sync.push(self.policy, collector, again=again)
         except (RolloutError, OSError) as error:
             self._failure = error
         else:

@@ -7,55 +7,28 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.rollout.sglang_server import SglangServer
-from bapo_megatron.tiny.tokenizer import build_tokenizer
-from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.policy.tiny_models import make_model
-from tests.rollout.helpers import KEYS, running
+from tests.rollout.helpers import SERVER, make_model_dir, make_server, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
     from typing import Any
 
+    from bapo_megatron.rollout.sglang_server import SglangServer
     from tests.rollout.helpers import MakeConfig
-
-LONGEST = 256
-SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer(LONGEST)
-    make_model(
-        "qwen2",
-        directory,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=LONGEST,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(directory)
-    return directory
+    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     """The real server; tests leave no request behind, but may change its weights."""
-    server = SglangServer(
-        ModelConfig(path=model_dir, dtype="float32"),
-        ServerConfig.model_validate(SERVER),
-        run_dir=tmp_path_factory.mktemp("server"),
-        seed=0,
-        device="cpu",
-        keys=KEYS,
-    )
-    with running(server):
+    with running(make_server(model_dir, tmp_path_factory.mktemp("server"))) as server:
         yield server
 
 
@@ -91,10 +64,3 @@ def make_config(model_dir: Path, tmp_path: Path) -> MakeConfig:
         )
 
     return make
-
-
-@pytest.fixture
-def servers() -> Iterator[list[FakeWeightServer]]:
-    """Two fake servers that take weights."""
-    with FakeWeightServer() as first, FakeWeightServer() as second:
-        yield [first, second]

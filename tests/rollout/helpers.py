@@ -11,10 +11,14 @@ import httpx
 import psutil
 import torch
 
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.rollout.processes import tail
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
-from bapo_megatron.rollout.sglang_control import WeightControl
-from tests.policy.tiny_models import load_reference
+from bapo_megatron.rollout.sglang_control import SglangWeightControl
+from bapo_megatron.rollout.sglang_server import SglangServer
+from bapo_megatron.tiny.tokenizer import build_tokenizer
+from tests.policy.tiny_models import load_reference, make_model
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.rollout.sglang_server import SglangServer
 
 
 class MakeConfig(Protocol):
@@ -34,7 +37,36 @@ class MakeConfig(Protocol):
 
 
 KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
+LONGEST = 256
+SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 _T = TypeVar("_T")
+
+
+def make_model_dir(directory: Path) -> Path:
+    """Write a random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
+    tokenizer = build_tokenizer(LONGEST)
+    make_model(
+        "qwen2",
+        directory,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=LONGEST,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_server(model_dir: Path, run_dir: Path) -> SglangServer:
+    """Prepare a real server."""
+    return SglangServer(
+        ModelConfig(path=model_dir, dtype="float32"),
+        ServerConfig.model_validate(SERVER),
+        run_dir=run_dir,
+        seed=0,
+        device="cpu",
+        keys=KEYS,
+    )
 
 
 def with_client(
@@ -59,12 +91,12 @@ def with_client(
 
 
 @contextlib.contextmanager
-def running(server: SglangServer) -> Iterator[None]:
+def running(server: SglangServer) -> Iterator[SglangServer]:
     """Start a server and wait until it takes requests; it ends with the block."""
     server.start()
     try:
         wait_until_ready(server)
-        yield
+        yield server
     finally:
         server.close()
 
@@ -81,7 +113,7 @@ def wait_until_ready(server: SglangServer) -> None:
 
 async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
     """Have one server load a Hugging Face directory."""
-    control = WeightControl(client, await client.ask_info())
+    control = SglangWeightControl(client, await client.ask_info())
     await control.load(model_dir, version=version, flush_cache=True, timeout_s=60)
 
 

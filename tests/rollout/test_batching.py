@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bapo_megatron.data.dump import DumpError
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, play, settle
 
 

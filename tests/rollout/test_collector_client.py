@@ -19,12 +19,14 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import read_results
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.rollout.messages import COLLECT, Collect
 from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
+from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume, Resumed
 from tests.fakes.fake_sglang import FakeSglang
 from tests.rollout.helpers import descendants, reference_logprobs
 
@@ -269,7 +271,7 @@ def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
     with FakeSglang(token_interval_s=0.2) as fake:
         client = open_client(make_config(servers=(fake.address,)))
         client.sync_weights(tmp_path, 1)
-        client._send("collect", step=0)
+        client._start(COLLECT, Collect(step=0))
         while not fake.requests:
             time.sleep(0.02)
         collector = find_process("rollout.collector")
@@ -344,11 +346,11 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
 ) -> None:
     with FakeSglang(stop_at=60) as fake:
         client = open_client(make_config(servers=(fake.address,)))
-        load = client.call_weights("load", model_dir=str(tmp_path), version=7)
+        load = client.weights.start(LOAD, Load(model_dir=tmp_path, version=7))
         assert client._lacks_weights
         load()
         assert client._lacks_weights
-        assert client.call_weights("resume")() == {"pause_s": 0.0}
+        assert client.weights.start(RESUME, Resume())() == Resumed(pause_s=0.0)
         assert not client._lacks_weights
         client.ensure_weights()
         assert fake.version == "7"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.collector_client import CollectorClient
 from tests.fakes.fake_sglang import FakeSglang
 from tests.rollout.helpers import descendants

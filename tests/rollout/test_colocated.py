@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.sglang_client import ApiKeys
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.completion import (
     Completion,
     CompletionSink,
@@ -33,8 +33,14 @@ from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.sglang_dialect import flushes_retracted, has_update_session
 from bapo_megatron.rollout.sglang_server import SglangServer
 from bapo_megatron.types import FinishReason
-from tests.rollout.conftest import SERVER
-from tests.rollout.helpers import KEYS, load_weights, reference_logprobs, running, with_client
+from tests.rollout.helpers import (
+    KEYS,
+    SERVER,
+    load_weights,
+    reference_logprobs,
+    running,
+    with_client,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

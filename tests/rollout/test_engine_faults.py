@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import PendingSample, empty_sample
 from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason, Prompt

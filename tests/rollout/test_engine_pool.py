@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.completion import SamplingSettings
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, token_at

@@ -19,8 +19,9 @@ from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.weight_sync.messages import Load, Resume
+from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
@@ -147,9 +148,9 @@ def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
                 assert first.stats.unfinished_samples == 4
                 kept = setup.collector.state()["buffer"]["groups"]
                 assert [group["group_id"] for group in kept] == [0, 1]
-                weights = WeightService(setup.pool, setup.config, setup.collector)
-                await weights.load(str(tmp_path), 5)
-                await weights.resume()
+                weights = WeightReceiver(setup.pool, setup.config, setup.collector)
+                await weights.load(Load(model_dir=tmp_path, version=5))
+                await weights.resume(Resume())
                 second = await setup.collect(1)
         assert [group.group_id for group in second.groups] == [0, 1]
         assert second.version == 5

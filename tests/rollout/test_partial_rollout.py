@@ -16,8 +16,9 @@ from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.rollout.weight_service import WeightService
 from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.weight_sync.messages import Load, Resume
+from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_pool import deliver
 from tests.rollout.helpers import load_weights, reference_logprobs, with_client
 
@@ -84,7 +85,7 @@ async def _collect(
     batches = BatchCollector(grader, stream, config, ReplayConfig(), plan, lambda line: None)
     grader.batches = batches
     batches.attach(pool)
-    weights = WeightService(pool, config, batches)
+    weights = WeightReceiver(pool, config, batches)
     made = []
     try:
         await pool.wait_for_servers()
@@ -92,8 +93,8 @@ async def _collect(
             while config.async_steps > 0 and step > 0 and not grader.is_one_in_the_middle():
                 await asyncio.sleep(0.01)
             grader.num_groups += config.groups_per_step
-            await weights.load(str(model), step)
-            await weights.resume()
+            await weights.load(Load(model_dir=model, version=step))
+            await weights.resume(Resume())
             batch = await asyncio.wait_for(batches.collect(step, deliver), 120)
             assert batch is not None
             made.append(batch)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.probe import check_temperature_convention
 from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, V
 from tests.rollout.helpers import with_client

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.completion import SamplingSettings
 from bapo_megatron.rollout.sglang_server import START_VERSION
 from bapo_megatron.types import FinishReason

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.data.dump import DumpError, write_batch
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.replay import ReplaySource
 from tests.data.samples import make_batch
 
@@ -59,6 +59,8 @@ def test_a_dump_that_is_cut_short_is_refused(dumps: Path) -> None:
 
 def test_there_is_nothing_to_evaluate_or_to_synchronise(dumps: Path) -> None:
     source = ReplaySource(dumps)
-    assert source.call_weights("begin", version=1)() is None
+    assert source.weights is None
+    source.wait_ready()
+    source.release_memory()
     assert source.evaluate(0) == []
     source.close()

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.rollout.completion import (
     Completion,
     SamplingSettings,
 )
 from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_control import WeightControl
-from bapo_megatron.rollout.sglang_http import ServerError, ServerGoneError
+from bapo_megatron.rollout.sglang_control import SglangWeightControl
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port
@@ -198,7 +197,7 @@ def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_
             yield {"meta_info": {}}
 
     async def use(client: SglangClient) -> None:
-        control = WeightControl(client, await client.ask_info())
+        control = SglangWeightControl(client, await client.ask_info())
         assert await control.reported_version(10.0) == "0"
         with pytest.raises(ServerError, match=r"unusable answer \(probe of its log-probs\)"):
             await control.input_logprobs([1, 2], 10.0)

@@ -17,8 +17,8 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout import sglang_server
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
     child_environment,
     end_group,

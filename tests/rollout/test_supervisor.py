@@ -15,8 +15,8 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout import sglang_server
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.sglang_client import ApiKeys
 from bapo_megatron.rollout.supervisor import ServerSupervisor, restart_wait_s
 from tests.launch import REPOSITORY

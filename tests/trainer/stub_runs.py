@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import shutdown_distributed
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_state
-from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.weight_sync import messages
 from tests.distributed_launch import take_port
 from tests.evaluation.results import result
 from tests.trainer.dumps import replay_settings
@@ -24,6 +25,7 @@ from tests.trainer.dumps import replay_settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bapo_megatron.calls import Call
     from bapo_megatron.policy.checkpoint_files import BestCheckpoint
     from bapo_megatron.types import EvalResult, RolloutBatch
 
@@ -51,15 +53,22 @@ class StubSource:
             return None
         return read_batch(self.dumps / f"step_{step:06d}.parquet")
 
-    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+    @property
+    def weights(self) -> StubSource:
+        return self
+
+    def start(self, call: Call[Any, Any], request: Any, /) -> Callable[[], Any]:
+        name = call.name.removeprefix("weights.")
         self.calls.append(name)
         answers: dict[str, Any] = {
-            "begin": {"addresses": [], "num_ranks": [], "share_group": False},
-            "resume": {"pause_s": PAUSE_S},
+            "begin": messages.Opened(addresses=(), num_ranks=(), share_group=False),
+            "resume": messages.Resumed(pause_s=PAUSE_S),
         }
-        return lambda: answers.get(name, {"failed": None})
+        return lambda: answers.get(name, messages.Outcome(failed=None))
 
-    def sync_weights(self, model_dir: Path, version: int) -> None: ...
+    def wait_ready(self) -> None: ...
+
+    def release_memory(self) -> None: ...
 
     def evaluate(self, step: int) -> list[EvalResult]:
         if step not in self.right:

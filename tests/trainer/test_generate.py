@@ -16,7 +16,7 @@ import yaml
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.generate import BatchTotals, generate_batches, summarise
 from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, RolloutStats, Sample
 from tests.launch import run, start

@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.config.megatron import ModelConfig
-from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.rollout.completion import SamplingSettings
 from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_server import SglangServer
 from tests.distributed_launch import run_ranks
-from tests.rollout.conftest import SERVER
 from tests.rollout.helpers import (
     KEYS,
     descendants,
+    make_server,
     reference_logprobs,
     wait_until_ready,
     with_client,
 )
-from tests.rollout.weight_ranks import Fault, Pushed, Servers, push_changed
+from tests.weight_sync.ranks import Fault, Pushed, Servers, push_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.rollout.completion import Completion
     from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.rollout.sglang_server import SglangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 
@@ -44,15 +42,7 @@ VERIFIED = {"verify": "logprobs", "verify_tolerance": 1e-4, "timeout_s": 60}
 def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SglangServer]]:
     """Two real servers with the same keys; tests may end them."""
     servers = [
-        SglangServer(
-            ModelConfig(path=model_dir, dtype="float32"),
-            ServerConfig.model_validate(SERVER),
-            run_dir=tmp_path_factory.mktemp(f"server_{number}"),
-            seed=0,
-            device="cpu",
-            keys=KEYS,
-        )
-        for number in range(2)
+        make_server(model_dir, tmp_path_factory.mktemp(f"server_{number}")) for number in range(2)
     ]
     try:
         for server in servers:

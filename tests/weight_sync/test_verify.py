@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync.messages import (
+    GetProbe,
+    Load,
+    Probe,
+    Resume,
+    Resumed,
+    Verified,
+    Verify,
+)
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
-from tests.rollout.weight_setting import EXPECTED, Setting, run_sync
+from tests.weight_sync.setting import EXPECTED, Setting, run_sync
 
 
 def test_servers_that_compute_as_the_trainer_does_are_kept(
@@ -16,9 +26,11 @@ def test_servers_that_compute_as_the_trainer_does_are_kept(
 ) -> None:
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        assert await setting.service.probe() == [[3, 1, 4], [1, 5]]
-        found = await setting.service.verify([[LOGPROB + 0.03, LOGPROB], [LOGPROB - 0.03]])
-        assert found == {"difference": pytest.approx(0.02)}
+        assert await setting.service.probe(GetProbe()) == Probe(sequences=((3, 1, 4), (1, 5)))
+        found = await setting.service.verify(
+            Verify(expected=((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
+        )
+        assert found.difference == pytest.approx(0.02)
         assert setting.states() == ["usable", "usable"]
 
     run_sync(servers, use)
@@ -32,7 +44,7 @@ def test_a_server_that_computes_otherwise_serves_nobody(
 
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        assert await setting.service.verify(EXPECTED) == {"difference": 0.0}
+        assert await setting.service.verify(Verify(expected=EXPECTED)) == Verified(difference=0.0)
         assert setting.states() == ["usable", "lost"]
         assert "log-probs differ" in setting.pool.reasons[servers[1].address]
 
@@ -48,7 +60,7 @@ def test_if_every_server_computes_otherwise_the_run_ends(
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
         with pytest.raises(RolloutError, match=r"no server computes as the trainer does.*0\.2"):
-            await setting.service.verify(EXPECTED)
+            await setting.service.verify(Verify(expected=EXPECTED))
 
     run_sync(servers, use)
 
@@ -59,8 +71,8 @@ def test_servers_that_end_during_the_probe_do_not_end_therun_sync(
     servers[0].hanging.add("/generate")
 
     async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
-        assert await setting.service.verify(EXPECTED) == {"difference": None}
+        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
+        assert await setting.service.verify(Verify(expected=EXPECTED)) == Verified(difference=None)
         assert setting.states() == ["lost"]
         assert "does not answer the probe" in setting.pool.reasons[servers[0].address]
 
@@ -75,10 +87,10 @@ def test_paused_requests_go_on_before_the_probe(
     servers: list[FakeWeightServer], in_flight: str, calls: list[str]
 ) -> None:
     async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
-        await setting.service.verify(EXPECTED)
+        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
+        await setting.service.verify(Verify(expected=EXPECTED))
         assert setting.generation.calls == calls
-        await setting.service.resume()
+        await setting.service.resume(Resume())
         assert setting.generation.calls == ["pause", "resume"]
 
     run_sync(servers, use, weight_sync={"in_flight": in_flight})
@@ -93,16 +105,16 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
     async def use(setting: Setting) -> None:
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
-        await setting.service.load("/weights", 7)
+        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         loaded_s = clock_s() - started_s
-        await setting.service.verify(EXPECTED)
-        pause_s = (await setting.service.resume())["pause_s"]
+        await setting.service.verify(Verify(expected=EXPECTED))
+        pause_s = (await setting.service.resume(Resume())).pause_s
         assert 0.3 <= pause_s <= clock_s() - started_s
         if in_flight == "retract":  # it goes on before the probe
             assert pause_s == pytest.approx(loaded_s, abs=0.05)
-        assert await setting.service.resume() == {"pause_s": 0.0}
+        assert await setting.service.resume(Resume()) == Resumed(pause_s=0.0)
         setting.generation.is_running = False
-        await setting.service.load("/weights", 8)
-        assert await setting.service.resume() == {"pause_s": 0.0}
+        await setting.service.load(Load(model_dir=Path("/weights"), version=8))
+        assert await setting.service.resume(Resume()) == Resumed(pause_s=0.0)
 
     run_sync(servers, use, weight_sync={"in_flight": in_flight})

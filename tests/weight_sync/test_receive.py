@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bapo_megatron.rollout.base import RolloutError
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.weight_calls import Member, MemberCalls
+from bapo_megatron.weight_sync.messages import (
+    Begin,
+    Finish,
+    Load,
+    Opened,
+    Outcome,
+    Receive,
+    Take,
+    Verify,
+)
+from bapo_megatron.weight_sync.receive import Member, MemberCalls
 from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.rollout.weight_setting import BUCKET, EXPECTED, Setting, run_sync
+from tests.weight_sync.setting import BUCKET, EXPECTED, Setting, run_sync
 
 
 def test_a_sync_pauses_generation_and_labels_only_the_last_part(
@@ -19,11 +30,11 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
 ) -> None:
     async def use(setting: Setting) -> None:
         opened = await setting.receive_all(7)
-        assert opened == {
-            "addresses": [server.address for server in servers],
-            "num_ranks": [1, 1],
-            "share_group": False,
-        }
+        assert opened == Opened(
+            addresses=tuple(server.address for server in servers),
+            num_ranks=(1, 1),
+            share_group=False,
+        )
         assert setting.states() == ["usable", "usable"]
         assert setting.pool.version == 7
         assert setting.generation.calls == ["pause", "resume"]
@@ -48,7 +59,9 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
             "backend": "gloo",
         }
         assert first == {
-            **BUCKET,
+            "names": ["w"],
+            "dtypes": ["float32"],
+            "shapes": [[2, 3]],
             "group_name": "group",
             "load_format": "flattened_bucket",
             "flush_cache": False,
@@ -60,7 +73,7 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
 
 def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
     async def use(setting: Setting) -> None:
-        assert (await setting.receive_all(1))["num_ranks"] == [2, 4]
+        assert (await setting.receive_all(1)).num_ranks == (2, 4)
 
     with FakeWeightServer(tensor_ranks=2) as first, FakeWeightServer(tensor_ranks=4) as second:
         run_sync([first, second], use)
@@ -103,12 +116,12 @@ def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -
 
 def test_the_group_is_shared_until_a_member_is_lost(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
-        assert not (await setting.receive_all(1))["share_group"]
-        assert (await setting.receive_all(2, join=False))["share_group"]
+        assert not (await setting.receive_all(1)).share_group
+        assert (await setting.receive_all(2, join=False)).share_group
         setting.pool.mark_lost(setting.pool.engines[1], "test")
         opened = await setting.receive_all(3)
-        assert opened["addresses"] == [servers[0].address]
-        assert not opened["share_group"]
+        assert opened.addresses == (servers[0].address,)
+        assert not opened.share_group
 
     run_sync(servers, use)
     assert servers[0].version == "3"
@@ -121,13 +134,13 @@ def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
     servers[1].refusals["/update_weights_from_distributed"] = "wrong shape"
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.join() == {"failed": None}
-        failed = (await setting.service.receive(**BUCKET, is_last=False))["failed"]
+        await setting.service.begin(Begin(version=7))
+        assert await setting.join() == Outcome(failed=None)
+        failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
         assert "wrong shape" in failed
         opened = await setting.receive_all(7)
-        assert opened["addresses"] == [servers[0].address]
-        assert not opened["share_group"]
+        assert opened.addresses == (servers[0].address,)
+        assert not opened.share_group
         assert setting.states() == ["usable", "lost"]
         assert "wrong shape" in setting.pool.reasons[servers[1].address]
         assert setting.generation.calls == ["pause", "resume"]
@@ -144,7 +157,7 @@ def test_servers_that_all_refuse_end_the_run_with_their_words(
 
     async def use(setting: Setting) -> None:
         with pytest.raises(RolloutError, match=r"update_weights_from_disk.*no such directory"):
-            await setting.service.load("/nowhere", 7)
+            await setting.service.load(Load(model_dir=Path("/nowhere"), version=7))
 
     run_sync(servers, use)
 
@@ -155,11 +168,11 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
     async def use(setting: Setting) -> None:
         await setting.receive_all(1)
         servers[1].refusals["/update_weights_from_distributed"] = "unknown group"  # it restarted
-        assert (await setting.service.begin(2))["share_group"]
-        failed = (await setting.service.receive(**BUCKET, is_last=False))["failed"]
+        assert (await setting.service.begin(Begin(version=2))).share_group
+        failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
         assert "unknown group" in failed
         servers[1].refusals.clear()
-        assert not (await setting.receive_all(2))["share_group"]
+        assert not (await setting.receive_all(2)).share_group
         assert setting.states() == ["usable", "usable"]
 
     run_sync(servers, use)
@@ -172,11 +185,11 @@ def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
     servers[0].hanging.add("/update_weights_from_distributed")
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.join() == {"failed": None}
-        failed = (await setting.service.receive(**BUCKET, is_last=False))["failed"]
+        await setting.service.begin(Begin(version=7))
+        assert await setting.join() == Outcome(failed=None)
+        failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
         assert "no answer within" in failed
-        assert (await setting.receive_all(7))["addresses"] == [servers[1].address]
+        assert (await setting.receive_all(7)).addresses == (servers[1].address,)
         assert setting.states() == ["lost", "usable"]
 
     run_sync(servers, use, weight_sync={"timeout_s": 6})
@@ -188,13 +201,15 @@ def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
     servers[0].hanging.add("/update_weights_from_distributed")
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.join() == {"failed": None}
-        receiving = asyncio.create_task(setting.service.receive(**BUCKET, is_last=False))
+        await setting.service.begin(Begin(version=7))
+        assert await setting.join() == Outcome(failed=None)
+        receiving = asyncio.create_task(
+            setting.service.receive(Receive(bucket=BUCKET, is_last=False))
+        )
         await asyncio.sleep(0.2)
         setting.pool.mark_lost(setting.pool.engines[0], "silent")
-        assert "lost meanwhile" in (await receiving)["failed"]
-        assert (await setting.receive_all(7))["addresses"] == [servers[1].address]
+        assert "lost meanwhile" in (await receiving).failed
+        assert (await setting.receive_all(7)).addresses == (servers[1].address,)
 
     run_sync(servers, use, health={"timeout_s": 5, "patience_s": 60})
 
@@ -205,7 +220,7 @@ def test_a_server_that_reports_another_version_is_taken_out(
     servers[0].ignores_labels = True
 
     async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
+        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         assert setting.states() == ["lost", "usable"]
         assert "reports '0'" in setting.pool.reasons[servers[0].address]
 
@@ -214,7 +229,7 @@ def test_a_server_that_reports_another_version_is_taken_out(
 
 def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
+        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         assert setting.states() == ["usable", "usable"]
 
     run_sync(servers, use)
@@ -233,9 +248,11 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
 
 def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
-        await setting.service.begin(7)
-        assert await setting.service.take([["YQ=="], ["Yg=="]], is_last=True) == {"failed": None}
-        assert await setting.service.finish() == {"failed": None}
+        await setting.service.begin(Begin(version=7))
+        assert await setting.service.take(
+            Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
+        ) == Outcome(failed=None)
+        assert await setting.service.finish(Finish()) == Outcome(failed=None)
 
     run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
@@ -245,7 +262,7 @@ def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> 
 def test_pipeline_parallel_servers_are_refused_with_the_remedy() -> None:
     async def use(setting: Setting) -> None:
         with pytest.raises(RolloutError, match=r"2 pipeline-parallel ranks.*method: disk"):
-            await setting.service.begin(7)
+            await setting.service.begin(Begin(version=7))
 
     with FakeWeightServer(pipeline_ranks=2) as server:
         run_sync([server], use)
@@ -256,7 +273,7 @@ def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -
         for engine in setting.pool.engines:
             setting.pool.mark_lost(engine, "test")
         with pytest.raises(RolloutError, match="no server took weights version 7 within"):
-            await setting.service.begin(7)
+            await setting.service.begin(Begin(version=7))
 
     run_sync(servers, use, health={"patience_s": 0.5})
 
@@ -266,7 +283,7 @@ def test_control_calls_carry_the_admin_key_and_the_probe_the_other() -> None:
 
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        await setting.service.verify(EXPECTED)
+        await setting.service.verify(Verify(expected=EXPECTED))
         assert setting.states() == ["usable"]
 
     with FakeWeightServer(keys=keys) as server:
@@ -289,15 +306,15 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
             try:
                 await asyncio.sleep(60)
             finally:
-                ended.append(member.engine.address)
+                ended.append(member.server.address)
 
         calls = MemberCalls()
-        reason = f"{members[0].engine.address}: a call failed (TimeoutError)"
+        reason = f"{members[0].server.address}: a call failed (TimeoutError)"
         assert await calls.run(members, call) == reason
         failures = await calls.settle(grace_s=0.01)
         assert failures.gone[members[0]] == reason
         assert "hangs" in failures.gone[members[1]]
-        assert ended == [members[1].engine.address]
+        assert ended == [members[1].server.address]
 
     run_sync(servers, use)
 
@@ -309,7 +326,7 @@ def test_a_slow_server_loads_on_while_another_one_refuses(
     servers[1].delay_s = 5.0  # longer than a server may be silent
 
     async def use(setting: Setting) -> None:
-        await setting.service.load("/weights", 7)
+        await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         assert setting.states() == ["lost", "usable"]
 
     run_sync(servers, use, health={"timeout_s": 3, "patience_s": 60})

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -18,11 +18,22 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, rendezvous
 
 from bapo_megatron.config.rollout import WeightSyncConfig
-from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.trainer.weight_carriers import AttemptFailedError, BroadcastCarrier
-from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank_zero_address
-from bapo_megatron.trainer.weight_memory import shared_memory_payload
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync.carriers import (
+    AttemptFailedError,
+    BroadcastCarrier,
+    shared_memory_payload,
+)
+from bapo_megatron.weight_sync.collective_group import (
+    WeightGroup,
+    choose_backend,
+    rank_zero_address,
+)
+from bapo_megatron.weight_sync.messages import Join, Opened, Outcome
 from tests.distributed_launch import run_ranks
+
+if TYPE_CHECKING:
+    from bapo_megatron.calls import Call
 
 LIMIT = timedelta(seconds=60)
 LOCAL = ("http://127.0.0.1:30000", "http://localhost:30001", "http://[::1]:30002")
@@ -129,23 +140,23 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
-        def call_weights(self, name: str, **arguments: Any) -> Any:
-            store = dist.TCPStore("127.0.0.1", arguments["master_port"], timeout=LIMIT)
+        def start(self, call: Call[Any, Any], request: Join, /) -> Any:
+            store = dist.TCPStore("127.0.0.1", request.master_port, timeout=LIMIT)
 
-            def wait_for_rank_zero() -> dict[str, Any]:
+            def wait_for_rank_zero() -> Outcome:
                 with pytest.raises(dist.DistNetworkError):
                     store.get("never set")
                 closed.set()
-                return {"failed": "http://a:1: connection closed"}
+                return Outcome(failed="http://a:1: connection closed")
 
             return wait_for_rank_zero
 
-    opened = {"addresses": [], "num_ranks": [1], "share_group": False}
+    opened = Opened(addresses=(), num_ranks=(1,), share_group=False)
     with pytest.raises(
         AttemptFailedError,
         match=r"connection closed \(rank 0 could not form a group: no GPUs found\)",
     ):
-        carrier.prepare(opened, Source())  # type: ignore[arg-type]
+        carrier.prepare(opened, Source())
     assert closed.is_set()
     carrier.close()
 
@@ -157,12 +168,12 @@ def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
-        def call_weights(self, name: str, **arguments: Any) -> Any:
-            return lambda: {"failed": None}
+        def start(self, call: Call[Any, Any], request: Join, /) -> Any:
+            return lambda: Outcome(failed=None)
 
-    opened = {"addresses": [], "num_ranks": [], "share_group": False}
+    opened = Opened(addresses=(), num_ranks=(), share_group=False)
     with pytest.raises(RolloutError, match="rank 0 could not form a group"):
-        carrier.prepare(opened, Source())  # type: ignore[arg-type]
+        carrier.prepare(opened, Source())
     carrier.close()
 
 

@@ -1,28 +1,48 @@
-"""How buckets of weights get from rank 0 to the servers."""
+"""How buckets of weights get from rank 0 to the servers: through a collective group, or as memory.
+
+The third way, a directory, needs no carrier (``send``).
+"""
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
+import os
 from concurrent.futures import wait
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.trainer.weight_group import WeightGroup, choose_backend, rank_zero_address
-from bapo_megatron.trainer.weight_memory import shared_memory_payload, start_manager
+import torch
+import torch.multiprocessing
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync.collective_group import (
+    WeightGroup,
+    choose_backend,
+    rank_zero_address,
+)
+from bapo_megatron.weight_sync.messages import JOIN, RECEIVE, TAKE, Join, Receive, Take
+from bapo_megatron.weight_sync.servers import BucketLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
-    import torch
-
+    from bapo_megatron.calls import Caller
     from bapo_megatron.config.rollout import WeightSyncConfig
-    from bapo_megatron.rollout.base import RolloutSource
-    from bapo_megatron.trainer.weight_buckets import Bucket
+    from bapo_megatron.weight_sync.buckets import Bucket
+    from bapo_megatron.weight_sync.messages import Opened, Outcome
 
 _LAST_WAIT_S = 180.0
 """More than any operation of a group that was given up may take until its time limit."""
+
+_STDERR = 2
+_DEVICE_ARGUMENT = 6
+"""Position of the device among the arguments of ``reductions.rebuild_cuda_tensor``."""
 
 
 class AttemptFailedError(Exception):
@@ -32,11 +52,11 @@ class AttemptFailedError(Exception):
 class Carrier(Protocol):
     """How buckets get from rank 0 to the servers."""
 
-    def prepare(self, opened: dict[str, Any], source: RolloutSource) -> None:
-        """Get ready for the servers that ``WeightService.begin`` has named."""
+    def prepare(self, opened: Opened, collector: Caller) -> None:
+        """Get ready for the servers that the collector has named."""
         ...
 
-    def send(self, bucket: Bucket, source: RolloutSource) -> Callable[[], None]:
+    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Start to send a bucket; what is returned waits until all servers have loaded it."""
         ...
 
@@ -49,14 +69,14 @@ class Carrier(Protocol):
         ...
 
 
-def check(answer: dict[str, Any]) -> None:
-    """Raise what a call of ``WeightService`` reports.
+def check(outcome: Outcome) -> None:
+    """Raise what the collector reports.
 
     Raises:
         AttemptFailedError: A server failed.
     """
-    if answer["failed"] is not None:
-        raise AttemptFailedError(answer["failed"])
+    if outcome.failed is not None:
+        raise AttemptFailedError(outcome.failed)
 
 
 @contextmanager
@@ -93,33 +113,32 @@ class BroadcastCarrier:
         self._group: WeightGroup | None = None
         self._stuck: list[Future[None]] = []
 
-    def prepare(self, opened: dict[str, Any], source: RolloutSource) -> None:
+    def prepare(self, opened: Opened, collector: Caller) -> None:
         """Form a group, unless the servers still share the last one."""
-        if opened["share_group"] and self._group is not None:
+        if opened.share_group and self._group is not None:
             return
         self.give_up()
-        address = rank_zero_address(opened["addresses"], self._config.master_address)
+        address = rank_zero_address(opened.addresses, self._config.master_address)
         self._group = group = WeightGroup(address, self._backend, self._config.timeout_s)
-        joined = source.call_weights(
-            "join",
+        place = Join(
             group_name=group.name,
             master_address=group.address,
             master_port=group.port,
             backend=self._backend,
         )
-        formed = group.form(1 + sum(opened["num_ranks"]))
+        joined = collector.start(JOIN, place)
+        formed = group.form(1 + sum(opened.num_ranks))
         _await_both(joined, formed, "form a group", self._config.timeout_s)
 
-    def send(self, bucket: Bucket, source: RolloutSource) -> Callable[[], None]:
+    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Have the servers receive what the group broadcasts."""
         assert self._group is not None, "prepare comes first"
-        received = source.call_weights(
-            "receive",
-            names=list(bucket.shapes),
-            dtypes=[bucket.dtype_name] * len(bucket.shapes),
-            shapes=[list(shape) for shape in bucket.shapes.values()],
-            is_last=bucket.is_last,
+        layout = BucketLayout(
+            names=tuple(bucket.shapes),
+            dtypes=(bucket.dtype_name,) * len(bucket.shapes),
+            shapes=tuple(bucket.shapes.values()),
         )
+        received = collector.start(RECEIVE, Receive(bucket=layout, is_last=bucket.is_last))
         sent = self._group.broadcast(bucket.flat)
         return functools.partial(
             _await_both, received, sent, "send the weights", self._config.timeout_s
@@ -143,21 +162,21 @@ class MemoryCarrier:
 
     def __init__(self, device: torch.device) -> None:
         """Prepare for buckets on ``device``."""
-        self._num_ranks: list[int] = []
+        self._num_ranks: tuple[int, ...] = ()
         if device.type == "cpu":
             start_manager()
 
-    def prepare(self, opened: dict[str, Any], source: RolloutSource) -> None:
+    def prepare(self, opened: Opened, collector: Caller) -> None:
         """Remember how many processes open each bucket."""
-        self._num_ranks = opened["num_ranks"]
+        self._num_ranks = opened.num_ranks
 
-    def send(self, bucket: Bucket, source: RolloutSource) -> Callable[[], None]:
+    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Describe the bucket to every rank of every server."""
-        payloads = [
-            [shared_memory_payload(bucket.tensors()) for _ in range(num_ranks)]
+        payloads = tuple(
+            tuple(shared_memory_payload(bucket.tensors()) for _ in range(num_ranks))
             for num_ranks in self._num_ranks
-        ]
-        taken = source.call_weights("take", payloads=payloads, is_last=bucket.is_last)
+        )
+        taken = collector.start(TAKE, Take(payloads=payloads, is_last=bucket.is_last))
         return functools.partial(_await_taken, taken, bucket)
 
     def give_up(self) -> None:
@@ -167,13 +186,15 @@ class MemoryCarrier:
         """Nothing is open."""
 
 
-def _await_taken(taken: Callable[[], Any], bucket: Bucket) -> None:
+def _await_taken(taken: Callable[[], Outcome], bucket: Bucket) -> None:
     """Wait until a bucket is loaded; until then its memory must stay, so it is held here."""
     check(taken())
     del bucket
 
 
-def _await_both(servers: Callable[[], Any], own: Future[None], what: str, limit_s: float) -> None:
+def _await_both(
+    servers: Callable[[], Outcome], own: Future[None], what: str, limit_s: float
+) -> None:
     """Wait for an operation of servers and of rank 0.
 
     Raises:
@@ -195,3 +216,59 @@ def _await_both(servers: Callable[[], Any], own: Future[None], what: str, limit_
             f"the servers did their part but rank 0 could not {what} ({error}); check "
             "rollout.weight_sync.backend, or set rollout.weight_sync.method: disk"
         ) from error
+
+
+def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Describe named tensors for one other process of the node, which maps the same memory.
+
+    SGLang unpickles what torch.multiprocessing pickles: on the CPU the name of a file in shared
+    memory, on a GPU a handle of CUDA IPC. Its unpickler admits the classes that torch names there,
+    no others. The result is base64.
+
+    A payload is opened once: torch counts for each who still maps the memory. The tensors are kept
+    until it has been.
+    """
+    buffer = io.BytesIO()
+    with _files_as_handles():
+        _Pickler(buffer).dump(list(tensors))
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def start_manager() -> None:
+    """Start torch's process that removes the files of shared host memory.
+
+    It lives as long as a server maps one, so beyond this process, and must not hold its standard
+    error: who reads that to its end would wait.
+    """
+    kept, nothing = os.dup(_STDERR), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, _STDERR)
+    try:
+        with _files_as_handles():
+            torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+        os.close(nothing)
+
+
+class _Pickler(ForkingPickler):
+    """Names a GPU by its uuid: the other process may number GPUs in another way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        function, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        before, after = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT + 1 :]
+        return function, (*before, uuid, *after)
+
+
+@contextmanager
+def _files_as_handles() -> Iterator[None]:
+    """An open file, torch's other way to share host memory, does not travel over HTTP."""
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]

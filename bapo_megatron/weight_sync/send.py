@@ -1,7 +1,7 @@
-"""New weights to the servers: which way they go, and what every rank does meanwhile.
+"""A push of new weights: which way they go, and what every rank does meanwhile.
 
-``rollout.weight_service`` in the collector chooses the servers, calls them and takes out those that
-fail; rank 0 gathers the weights and hands them over; the other ranks help it to gather.
+``receive`` in the collector chooses the servers, calls them and takes out those that fail; rank 0
+gathers the weights and hands them over; the other ranks help it to gather.
 """
 
 from __future__ import annotations
@@ -15,15 +15,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bapo_megatron.distributed import broadcast_bytes, fail_together
-from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.trainer.weight_buckets import WeightBuckets
-from bapo_megatron.trainer.weight_carriers import (
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync.buckets import WeightBuckets
+from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
     MemoryCarrier,
     check,
     handed_over,
 )
+from bapo_megatron.weight_sync.messages import (
+    BEGIN,
+    FINISH,
+    LOAD,
+    PROBE,
+    RESUME,
+    VERIFY,
+    Begin,
+    Finish,
+    GetProbe,
+    Load,
+    Resume,
+    Verify,
+)
+from bapo_megatron.weight_sync.verify import trainer_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,11 +46,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from bapo_megatron.calls import Caller
     from bapo_megatron.config.rollout import WeightSyncConfig
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
-    from bapo_megatron.rollout.base import RolloutSource
-    from bapo_megatron.trainer.weight_carriers import Carrier
-    from bapo_megatron.trainer.weight_probe import WeightProbe
+    from bapo_megatron.weight_sync.carriers import Carrier
+    from bapo_megatron.weight_sync.verify import Scorer
 
 _LOG = logging.getLogger(__name__)
 _BYTES_PER_MB = 10**6
@@ -76,18 +91,18 @@ class WeightSync:
     """Keeps the servers' weights those of the policy."""
 
     def __init__(
-        self, config: WeightSyncConfig, run_dir: Path, probe: WeightProbe, device: torch.device
+        self, config: WeightSyncConfig, run_dir: Path, score: Scorer, device: torch.device
     ) -> None:
         """Choose the method; nothing is started.
 
         Args:
             config: The section.
             run_dir: ``method: disk`` keeps the newest version under ``<run_dir>/weights``.
-            probe: Computes what ``verify`` compares.
+            score: Scores what ``verify`` compares.
             device: Where the policy is.
         """
         self._config = config
-        self._probe = probe
+        self._score = score
         self._root = run_dir / "weights"
         self._carrier: Carrier | None = None
         if config.method == "broadcast":
@@ -97,15 +112,15 @@ class WeightSync:
         self._version: int | None = None
 
     def push(
-        self, policy: MegatronPolicy, source: RolloutSource | None, *, again: bool = False
+        self, policy: MegatronPolicy, collector: Caller | None, *, again: bool = False
     ) -> SyncReport | None:
         """Give all servers the policy's weights as version ``policy.num_updates``.
 
-        A collective over all ranks; ``source`` is given on rank 0 only.
+        A collective over all ranks; ``collector`` is given on rank 0 only.
 
         Args:
             policy: The weights.
-            source: Reaches the servers.
+            collector: Answers the calls of ``messages``.
             again: Also if they got this version before: servers have come that lack it.
 
         Returns:
@@ -116,24 +131,25 @@ class WeightSync:
                 ranks.
             OSError: ``method: disk`` cannot write; on all ranks.
         """
+        assert (collector is not None) == (policy.groups.rank == 0), "rank 0 alone calls"
         version = policy.num_updates
         if version == self._version and not again:
             return None
         started_s = time.monotonic()
         num_bytes, difference, pause_s = 0, None, 0.0
-        sequences: list[list[int]] | None = None
+        sequences: tuple[tuple[int, ...], ...] | None = None
         with fail_together(policy.groups, RolloutError):
-            num_bytes = self._hand_over(policy, source, version)
-            if source is not None and self._config.verify == "logprobs":
-                sequences = source.call_weights("probe")()
+            num_bytes = self._hand_over(policy, collector, version)
+            if collector is not None and self._config.verify == "logprobs":
+                sequences = collector.start(PROBE, GetProbe())().sequences
         if self._config.verify == "logprobs":
             with fail_together(policy.groups, RolloutError):
-                difference = self._verify(policy, source, sequences)
+                difference = self._verify(policy, collector, sequences)
         with fail_together(policy.groups, RolloutError):
-            if source is not None:
-                pause_s = source.call_weights("resume")()["pause_s"]
+            if collector is not None:
+                pause_s = collector.start(RESUME, Resume())().pause_s
         self._version = version
-        if source is None:
+        if collector is None:
             return None
         push_s = time.monotonic() - started_s
         return SyncReport(version, num_bytes, push_s, pause_s, difference)
@@ -144,31 +160,29 @@ class WeightSync:
             self._carrier.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _hand_over(self, policy: MegatronPolicy, source: RolloutSource | None, version: int) -> int:
+    def _hand_over(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
         """Give the weights to the servers; returns their bytes on rank 0."""
         if self._carrier is None:
-            return self._push_files(policy, source, version)
+            return self._push_files(policy, collector, version)
         policy.finish_weights()
         buckets = WeightBuckets(policy, self._config.bucket_mb * _BYTES_PER_MB)
-        if source is None:
+        if collector is None:
             buckets.follow()
             return 0
         try:
-            return _push_buckets(buckets, source, version, self._carrier)
+            return _push_buckets(buckets, collector, version, self._carrier)
         finally:
             buckets.end()
 
-    def _push_files(
-        self, policy: MegatronPolicy, source: RolloutSource | None, version: int
-    ) -> int:
+    def _push_files(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
         """Only the newest version stays on disk."""
         target = self._root / f"version_{version:08d}"
         if version != self._version:
             policy.export_hf(target)
-        if source is None:
+        if collector is None:
             return 0
         with handed_over():
-            source.call_weights("load", model_dir=str(target.absolute()), version=version)()
+            collector.start(LOAD, Load(model_dir=target.absolute(), version=version))()
             for earlier in self._root.iterdir():
                 if earlier != target:
                     shutil.rmtree(earlier)
@@ -177,24 +191,23 @@ class WeightSync:
     def _verify(
         self,
         policy: MegatronPolicy,
-        source: RolloutSource | None,
-        sequences: list[list[int]] | None,
+        collector: Caller | None,
+        sequences: tuple[tuple[int, ...], ...] | None,
     ) -> float | None:
         """Compare log-probs of the probe, known to rank 0; it gets the largest difference."""
         known = None if sequences is None else json.dumps(sequences).encode()
-        expected = self._probe.logprobs(json.loads(broadcast_bytes(known, policy.groups)))
-        if source is None:
+        shared = json.loads(broadcast_bytes(known, policy.groups))
+        expected = trainer_logprobs(shared, self._score)
+        if collector is None:
             return None
-        found: dict[str, float | None] = source.call_weights("verify", expected=expected)()
-        return found["difference"]
+        assert expected is not None, "complete on rank 0"
+        return collector.start(VERIFY, Verify(expected=expected))().difference
 
 
-def _push_buckets(
-    buckets: WeightBuckets, source: RolloutSource, version: int, carrier: Carrier
-) -> int:
+def _push_buckets(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
     while True:
         try:
-            return _attempt(buckets, source, version, carrier)
+            return _attempt(buckets, collector, version, carrier)
         except AttemptFailedError as failure:
             _LOG.warning(
                 "weights version %d: %s; trying again without what failed", version, failure
@@ -202,11 +215,11 @@ def _push_buckets(
             carrier.give_up()
 
 
-def _attempt(buckets: WeightBuckets, source: RolloutSource, version: int, carrier: Carrier) -> int:
+def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
     """Send all buckets; the next one is gathered while the servers load the last. Returns bytes."""
-    opened = source.call_weights("begin", version=version)()
+    opened = collector.start(BEGIN, Begin(version=version))()
     with handed_over():
-        carrier.prepare(opened, source)
+        carrier.prepare(opened, collector)
     num_bytes = 0
     await_loaded: Callable[[], None] | None = None
     for number in range(len(buckets)):
@@ -214,9 +227,9 @@ def _attempt(buckets: WeightBuckets, source: RolloutSource, version: int, carrie
         if await_loaded is not None:
             await_loaded()
         with handed_over():
-            await_loaded = carrier.send(bucket, source)
+            await_loaded = carrier.send(bucket, collector)
         num_bytes += bucket.flat.numel()
     assert await_loaded is not None, "a model has parameters"
     await_loaded()
-    check(source.call_weights("finish")())
+    check(collector.start(FINISH, Finish())())
     return num_bytes

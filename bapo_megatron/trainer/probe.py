@@ -1,4 +1,4 @@
-"""Log-probs of given sequences by the trainer, to be compared with those of the servers."""
+"""Log-probs of given samples by the trainer, for ``weight_sync.verify``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update
 from bapo_megatron.distributed import gather_objects
 from bapo_megatron.trainer.loss_stage import PolicyOutput
-from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.weight_sync.verify import TEMPERATURE, TokenScores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import OpsConfig
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.trainer.plan import Layout
-
-TEMPERATURE = 1.0
-"""SGLang reports input tokens at this temperature, whatever the sampling temperature is."""
+    from bapo_megatron.types import Sample
 
 
-class WeightProbe:
-    """Computes what servers with the same weights must compute."""
+class ProbeScorer:
+    """Scores samples with the current weights, at the temperature of the comparison."""
 
     def __init__(self, policy: MegatronPolicy, ops: OpsConfig, layout: Layout) -> None:
         """Choose kernels; arguments as of ``BatchTrainer``."""
@@ -38,16 +36,12 @@ class WeightProbe:
             head=policy.head,
         )
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Log-probs of all tokens but the first of each sequence; a collective over all ranks.
-
-        Args:
-            sequences: At least one; each of two tokens or more.
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores] | None:
+        """Score every response token; a collective over all ranks.
 
         Returns:
-            They are complete on rank 0; None elsewhere.
+            The parts of all ranks on rank 0; None elsewhere.
         """
-        samples = [_as_sample(token_ids) for token_ids in sequences]
         layout = self._layout
         plan = plan_update(samples, range(len(samples)), layout.rules)
         nothing_B = np.zeros(len(samples), dtype=np.float32)
@@ -62,7 +56,11 @@ class WeightProbe:
             loss_weights_B=nothing_B,
         )
         own = [
-            (micro_batch.sample_T.numpy(), micro_batch.position_T.numpy(), logprob_T.cpu().numpy())
+            TokenScores(
+                micro_batch.sample_T.numpy(),
+                micro_batch.position_T.numpy(),
+                logprob_T.cpu().numpy(),
+            )
             for micro_batch, logprob_T in zip(
                 micro_batches,
                 # Empty on all stages but the last.
@@ -71,26 +69,4 @@ class WeightProbe:
             )
         ]
         gathered = gather_objects(own, self._policy.groups)
-        if gathered is None:
-            return None
-        found = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]
-        for of_rank in gathered:
-            for sample_T, position_T, logprob_T in of_rank:
-                for number in np.unique(sample_T):
-                    is_own_T = sample_T == number
-                    found[number][position_T[is_own_T]] = logprob_T[is_own_T]
-        return [logprobs.tolist() for logprobs in found]
-
-
-def _as_sample(token_ids: Sequence[int]) -> Sample:
-    """A prompt of one token and the rest as its response."""
-    response_ids = np.array(token_ids[1:], dtype=np.int64)
-    return Sample(
-        group_id=0,
-        index=0,
-        prompt=Prompt("probe", (token_ids[0],), "", ""),
-        response_token_ids=response_ids,
-        behaviour_logprobs=np.zeros(len(response_ids), dtype=np.float32),
-        versions=np.zeros(len(response_ids), dtype=np.int64),
-        finish_reason=FinishReason.STOP,
-    )
+        return None if gathered is None else [part for parts in gathered for part in parts]

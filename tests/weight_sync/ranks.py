@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from dataclasses import dataclass, field
@@ -11,54 +12,44 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
-from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.rollout.engine import EngineState
+from bapo_megatron.rollout.engine import Engine, EngineState
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
-from bapo_megatron.rollout.weight_service import WeightService
-from bapo_megatron.trainer import weight_sync
 from bapo_megatron.trainer.layout import make_layout
-from bapo_megatron.trainer.weight_probe import WeightProbe
-from bapo_megatron.trainer.weight_sync import SyncReport, WeightSync
+from bapo_megatron.trainer.probe import ProbeScorer
+from bapo_megatron.weight_sync import send
+from bapo_megatron.weight_sync.receive import WeightReceiver
+from bapo_megatron.weight_sync.send import SyncReport, WeightSync
 from tests.distributed_launch import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bapo_megatron.calls import Call, ResponseT
     from bapo_megatron.distributed import ProcessGroups
 
 PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
 
 
-@dataclass(eq=False)
-class StubEngine:
-    """What ``WeightService`` needs of an engine."""
-
-    client: SglangClient
-    state: EngineState = EngineState.STALE
-
-    @property
-    def address(self) -> str:
-        return self.client.address
-
-
 class StubPool:
-    """What ``WeightService`` needs of ``EnginePool``; states change by its calls alone."""
+    """A ``ServerPool`` whose servers change their states by its calls alone."""
 
     def __init__(self, clients: list[SglangClient]) -> None:
-        self.engines = [StubEngine(client) for client in clients]
+        self.engines = [Engine(client, EngineState.STALE) for client in clients]
         self.version: int | None = None
         self.reasons: dict[str, str] = {}
 
-    def mark_lost(self, engine: StubEngine, reason: str) -> None:
+    def mark_lost(self, engine: Engine, reason: str) -> None:
         engine.state = EngineState.LOST
         self.reasons[engine.address] = reason
 
-    def mark_updated(self, engine: StubEngine, version: int) -> None:
+    def mark_updated(self, engine: Engine, version: int) -> None:
         assert version == self.version
         engine.state = EngineState.USABLE
 
@@ -98,7 +89,7 @@ class Fault:
 
 
 class ThreadSource:
-    """A ``RolloutSource`` as far as weights are concerned; use it as a context manager."""
+    """A ``Caller`` of a ``WeightReceiver`` in a thread; use it as a context manager."""
 
     def __init__(self, servers: Servers, config: RolloutConfig, fault: Fault | None = None) -> None:
         self._servers = servers
@@ -119,9 +110,11 @@ class ThreadSource:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
-    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+    def start(self, call: Call[Any, ResponseT], request: Any, /) -> Callable[[], ResponseT]:
+        sent = json.loads(encode(Request(0, call.name, request)))  # as over the socket
+        name = call.name.removeprefix("weights.")
         future = asyncio.run_coroutine_threadsafe(
-            getattr(self.service, name)(**arguments), self._loop
+            self._answers.answer(Request(0, call.name, sent["arguments"])), self._loop
         )
         fault = self._fault
         if fault is not None and (name, self.calls.count(name)) == (fault.call, fault.number):
@@ -140,7 +133,9 @@ class ThreadSource:
             for address in self._servers.addresses
         ]
         self.pool = StubPool(self._clients)
-        self.service = WeightService(self.pool, rollout, self.generation, PROBE)
+        self.service = WeightReceiver(self.pool, rollout, self.generation, PROBE)
+        self._answers = Answers()
+        self.service.bind_to(self._answers)
 
     async def _close(self) -> None:
         await self.service.close()
@@ -179,13 +174,13 @@ def push_changed(
     The weights of push n are exported to ``<directory>/<n>``; versions are 100 + n. The model has
     131 kB, hence "megabytes" of another size.
     """
-    weight_sync._BYTES_PER_MB = bytes_per_mb
+    send._BYTES_PER_MB = bytes_per_mb
     config = RolloutConfig.model_validate(rollout)
     outcomes = []
     with joined(**(layout or {})) as groups:
         policy = build_policy(model_dir, groups)
-        probe = WeightProbe(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
-        sync = WeightSync(config.weight_sync, directory / "run", probe, policy.device)
+        scorer = ProbeScorer(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
+        sync = WeightSync(config.weight_sync, directory / "run", scorer.score, policy.device)
         source = ThreadSource(servers, config, fault) if groups.rank == 0 else None
         if source is not None:
             source.__enter__()

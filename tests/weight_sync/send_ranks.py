@@ -10,15 +10,18 @@ from unittest import mock
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import barrier
-from bapo_megatron.rollout.base import RolloutError
-from bapo_megatron.trainer import weight_carriers, weight_sync
-from bapo_megatron.trainer.weight_probe import WeightProbe
-from bapo_megatron.trainer.weight_sync import WeightSync
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.trainer.probe import ProbeScorer
+from bapo_megatron.weight_sync import carriers, send
+from bapo_megatron.weight_sync.messages import BEGIN, RESUME, TAKE, Begin, Opened, Outcome, Resumed
+from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
-from tests.rollout.weight_ranks import build_policy, layout_of
+from tests.weight_sync.ranks import build_policy, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from bapo_megatron.calls import Call
 
 MEGABYTE = 60_000
 """The model has 340 kB: several buckets."""
@@ -29,7 +32,7 @@ PAUSE_S = 0.25
 
 
 class ScriptedSource:
-    """A ``RolloutSource`` without servers as far as weights are concerned."""
+    """A ``Caller`` without a collector."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -37,39 +40,41 @@ class ScriptedSource:
         self.failing_take = -1
         """Which ``take``, counted from 0, fails."""
         self.begin_error = self.resume_error = ""
-        self.num_ranks: list[int] = []
+        self.num_ranks: tuple[int, ...] = ()
 
-    def call_weights(self, name: str, **arguments: Any) -> Callable[[], Any]:
+    def start(self, call: Call[Any, Any], request: Any, /) -> Callable[[], Any]:
+        name = call.name.removeprefix("weights.")
         number = self.calls.count(name)
         self.calls.append(name)
-        if name == "begin":
-            self.versions.append(arguments["version"])
+        if call is BEGIN:
+            assert isinstance(request, Begin)
+            self.versions.append(request.version)
             return self._begin
-        if name == "resume":
+        if call is RESUME:
             return self._resume
-        fails = name == "take" and number == self.failing_take
-        return lambda: {"failed": "server 1 is gone" if fails else None}
+        fails = call is TAKE and number == self.failing_take
+        return lambda: Outcome(failed="server 1 is gone" if fails else None)
 
-    def _begin(self) -> dict[str, Any]:
+    def _begin(self) -> Opened:
         if self.begin_error:
             raise RolloutError(self.begin_error)
-        return {"addresses": [], "num_ranks": self.num_ranks, "share_group": False}
+        return Opened(addresses=(), num_ranks=self.num_ranks, share_group=False)
 
-    def _resume(self) -> dict[str, Any]:
+    def _resume(self) -> Resumed:
         if self.resume_error:
             raise RolloutError(self.resume_error)
-        return {"pause_s": PAUSE_S}
+        return Resumed(pause_s=PAUSE_S)
 
 
 def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
     """Several pushes; returns what each left behind, by name."""
-    weight_sync._BYTES_PER_MB = MEGABYTE
+    send._BYTES_PER_MB = MEGABYTE
     config = WeightSyncConfig(method="tensor", bucket_mb=1)
     found: dict[str, Any] = {}
     with joined(tensor=2) as groups:
         policy = build_policy(model_dir, groups)
-        probe = WeightProbe(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
-        sync = WeightSync(config, directory, probe, policy.device)
+        scorer = ProbeScorer(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
+        sync = WeightSync(config, directory, scorer.score, policy.device)
         source = ScriptedSource() if groups.rank == 0 else None
 
         def push(name: str, *, again: bool = False) -> None:
@@ -103,9 +108,9 @@ def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
             source.resume_error = "it cannot go on"
         push("cannot go on")
         if source is not None:
-            source.resume_error, source.num_ranks = "", [1]
+            source.resume_error, source.num_ranks = "", (1,)
         full = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
-        with mock.patch.object(weight_carriers, "shared_memory_payload", side_effect=full):
+        with mock.patch.object(carriers, "shared_memory_payload", side_effect=full):
             push("no shared memory")
         barrier(groups)
     return found

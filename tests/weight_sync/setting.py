@@ -8,39 +8,57 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
-from bapo_megatron.rollout.weight_service import WeightService
+from bapo_megatron.weight_sync.messages import (
+    Begin,
+    Finish,
+    Join,
+    Opened,
+    Outcome,
+    Receive,
+    Resume,
+)
+from bapo_megatron.weight_sync.receive import WeightReceiver
+from bapo_megatron.weight_sync.servers import BucketLayout
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
-from tests.rollout.weight_ranks import StubGeneration, StubPool
+from tests.weight_sync.ranks import StubGeneration, StubPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-BUCKET: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
+    from bapo_megatron.rollout.engine import Engine
+
+BUCKET = BucketLayout(names=("w",), dtypes=("float32",), shapes=((2, 3),))
 PROBE = ((3, 1, 4), (1, 5))
-EXPECTED = [[LOGPROB, LOGPROB], [LOGPROB]]
+EXPECTED = ((LOGPROB, LOGPROB), (LOGPROB,))
 
 
 class Setting:
     """A service with what it uses."""
 
-    def __init__(self, pool: StubPool, generation: StubGeneration, service: WeightService) -> None:
+    def __init__(
+        self, pool: StubPool, generation: StubGeneration, service: WeightReceiver[Engine]
+    ) -> None:
         self.pool = pool
         self.generation = generation
         self.service = service
 
-    async def receive_all(self, version: int, *, join: bool = True) -> dict[str, Any]:
+    async def receive_all(self, version: int, *, join: bool = True) -> Opened:
         """A whole sync of two buckets; returns what ``begin`` said."""
-        opened = await self.service.begin(version)
+        opened = await self.service.begin(Begin(version=version))
         if join:
-            assert await self.join() == {"failed": None}
+            assert await self.join() == Outcome(failed=None)
         for is_last in (False, True):
-            assert await self.service.receive(**BUCKET, is_last=is_last) == {"failed": None}
-        assert await self.service.finish() == {"failed": None}
-        await self.service.resume()
+            assert await self.service.receive(Receive(bucket=BUCKET, is_last=is_last)) == Outcome(
+                failed=None
+            )
+        assert await self.service.finish(Finish()) == Outcome(failed=None)
+        await self.service.resume(Resume())
         return opened
 
-    async def join(self) -> dict[str, Any]:
-        return await self.service.join("group", "127.0.0.1", 1234, "gloo")
+    async def join(self) -> Outcome:
+        return await self.service.join(
+            Join(group_name="group", master_address="127.0.0.1", master_port=1234, backend="gloo")
+        )
 
     def states(self) -> list[str]:
         return [engine.state.value for engine in self.pool.engines]
@@ -53,7 +71,7 @@ async def open_setting(
     config = RolloutConfig.model_validate({"health": {"timeout_s": 5, "patience_s": 20}, **rollout})
     clients = [SglangClient(server.address, keys, request_timeout_s=60) for server in servers]
     pool, generation = StubPool(clients), StubGeneration()
-    service = WeightService(pool, config, generation, PROBE)
+    service = WeightReceiver(pool, config, generation, PROBE)
     try:
         yield Setting(pool, generation, service)
     finally:

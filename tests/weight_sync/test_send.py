@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.trainer.weight_sync import SyncReport, sync_metrics
+from bapo_megatron.weight_sync.send import SyncReport, sync_metrics
 from tests.distributed_launch import run_ranks
-from tests.trainer.weight_sync_ranks import PAUSE_S, push_by_script
+from tests.weight_sync.send_ranks import PAUSE_S, push_by_script
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,168 @@
+"""Typed calls from one process to another, one JSON object per line.
+
+A ``Call`` names a request and its response, both frozen dataclasses. One side starts calls
+(``Caller``), the other binds a function to each of them (``Answers``). Both use the same records,
+so a field that is renamed on one side fails in mypy on the other. On the wire:
+
+    → {"id": 1, "call": "collect", "arguments": {"step": 0}}
+    ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
+    ← {"id": 1, "result": {"batch": {"path": "…/step_000000.parquet", "keep": true}}}
+
+or ``{"id": 1, "error": "one line that says what to do"}``; a ``{"warning": "…"}`` may come at any
+time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel, TypeAdapter
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[RequestT, ResponseT]):
+    """What may be called, by one name."""
+
+    name: str
+    request: type[RequestT]
+    response: type[ResponseT]
+
+
+class Caller(Protocol):
+    """Reaches whoever answers."""
+
+    def start(
+        self, call: Call[RequestT, ResponseT], request: RequestT, /
+    ) -> Callable[[], ResponseT]:
+        """Start a call.
+
+        Returns:
+            Waits for the response; raises ``RolloutError`` where the call fails.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call on the wire."""
+
+    id: int
+    call: str
+    arguments: Any
+    """The call's request; on the answering side its JSON values, which ``Answers`` decodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The response to a call."""
+
+    id: int
+    result: Any
+    """The call's response; on the calling side its JSON values, to be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call failed."""
+
+    id: int
+    error: str
+    """What happened and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the call has got, for people."""
+
+    progress: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A warning that the user should see."""
+
+    warning: str
+
+
+Reply = Result | Failure | Progress | Notice
+"""What the answering side sends."""
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+_REPLIES: tuple[type[Reply], ...] = (Result, Failure, Progress, Notice)
+
+
+class Answers:
+    """The functions that answer calls."""
+
+    def __init__(self) -> None:
+        """Bind nothing."""
+        self._bound: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """The calls that can be answered."""
+        return set(self._bound)
+
+    def bind(
+        self, call: Call[RequestT, ResponseT], answer: Callable[[RequestT], Awaitable[ResponseT]]
+    ) -> None:
+        """Have ``answer`` answer a call."""
+        self._bound[call.name] = (call.request, answer)
+
+    async def answer(self, request: Request) -> Any:
+        """Return the response to a call, or raise what its function raises.
+
+        Raises:
+            ValueError: The arguments are not those of the call's request.
+        """
+        kind, answer = self._bound[request.call]
+        return await answer(decode(kind, request.arguments))
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Write a message, and the records in it, as one line."""
+    return json.dumps(message, default=_json_of).encode() + b"\n"
+
+
+def decode_request(line: bytes) -> Request:
+    """Read a line that the calling side has sent."""
+    return decode(Request, json.loads(line))
+
+
+def decode_reply(line: bytes) -> Reply:
+    """Read a line that the answering side has sent."""
+    values: dict[str, Any] = json.loads(line)
+    for kind in _REPLIES:
+        if values.keys() == {field.name for field in fields(kind)}:
+            return decode(kind, values)
+    raise ValueError(f"no known message has the fields {sorted(values)}")
+
+
+def decode(kind: type[ResponseT], values: Any) -> ResponseT:
+    """Make a record of its JSON values.
+
+    Raises:
+        ValueError: They do not fit its fields.
+    """
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    record: ResponseT = _ADAPTERS[kind].validate_python(values)
+    return record
+
+
+def _json_of(value: Any) -> Any:
+    """What JSON does not know: records, sections of the configuration, paths."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent")

@@ -1,0 +1,19 @@
+"""Errors that more than one package raises or handles."""
+
+from __future__ import annotations
+
+
+class RolloutError(RuntimeError):
+    """Generation failed and cannot go on; the message is one line that says what to do."""
+
+
+class ServerError(RolloutError):
+    """One server failed; others may go on."""
+
+
+class ServerGoneError(ServerError):
+    """It did not answer: it ended, hangs, or took too long."""
+
+
+class BrokenConnectionError(ServerGoneError):
+    """The connection could not be made, or broke; the server may live."""

@@ -1,0 +1,114 @@
+"""The calls to the collector process but those of a weight sync (``weight_sync.messages``).
+
+``collector_client.CollectorClient`` starts them, ``collector.Collector`` answers them one after the
+other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.calls import Call
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.types import EvalResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Start the servers, unless others are configured, and load tokenizer and prompts."""
+
+    config: RunConfig
+    for_training: bool
+    """Whether batches will be asked for, or evaluations only."""
+    device: str
+    """Where servers run: ``cuda`` or ``cpu``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Reach every server and probe its temperature convention before training."""
+
+    version: int | None
+    """Weights version that the servers hold, if it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWeights:
+    """Load a Hugging Face directory into every server."""
+
+    model_dir: Path
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseMemory:
+    """Have colocated servers give their memory away until the next weight sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect:
+    """Collect the batch of a step into a file."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFile:
+    """Where a batch lies."""
+
+    path: Path
+    keep: bool
+    """Whether the file stays after it was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The response to ``Collect``."""
+
+    batch: BatchFile | None
+    """None where no server holds the newest weights any more: push them, then repeat the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Score the evaluation sets."""
+
+    moment: str
+    """Begins the names of the results files."""
+    weights: str
+    """Names the weights."""
+    resume: bool
+    """Go on with the samples of an earlier process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The response to ``Evaluate``."""
+
+    results: tuple[EvalResult, ...] | None
+    """None as in ``Collected``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetState:
+    """Tell what a checkpoint needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceState:
+    """Data position and unfinished samples; ``RESTORE`` continues from it."""
+
+    values: dict[str, Any]
+    """JSON values, as they lie in the checkpoint."""
+
+
+OPEN = Call("open", Open, type(None))
+CONNECT = Call("connect", Connect, type(None))
+SYNC_WEIGHTS = Call("sync_weights", SyncWeights, type(None))
+RELEASE_MEMORY = Call("release_memory", ReleaseMemory, type(None))
+COLLECT = Call("collect", Collect, Collected)
+EVALUATE = Call("evaluate", Evaluate, Evaluated)
+STATE = Call("state", GetState, SourceState)
+RESTORE = Call("restore", SourceState, type(None))

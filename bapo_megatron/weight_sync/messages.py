@@ -1,0 +1,137 @@
+"""What rank 0 asks of the collector during a push: ``send`` calls, ``receive`` answers.
+
+    begin → [join] → receive | take, bucket by bucket → finish → [verify] → resume
+
+An attempt that fails is answered with the reason as soon as one server has failed: only when rank 0
+has left the collective do the others come out of it. The next ``begin`` then takes the failed ones
+out and starts again with the rest. ``load`` is the whole push of weights on the disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.calls import Call
+from bapo_megatron.weight_sync.servers import BucketLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Start an attempt: pause generation, choose and prepare servers."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """The servers that take part in an attempt."""
+
+    addresses: tuple[str, ...]
+    num_ranks: tuple[int, ...]
+    """Tensor-parallel ranks of each."""
+    share_group: bool
+    """Whether all of them have joined one group and were never lost since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Have the servers join rank 0's group; answered when it is complete."""
+
+    group_name: str
+    master_address: str
+    master_port: int
+    backend: str
+    """``nccl`` or ``gloo``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Have the servers receive and load the bucket that rank 0 broadcasts meanwhile."""
+
+    bucket: BucketLayout
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Have each server load a bucket from memory that it maps."""
+
+    payloads: tuple[tuple[str, ...], ...]
+    """For each server, in the order of ``Opened``, one for each of its ranks."""
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Check that all servers report the version, and admit them; generation stays paused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one part of an attempt."""
+
+    failed: str | None
+    """Why the first server failed; None: all have done their part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Have the servers load a Hugging Face directory; generation stays paused."""
+
+    model_dir: Path
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetProbe:
+    """Ask for the tokens that ``Verify`` compares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the servers are compared on."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    """Token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Compare every server's log-probs of the probe with the trainer's."""
+
+    expected: tuple[tuple[float, ...], ...]
+    """Of all tokens of each sequence but the first, at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What the comparison found."""
+
+    difference: float | None
+    """Largest mean absolute difference, in nats, of the servers that stay; None where none stays
+    because none answered: they may come back, and need the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Let generation go on; the last call of every push."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Generation goes on."""
+
+    pause_s: float
+    """For how long it stood still since the last ``Resume``; 0 where nothing was generated."""
+
+
+BEGIN = Call("weights.begin", Begin, Opened)
+JOIN = Call("weights.join", Join, Outcome)
+RECEIVE = Call("weights.receive", Receive, Outcome)
+TAKE = Call("weights.take", Take, Outcome)
+FINISH = Call("weights.finish", Finish, Outcome)
+LOAD = Call("weights.load", Load, type(None))
+PROBE = Call("weights.probe", GetProbe, Probe)
+VERIFY = Call("weights.verify", Verify, Verified)
+RESUME = Call("weights.resume", Resume, Resumed)

@@ -1,0 +1,146 @@
+"""Do the servers compute as the trainer does? Log-probs of given sequences, compared after a push.
+
+The trainer scores each sequence as a response to its first token (``trainer_logprobs``, on all
+ranks); a server scores it as a prompt (``mean_difference``, in the collector).
+
+Shape legend: T = response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple
+
+import numpy as np
+
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.weight_sync.servers import ServerT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bapo_megatron.weight_sync.servers import WeightControl
+
+TEMPERATURE = 1.0
+"""SGLang reports input tokens at this temperature, whatever the sampling temperature is."""
+
+
+class TokenScores(NamedTuple):
+    """Log-probs of some response tokens of some samples."""
+
+    sample_T: np.ndarray
+    """[T] int64: index of the token's sample."""
+    position_T: np.ndarray
+    """[T] int64: position of the token in its response."""
+    logprob_T: np.ndarray
+    """[T] float32: at ``TEMPERATURE``."""
+
+
+Scorer = Callable[[Sequence[Sample]], list[TokenScores] | None]
+"""Scores every response token with the trainer's weights; a collective over all ranks. Returns the
+parts of all ranks on rank 0, None elsewhere."""
+
+
+def trainer_logprobs(
+    sequences: Sequence[Sequence[int]], score: Scorer
+) -> tuple[tuple[float, ...], ...] | None:
+    """Compute what servers with the same weights must compute; a collective over all ranks.
+
+    Args:
+        sequences: Token ids; at least one sequence, each of two tokens or more.
+        score: The trainer's model.
+
+    Returns:
+        Log-probs of all tokens but the first of each sequence, on rank 0; None elsewhere.
+    """
+    scored = score([_as_sample(token_ids) for token_ids in sequences])
+    if scored is None:
+        return None
+    found = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]
+    for sample_T, position_T, logprob_T in scored:
+        for number in np.unique(sample_T):
+            is_own_T = sample_T == number
+            found[number][position_T[is_own_T]] = logprob_T[is_own_T]
+    return tuple(tuple(logprobs.tolist()) for logprobs in found)
+
+
+def _as_sample(token_ids: Sequence[int]) -> Sample:
+    """A prompt of one token and the rest as its response."""
+    response_ids = np.array(token_ids[1:], dtype=np.int64)
+    return Sample(
+        group_id=0,
+        index=0,
+        prompt=Prompt("probe", (token_ids[0],), "", ""),
+        response_token_ids=response_ids,
+        behaviour_logprobs=np.zeros(len(response_ids), dtype=np.float32),
+        versions=np.zeros(len(response_ids), dtype=np.int64),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+async def mean_difference(
+    control: WeightControl,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[float]],
+    timeout_s: float,
+) -> float:
+    """Mean |log-prob of the server − expected| over all tokens of a probe; infinite if not finite.
+
+    Args:
+        control: The server.
+        sequences: Token ids.
+        expected: As ``trainer_logprobs``.
+        timeout_s: Longest time for one sequence.
+
+    Raises:
+        RolloutError: The server does not answer, or otherwise than documented.
+    """
+    differences: list[float] = []
+    for token_ids, expected_row in zip(sequences, expected, strict=True):
+        found = await control.input_logprobs(token_ids, timeout_s)
+        differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
+    mean = sum(differences) / len(differences) if differences else 0.0
+    return mean if math.isfinite(mean) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Generic[ServerT]):
+    """What the differences of all servers mean."""
+
+    bad: dict[ServerT, str]
+    """Servers that compute otherwise, and why they are taken out."""
+    difference: float | None
+    """Largest one of the other servers; None where there is none."""
+    error: RolloutError | None
+    """Ends the run: servers answered, and all of them are bad."""
+
+
+def judge(differences: Mapping[ServerT, float], tolerance: float, version: int) -> Verdict[ServerT]:
+    """Find the servers that do not compute as the trainer does.
+
+    Args:
+        differences: ``mean_difference`` of each server that answered.
+        tolerance: ``rollout.weight_sync.verify_tolerance``.
+        version: Weights version that the servers report.
+    """
+    bad = {
+        server: f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
+        f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
+        f"reports weights version {version}"
+        for server, difference in differences.items()
+        if not difference <= tolerance
+    }
+    error = None
+    if bad and len(bad) == len(differences):
+        described = ", ".join(f"{s.address}: {d:.3g}" for s, d in differences.items())
+        error = RolloutError(
+            f"no server computes as the trainer does with weights version {version} "
+            f"(mean differences of log-probs: {described}; allowed: {tolerance:g}); check "
+            "the dtype, quantization and model of the servers, or raise "
+            "rollout.weight_sync.verify_tolerance"
+        )
+    good = [difference for server, difference in differences.items() if server not in bad]
+    return Verdict(bad, max(good, default=None), error)

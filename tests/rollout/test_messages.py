@@ -1,0 +1,20 @@
+"""Every call has somebody who answers it."""
+
+from __future__ import annotations
+
+from bapo_megatron.calls import Answers, Call
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.rollout import messages
+from bapo_megatron.rollout.collector import Collector
+from bapo_megatron.weight_sync import messages as weight_messages
+from bapo_megatron.weight_sync.receive import WeightReceiver
+from tests.weight_sync.ranks import StubPool
+
+
+def test_the_collector_answers_all_of_its_calls_and_those_of_a_push() -> None:
+    answers = Answers()
+    WeightReceiver(StubPool([]), RolloutConfig(), None).bind_to(answers)
+    for module, bound in ((messages, Collector(print).answers), (weight_messages, answers)):
+        calls = [value for value in vars(module).values() if isinstance(value, Call)]
+        assert len(calls) > 7
+        assert {call.name for call in calls} == bound.names

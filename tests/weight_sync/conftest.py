@@ -1,0 +1,43 @@
+"""Servers that take weights, real and fake, and models that they are pushed from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.fake_weight_server import FakeWeightServer
+from tests.rollout.helpers import make_model_dir, make_server, running
+from tests.trainer.dumps import make_random_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bapo_megatron.rollout.sglang_server import SglangServer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of four layers."""
+    return make_random_model(tmp_path_factory.mktemp("random_model"))
+
+
+@pytest.fixture(scope="session")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A real server."""
+    with running(make_server(model_dir, tmp_path_factory.mktemp("server"))) as server:
+        yield server
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeWeightServer]]:
+    """Two fake servers that take weights."""
+    with FakeWeightServer() as first, FakeWeightServer() as second:
+        yield [first, second]
