@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bapo_megatron.data.dump import read_batch
+from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.evaluation.report import result_from_json
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.rollout.processes import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import EvalResult, RolloutBatch
+    from bapo_megatron.types import EncodedBatch, EvalResult
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -113,14 +113,14 @@ class CollectorClient:
         self._call("connect", version=self._start_version)
         self._is_connected = True
 
-    def collect(self, step: int) -> RolloutBatch | None:
+    def collect(self, step: int) -> EncodedBatch | None:
         """Return the batch of ``step``; needs a weight sync before the first one."""
         self.wait_ready()
         written = self._call("collect", step=step)
         if "needs_weights" in written:
             return None
         path = Path(written["path"])
-        batch = read_batch(path)
+        batch = read_encoded(path)
         if not written["keep"]:
             path.unlink()
         return batch

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import save_resolved
-from bapo_megatron.data.dump import dump_bytes, read_batch
+from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
     barrier,
     broadcast_answer,
+    broadcast_buffer,
     init_distributed,
     shutdown_distributed,
 )
@@ -40,7 +41,7 @@ from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.weight_probe import WeightProbe
 from bapo_megatron.trainer.weight_sync import SyncReport, WeightSync, sync_metrics
-from bapo_megatron.types import StepMetrics
+from bapo_megatron.types import EncodedBatch, StepMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -181,20 +182,23 @@ class Run:
         self.timer.end_step()
 
     def next_batch(self, step: int) -> RolloutBatch:
-        """Collect the batch of ``step`` on rank 0 and give it to every rank.
+        """Collect the batch of ``step`` on rank 0 and give it to every rank, in the bytes it has.
 
         Where no server holds the newest weights any more, all ranks push them again. Where
         generation fails for good, everything is saved before all ranks raise.
         """
+        own: EncodedBatch | None = None
 
         def collect(source: RolloutSource) -> bytes:
-            batch = source.collect(step)
-            return _PUSH_WEIGHTS if batch is None else _BATCH + dump_bytes(batch)
+            nonlocal own
+            own = source.collect(step)
+            return _PUSH_WEIGHTS if own is None else _BATCH + own.name.encode()
 
         while True:
-            kind, content = self._ask(collect)
+            kind, name = self._ask(collect)
             if kind == _BATCH:
-                return read_batch(content)
+                content = broadcast_buffer(None if own is None else own.content, self._groups)
+                return decode_batch(EncodedBatch(name.decode(), content))
             if kind == _PUSH_WEIGHTS:
                 self.push_weights(again=True)
             if self._failure is not None:

@@ -10,7 +10,7 @@ from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update
 from bapo_megatron.distributed import gather_objects
 from bapo_megatron.trainer.loss_stage import LossStage
-from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,13 +87,13 @@ class WeightProbe:
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
     """A prompt of one token and the rest as its response."""
-    response_ids = np.array(token_ids[1:], dtype=np.int64)
+    response_ids = np.array(token_ids[1:], dtype=np.int32)
     return Sample(
         group_id=0,
         index=0,
-        prompt=Prompt("probe", (token_ids[0],), "", ""),
+        prompt=PromptTokens("probe", np.array(token_ids[:1], dtype=np.int32)),
         response_token_ids=response_ids,
         behaviour_logprobs=np.zeros(len(response_ids), dtype=np.float32),
-        versions=np.zeros(len(response_ids), dtype=np.int64),
+        versions=(VersionSpan(0, len(response_ids)),),
         finish_reason=FinishReason.STOP,
     )

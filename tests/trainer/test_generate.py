@@ -18,7 +18,15 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.rollout.base import RolloutError
 from bapo_megatron.trainer.generate import BatchTotals, generate_batches, summarise
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, RolloutStats, Sample
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    RolloutStats,
+    Sample,
+    VersionSpan,
+)
 from tests.launch import run, start
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import RunConfig
 
-PROMPT = Prompt("train.jsonl:0", (1, 2), "3", "1+2=?")
+PROMPT = PromptTokens("train.jsonl:0", np.array([1, 2], np.int32))
 
 
 def make_group(group_id: int, lengths: Sequence[int], rewards: Sequence[float]) -> Group:
@@ -37,9 +45,9 @@ def make_group(group_id: int, lengths: Sequence[int], rewards: Sequence[float]) 
             group_id=group_id,
             index=index,
             prompt=PROMPT,
-            response_token_ids=np.zeros(length, np.int64),
+            response_token_ids=np.zeros(length, np.int32),
             behaviour_logprobs=np.zeros(length, np.float32),
-            versions=np.zeros(length, np.int64),
+            versions=(VersionSpan(0, length),),
             finish_reason=FinishReason.LENGTH if length == 10 else FinishReason.STOP,
             reward=reward,
             answer_found=length != 10,
@@ -134,7 +142,7 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(config: Path, tmp_pa
         "step_000001.parquet",
     ]
     samples = [sample for batch in batches for sample in batch.samples]
-    assert {version for sample in samples for version in sample.versions} == {0}
+    assert {span.version for sample in samples for span in sample.versions} == {0}
     assert len({group.group_id for batch in batches for group in batch.groups}) == 8
     found = json.loads((run_dir / "generate.json").read_text())
     assert (found["steps"], found["groups"], found["samples"]) == (2, 8, 24)
