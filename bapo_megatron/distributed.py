@@ -188,14 +188,19 @@ def shutdown_distributed() -> None:
 
 
 def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
-    """Send bytes from rank 0 to every rank; a collective over ``groups.control``.
+    """Send a few bytes from rank 0 to every rank; as ``broadcast_buffer``."""
+    return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
+
+
+def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
+    """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
 
     Args:
         data: The payload on rank 0, None elsewhere.
         groups: This rank's groups.
 
     Returns:
-        The payload, on every rank.
+        The payload, on every rank; on rank 0 ``data`` itself.
 
     Raises:
         ValueError: rank 0 gave no payload, or another rank gave one.
@@ -208,14 +213,13 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     with _peers_needed():
         dist.broadcast(num_bytes, src=0, group=groups.control)
-    if data is not None:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-    else:
-        payload = torch.empty(int(num_bytes.item()), dtype=torch.uint8)
-    if num_bytes.item():
+    payload = bytearray(int(num_bytes.item())) if data is None else data
+    if payload:
         with _peers_needed():
-            dist.broadcast(payload, src=0, group=groups.control)
-    return data if data is not None else payload.numpy().tobytes()
+            dist.broadcast(
+                torch.frombuffer(payload, dtype=torch.uint8), src=0, group=groups.control
+            )
+    return payload
 
 
 def broadcast_answer(

@@ -1,11 +1,16 @@
 """Every record that crosses a package border.
 
 The life of a token: ``Prompt`` → ``Sample`` (one response) → ``Group`` (G responses to one prompt)
-→ ``RolloutBatch`` (all groups of a step) → ``MicroBatch`` (packed tensors of one forward pass) →
-``UpdateResult`` (one optimizer update) → ``StepMetrics`` (what the run reports).
+→ ``RolloutBatch`` (all groups of a step) → ``EncodedBatch`` (its bytes, for every rank) →
+``MicroBatch`` (packed tensors of one forward pass) → ``UpdateResult`` (one optimizer update) →
+``StepMetrics`` (what the run reports).
 
-Shape legend: R = response tokens of one sample, N = packed tokens of a micro-batch (prompts,
-responses and padding), T = response tokens of a micro-batch, S = sequences of a micro-batch.
+Text stays with the collector: ranks get token ids (``Sample``, ``PromptTokens``), people get
+``SampleText``.
+
+Shape legend: P = prompt tokens, R = response tokens of one sample, N = packed tokens of a
+micro-batch (prompts, responses and padding), T = response tokens of a micro-batch, S = sequences of
+a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -33,7 +39,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One rendered prompt, ready for the engine."""
+    """One rendered prompt, ready for the engine and the graders; it stays with the collector."""
 
     prompt_id: str
     """``<file name or Hub id>:<row>``, unique within a data set and stable between runs."""
@@ -48,6 +54,34 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of its row, as JSON values, for reward functions."""
 
+    def tokens(self) -> PromptTokens:
+        """What ranks get of it."""
+        return PromptTokens(self.prompt_id, np.array(self.token_ids, np.int32), self.source)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTokens:
+    """What training needs of a prompt; the samples of a group share one."""
+
+    prompt_id: str
+    """As in ``Prompt``, for messages."""
+    token_ids: np.ndarray
+    """[P] int32."""
+    source: str = ""
+    """Name of the data set that it comes from, for metrics."""
+
+
+class VersionSpan(NamedTuple):
+    """Consecutive response tokens that one weights version sampled."""
+
+    version: int
+    num_tokens: int
+    """At least 1."""
+
+
+VersionSpans = tuple[VersionSpan, ...]
+"""The weights versions of a whole response: versions ascend, token counts add up to R."""
+
 
 @dataclass(slots=True)
 class Sample:
@@ -57,16 +91,14 @@ class Sample:
     """Number of the group, counted from 0 over the whole run."""
     index: int
     """Position in the group, 0 … G − 1."""
-    prompt: Prompt
+    prompt: PromptTokens
     response_token_ids: np.ndarray
-    """[R] int64, exactly as the engine sampled them."""
+    """[R] int32, exactly as the engine sampled them."""
     behaviour_logprobs: np.ndarray
     """[R] float32, log π_rollout of each token by the weights that sampled it."""
-    versions: np.ndarray
-    """[R] int64, the weights version that sampled each token; non-decreasing."""
+    versions: VersionSpans
+    """Which weights version sampled which tokens."""
     finish_reason: FinishReason
-    response_text: str = ""
-    """Decoded response (special tokens left out); filled when the sample is finished."""
     reward: float = 0.0
     """Reward of the finished response, shaping included."""
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -74,6 +106,20 @@ class Sample:
     and metrics of functions (``<function>/<metric>``)."""
     answer_found: bool = False
     """Whether an answer could be extracted from the response, right or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """What people read of a sample of a batch; written beside the dump, never sent to a rank."""
+
+    group_id: int
+    index: int
+    prompt_text: str
+    """The rendered prompt."""
+    answer: str
+    """The reference answer."""
+    response_text: str
+    """The decoded response, special tokens left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +176,16 @@ class RolloutBatch:
     def samples(self) -> list[Sample]:
         """All samples, group after group."""
         return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedBatch:
+    """A batch as its collector wrote it; ranks get these bytes (``data.dump``)."""
+
+    name: str
+    """Where it comes from, for messages."""
+    content: bytearray
+    """A parquet file."""
 
 
 @dataclass(frozen=True, slots=True)

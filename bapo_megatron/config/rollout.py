@@ -163,7 +163,8 @@ class RolloutConfig(Section):
     stream_tokens: int = Field(64, ge=1)
     """Servers send the tokens of a response in pieces of this many: what a lost server costs."""
     dump: bool = True
-    """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay."""
+    """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay, and
+    their texts in ``rollouts/texts/``."""
     timeline: bool = False
     """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
 

@@ -1,17 +1,18 @@
 """Rollout dumps: one training batch as one parquet file, a row per sample.
 
-The file is the record that people read, the input of ``replay``, and the wire format between the
-collector and the trainer. It holds everything the trainer needs, bit for bit; what belongs to the
-batch as a whole (step, version, statistics) is JSON in the file's key-value metadata.
+The file is the input of ``replay`` and, byte for byte, what every rank gets: it is encoded once,
+by the collector. It holds everything that training needs, bit for bit, and no text; what belongs
+to the batch as a whole (step, version, statistics) is JSON in the file's key-value metadata. Texts
+for people are in a file of the same name in ``texts/`` beside it, joined by group_id and index.
 
-Shape legend: R = response tokens of one sample.
+Shape legend: P = prompt tokens, R = response tokens of one sample, K = its version spans.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,38 +21,45 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bapo_megatron.data.version_spans import num_spanned
 from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, RolloutStats, Sample
+from bapo_megatron.types import (
+    EncodedBatch,
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    RolloutStats,
+    Sample,
+    SampleText,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-_METADATA_KEY = b"bapo_megatron.rollout"
-_FORMAT = 1
-_TOKEN_COLUMNS = {
-    "prompt_token_ids": pa.int64(),
-    "response_token_ids": pa.int64(),
-    "behaviour_logprobs": pa.float32(),
-    "versions": pa.int64(),
+METADATA_KEY = b"bapo_megatron.rollout"
+FORMAT = 2
+
+_VALUE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+    "group_id": (pa.int64(), lambda sample: sample.group_id),
+    "index": (pa.int64(), lambda sample: sample.index),
+    "prompt_id": (pa.string(), lambda sample: sample.prompt.prompt_id),
+    "source": (pa.string(), lambda sample: sample.prompt.source),
+    "finish_reason": (pa.string(), lambda sample: sample.finish_reason.value),
+    "reward": (pa.float64(), lambda sample: sample.reward),
+    "reward_components": (pa.string(), lambda sample: json.dumps(sample.reward_components)),
+    "answer_found": (pa.bool_(), lambda sample: sample.answer_found),
 }
-_VALUE_COLUMNS = {
-    "group_id": pa.int64(),
-    "index": pa.int64(),
-    "prompt_id": pa.string(),
-    "prompt_text": pa.string(),
-    "answer": pa.string(),
-    "source": pa.string(),
-    "finish_reason": pa.string(),
-    "response_text": pa.string(),
-    "reward": pa.float64(),
-    "answer_found": pa.bool_(),
+"""Columns of one value per sample."""
+_LIST_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+    "prompt_token_ids": (pa.int32(), lambda sample: sample.prompt.token_ids),
+    "response_token_ids": (pa.int32(), lambda sample: sample.response_token_ids),
+    "behaviour_logprobs": (pa.float32(), lambda sample: sample.behaviour_logprobs),
+    "versions": (pa.int32(), lambda sample: [span.version for span in sample.versions]),
+    "version_tokens": (pa.int32(), lambda sample: [span.num_tokens for span in sample.versions]),
 }
-
-
-_JSON_COLUMNS = ("reward_components",)
-"""Text columns that hold JSON; older dumps have none of them."""
-_LATER_COLUMNS = {"source": ""}
-"""Columns that older dumps lack, and what stands for them."""
+"""Columns of lists: [P], [R], [R], [K], [K]."""
 
 
 class DumpError(ValueError):
@@ -59,72 +67,120 @@ class DumpError(ValueError):
 
 
 def write_batch(path: Path, batch: RolloutBatch) -> None:
-    """Write a batch as a zstd-compressed parquet file, complete or not at all.
+    """Write a batch as a parquet file, complete or not at all.
 
     Args:
         path: Destination; missing parent directories are created.
         batch: Finished samples; groups of equal size.
 
     Raises:
-        DumpError: The batch breaks a rule that ``read_batch`` checks.
+        DumpError: The batch breaks a rule that ``decode_batch`` checks.
         OSError: The file cannot be written (disk full, no permission); nothing is left behind.
     """
-    atomic_write_bytes(path, dump_bytes(batch))
+    atomic_write_bytes(path, encode_batch(batch))
 
 
-def dump_bytes(batch: RolloutBatch) -> bytes:
-    """The content of a dump file, for another rank or a file.
+def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
+    """Write what people read of a batch, beside its dump.
+
+    Args:
+        path: The dump of the batch.
+        step: Its step.
+        texts: One per sample, in the order of the dump.
 
     Raises:
-        DumpError: The batch breaks a rule that ``read_batch`` checks.
+        OSError: The file cannot be written; nothing is left behind.
+    """
+    columns = {
+        field.name: [getattr(text, field.name) for text in texts] for field in fields(SampleText)
+    }
+    about = {"format": FORMAT, "step": step}
+    content = _parquet(pa.table(columns), about, use_dictionary=["prompt_text", "answer"])
+    atomic_write_bytes(texts_path(path), content)
+
+
+def texts_path(path: Path) -> Path:
+    """Where the texts of a dump are."""
+    return path.parent / "texts" / path.name
+
+
+def encode_batch(batch: RolloutBatch) -> bytes:
+    """The content of a dump.
+
+    Raises:
+        DumpError: The batch breaks a rule that ``decode_batch`` checks.
     """
     _check_batch(batch, f"batch of step {batch.step}")
     samples = batch.samples
     columns = {
-        name: pa.array(_values(samples, name), kind) for name, kind in _VALUE_COLUMNS.items()
+        name: pa.array([value_of(sample) for sample in samples], kind)
+        for name, (kind, value_of) in _VALUE_COLUMNS.items()
     }
-    for name in _JSON_COLUMNS:
-        columns[name] = pa.array([json.dumps(value) for value in _values(samples, name)])
-    for name, kind in _TOKEN_COLUMNS.items():
-        columns[name] = _list_column(_values(samples, name), kind)
+    for name, (kind, values_of) in _LIST_COLUMNS.items():
+        columns[name] = _list_column([values_of(sample) for sample in samples], kind)
     about = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": batch.step,
         "version": batch.version,
         "stats": asdict(batch.stats),
     }
-    metadata = {_METADATA_KEY: json.dumps(about).encode()}
-    table = pa.table(columns).replace_schema_metadata(metadata)
-    stream = io.BytesIO()
-    pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
-    return stream.getvalue()
+    # Byte planes of ids and log-probs are smaller than their values or a dictionary, and faster.
+    return _parquet(
+        pa.table(columns),
+        about,
+        use_dictionary=["prompt_id", "source", "finish_reason"],
+        write_statistics=list(_VALUE_COLUMNS),
+        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LIST_COLUMNS},
+    )
 
 
-def read_batch(source: Path | bytes) -> RolloutBatch:
-    """Read what ``write_batch`` wrote.
-
-    Log-probs are not required to be finite: the trainer reports those with sample and position.
-
-    Args:
-        source: The file, or its content.
+def read_encoded(path: Path) -> EncodedBatch:
+    """Read a dump without looking into it.
 
     Raises:
-        DumpError: The file is cut short, no dump, or inconsistent.
-        OSError: The file cannot be opened.
+        OSError: The file cannot be read.
     """
-    name = str(source) if isinstance(source, Path) else "rollout batch"
-    content = source.read_bytes() if isinstance(source, Path) else source
-    try:
-        table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DumpError(
-            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
-        ) from error
-    about = _about(table, name)
-    columns = {column: _read_column(table, column, name) for column in _columns()}
-    for column in _JSON_COLUMNS:
-        columns[column] = _read_json_column(table, column, name)
+    with path.open("rb") as file:
+        content = bytearray(path.stat().st_size)
+        del content[file.readinto(content) :]
+    return EncodedBatch(str(path), content)
+
+
+def read_batch(path: Path) -> RolloutBatch:
+    """Read and decode a dump; raises what ``read_encoded`` and ``decode_batch`` do."""
+    return decode_batch(read_encoded(path))
+
+
+def step_of(encoded: EncodedBatch) -> int:
+    """The step that a dump belongs to; its samples are not read.
+
+    Raises:
+        DumpError: It is cut short, or no dump of this format.
+    """
+    step: int = _about(_open(encoded), encoded.name)["step"]
+    return step
+
+
+def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
+    """Read what ``encode_batch`` wrote.
+
+    The arrays of the samples are read-only views of the columns. Log-probs are not required to be
+    finite: the trainer reports those with sample and position.
+
+    Raises:
+        DumpError: It is damaged, no dump of this format, or inconsistent.
+    """
+    name = encoded.name
+    file = _open(encoded)
+    about = _about(file, name)
+    table = _readable(file.read, name)
+    columns = {
+        column: _read_values(table, column, kind, name)
+        for column, (kind, _) in _VALUE_COLUMNS.items()
+    }
+    for column, (kind, _) in _LIST_COLUMNS.items():
+        columns[column] = _read_lists(table, column, kind, name)
+    columns["reward_components"] = _parse_json(columns, "reward_components", name)
     batch = RolloutBatch(
         step=about["step"],
         version=about["version"],
@@ -135,23 +191,19 @@ def read_batch(source: Path | bytes) -> RolloutBatch:
     return batch
 
 
-def _columns() -> dict[str, Any]:
-    """Every column with its arrow type."""
-    return _VALUE_COLUMNS | {name: pa.list_(kind) for name, kind in _TOKEN_COLUMNS.items()}
-
-
-def _values(samples: Sequence[Sample], column: str) -> list[Any]:
-    """One value per sample."""
-    prompt_fields = {
-        "prompt_id": "prompt_id",
-        "prompt_token_ids": "token_ids",
-        "prompt_text": "text",
-        "answer": "answer",
-        "source": "source",
-    }
-    if column in prompt_fields:
-        return [getattr(sample.prompt, prompt_fields[column]) for sample in samples]
-    return [getattr(sample, column) for sample in samples]
+def _parquet(table: Any, about: dict[str, Any], **settings: Any) -> bytes:
+    """A table as parquet with checksums; what belongs to all of it is JSON in the metadata."""
+    metadata = {METADATA_KEY: json.dumps(about).encode()}
+    stream = io.BytesIO()
+    pq.write_table(
+        table.replace_schema_metadata(metadata),
+        stream,
+        compression="zstd",
+        compression_level=1,
+        write_page_checksum=True,
+        **settings,
+    )
+    return stream.getvalue()
 
 
 def _list_column(rows: Sequence[Any], kind: Any) -> Any:
@@ -162,59 +214,84 @@ def _list_column(rows: Sequence[Any], kind: Any) -> Any:
     return pa.ListArray.from_arrays(offsets, pa.array(flat, kind))
 
 
-def _about(table: Any, name: str) -> dict[str, Any]:
+def _open(encoded: EncodedBatch) -> Any:
+    content = pa.BufferReader(encoded.content)
+    return _readable(lambda: pq.ParquetFile(content, page_checksum_verification=True), encoded.name)
+
+
+def _readable(read: Callable[[], Any], name: str) -> Any:
+    """What ``read`` returns."""
+    try:
+        return read()
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DumpError(
+            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
+        ) from error
+
+
+def _about(file: Any, name: str) -> dict[str, Any]:
     """Step, version and statistics from the file's metadata."""
-    encoded = (table.schema.metadata or {}).get(_METADATA_KEY)
+    encoded = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
     if encoded is None:
         raise DumpError(
             f"{name}: a parquet file but no rollout dump (metadata "
-            f"'{_METADATA_KEY.decode()}' is missing); give a file that a run wrote"
+            f"'{METADATA_KEY.decode()}' is missing); give a file that a run wrote"
         )
     about: dict[str, Any] = json.loads(encoded)
-    if about["format"] != _FORMAT:
+    if about["format"] == 1:
         raise DumpError(
-            f"{name}: dump format {about['format']}, this version reads {_FORMAT}; "
+            f"{name}: dump format 1, this version reads {FORMAT}; convert its directory: "
+            "python examples/convert_dumps.py OLD_DIR NEW_DIR"
+        )
+    if about["format"] != FORMAT:
+        raise DumpError(
+            f"{name}: dump format {about['format']}, this version reads {FORMAT}; "
             "read it with the version that wrote it"
         )
+    if "version" not in about:
+        raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
     return about
 
 
-def _read_column(table: Any, column: str, name: str) -> list[Any]:
-    """One value per row; token columns as numpy arrays."""
-    kind = _columns()[column]
-    if column not in table.column_names and column in _LATER_COLUMNS:
-        return [_LATER_COLUMNS[column]] * table.num_rows
+def _read_column(table: Any, column: str, kind: Any, name: str) -> Any:
     if column not in table.column_names:
         raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
-    stored = table[column].combine_chunks()
+    chunks = table[column]
+    # One chunk is combined by a copy, too.
+    stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     if stored.type != kind or stored.null_count:
         raise DumpError(
             f"{name}: column '{column}' must be {kind} without nulls, got {stored.type} with "
             f"{stored.null_count} nulls; write the dump again"
         )
-    if column not in _TOKEN_COLUMNS:
-        values: list[Any] = stored.to_pylist()
-        return values
-    # Copied, so that the samples' arrays are writable and do not hold the whole file.
-    flat = stored.flatten().to_numpy(zero_copy_only=False).copy()
-    offsets = stored.offsets.to_numpy()
+    return stored
+
+
+def _read_values(table: Any, column: str, kind: Any, name: str) -> list[Any]:
+    values: list[Any] = _read_column(table, column, kind, name).to_pylist()
+    return values
+
+
+def _read_lists(table: Any, column: str, kind: Any, name: str) -> list[np.ndarray]:
+    """One array per row."""
+    stored = _read_column(table, column, pa.list_(kind), name)
+    # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
+    flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
     return np.split(flat, offsets[1:-1] - offsets[0]) if len(stored) else []
 
 
-def _read_json_column(table: Any, column: str, name: str) -> list[Any]:
-    """One value per row; empty mappings where the file is older than the column."""
-    if column not in table.column_names:
-        return [{} for _ in range(len(table))]
+def _parse_json(columns: dict[str, list[Any]], column: str, name: str) -> list[Any]:
     try:
-        return [json.loads(value) for value in table[column].to_pylist()]
-    except (ValueError, TypeError) as error:
+        return [json.loads(value) for value in columns[column]]
+    except ValueError as error:
         raise DumpError(
             f"{name}: column '{column}' must hold JSON ({error}); write the dump again"
         ) from error
 
 
 def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
-    """Samples of consecutive rows with one ``group_id``; they share one ``Prompt``."""
+    """Samples of consecutive rows with one ``group_id``; they share one prompt."""
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
@@ -222,13 +299,8 @@ def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
     for group_id, members in groupby(rows, key=lambda row: row["group_id"]):
         group_rows = list(members)
         first = group_rows[0]
-        prompt = Prompt(
-            prompt_id=first["prompt_id"],
-            token_ids=tuple(first["prompt_token_ids"].tolist()),
-            answer=first["answer"],
-            text=first["prompt_text"],
-            source=first["source"],
-        )
+        # Copied: a view would keep the prompts of all rows, the same one for every row of a group.
+        prompt = PromptTokens(first["prompt_id"], first["prompt_token_ids"].copy(), first["source"])
         for row in group_rows:
             if row["prompt_id"] != prompt.prompt_id:
                 raise DumpError(
@@ -239,23 +311,28 @@ def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _sample(row: dict[str, Any], prompt: Prompt, name: str) -> Sample:
+def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
+    place = f"{name}: sample {row['index']} of group {row['group_id']}"
     try:
         finish_reason = FinishReason(row["finish_reason"])
     except ValueError as error:
         raise DumpError(
-            f"{name}: sample {row['index']} of group {row['group_id']}: unknown finish_reason "
-            f"'{row['finish_reason']}'; write the dump again"
+            f"{place}: unknown finish_reason '{row['finish_reason']}'; write the dump again"
         ) from error
+    versions, counts = row["versions"].tolist(), row["version_tokens"].tolist()
+    if len(versions) != len(counts):
+        raise DumpError(
+            f"{place}: {len(versions)} versions but {len(counts)} numbers of their tokens; write "
+            "the dump again"
+        )
     return Sample(
         group_id=row["group_id"],
         index=row["index"],
         prompt=prompt,
         response_token_ids=row["response_token_ids"],
         behaviour_logprobs=row["behaviour_logprobs"],
-        versions=row["versions"],
+        versions=tuple(map(VersionSpan, versions, counts)),
         finish_reason=finish_reason,
-        response_text=row["response_text"],
         reward=row["reward"],
         reward_components=row["reward_components"],
         answer_found=row["answer_found"],
@@ -286,12 +363,14 @@ def _check_sample(sample: Sample, name: str) -> None:
     lengths = (
         len(sample.response_token_ids),
         len(sample.behaviour_logprobs),
-        len(sample.versions),
+        num_spanned(sample.versions),
     )
     if len(set(lengths)) != 1:
         raise DumpError(
             f"{place}: {lengths[0]} response tokens, {lengths[1]} behaviour log-probs and "
-            f"{lengths[2]} versions must be equally many; write the dump again"
+            f"{lengths[2]} tokens with a version must be equally many; write the dump again"
         )
-    if not sample.prompt.token_ids:
+    if any(span.num_tokens < 1 for span in sample.versions):
+        raise DumpError(f"{place}: a weights version without tokens; write the dump again")
+    if not len(sample.prompt.token_ids):
         raise DumpError(f"{place}: the prompt has no tokens; write the dump again")

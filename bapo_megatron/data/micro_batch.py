@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from bapo_megatron.data.context import shard_context
+from bapo_megatron.data.version_spans import num_spanned, token_versions
 from bapo_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def build_micro_batch(
         sample_T=per_token(index_S, np.int64),
         response_tokens_T=per_token(trained_S, np.float32),
         position_T=torch.from_numpy(packed.position_T),
-        version_T=torch.from_numpy(_concatenate([s.versions for s in chosen], np.int64)),
+        version_T=torch.from_numpy(
+            _concatenate([token_versions(s.versions) for s in chosen], np.int64)
+        ),
     )
 
 
@@ -150,13 +153,17 @@ def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
 
 def _check_sample(sample: Sample) -> None:
     place = f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id})"
-    if not sample.prompt.token_ids:
+    if not len(sample.prompt.token_ids):
         raise ValueError(f"{place}: the prompt has no tokens, so nothing predicts the response")
-    lengths = (len(sample.response_token_ids), len(sample.behaviour_logprobs), len(sample.versions))
+    lengths = (
+        len(sample.response_token_ids),
+        len(sample.behaviour_logprobs),
+        num_spanned(sample.versions),
+    )
     if len(set(lengths)) != 1:
         raise ValueError(
             f"{place}: {lengths[0]} response tokens but {lengths[1]} behaviour log-probs and "
-            f"{lengths[2]} versions; the rollout that made this sample is faulty"
+            f"{lengths[2]} with a version; the rollout that made this sample is faulty"
         )
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bapo_megatron.calls import Caller
-    from bapo_megatron.types import EvalResult, RolloutBatch
+    from bapo_megatron.types import EncodedBatch, EvalResult
 
 
 class RolloutSource(Protocol):
@@ -35,8 +35,8 @@ class RolloutSource(Protocol):
         """Have servers on the trainer's GPUs give their memory away until weights are pushed."""
         ...
 
-    def collect(self, step: int) -> RolloutBatch | None:
-        """Return the batch of ``step`` (0, 1, …); blocks until it is complete.
+    def collect(self, step: int) -> EncodedBatch | None:
+        """Return the batch of ``step`` (0, 1, …) as it was written; blocks until it is complete.
 
         None means that no server holds the newest weights any more: push them, then ask again.
         """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
     from bapo_megatron.rollout.selection import BatchPlan, LeftOver
-    from bapo_megatron.types import Group
+    from bapo_megatron.types import SampleText
 
 _REPORT_INTERVAL_S = 0.5
 
@@ -52,6 +52,7 @@ class _Formed:
     """A batch, and what its delivery changes."""
 
     batch: RolloutBatch
+    texts: tuple[SampleText, ...]
     chosen: list[PendingGroup]
     left_over: LeftOver
     totals: _Marks
@@ -107,14 +108,17 @@ class BatchCollector:
         await self._generation.close()
 
     async def collect(
-        self, step: int, hand_over: Callable[[RolloutBatch], Awaitable[None]]
+        self,
+        step: int,
+        hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]],
     ) -> RolloutBatch | None:
         """Generate and score the batch of ``step``.
 
         Args:
             step: Counted from 0.
-            hand_over: Delivers the batch. Its groups count as trained only when this has returned;
-                where it fails, nothing has changed, and the next call forms the batch again.
+            hand_over: Delivers the batch and its texts. Its groups count as trained only when this
+                has returned; where it fails, nothing has changed, and the next call forms the batch
+                again.
 
         Returns:
             The batch; none where no server holds the newest weights any more: push them and repeat
@@ -149,7 +153,7 @@ class BatchCollector:
         while not all(group.is_scored for group in chosen):
             await self._wait_for_news()
         formed = self._form(step, version, chosen, replayed, generation_s)
-        await hand_over(formed.batch)
+        await hand_over(formed.batch, formed.texts)
         self._commit(formed)
         if ahead:
             self._go_on(ahead)
@@ -207,7 +211,7 @@ class BatchCollector:
                     f"sample, got {longest}; resume with the former value"
                 )
 
-    def _choose(self, num_new: int, replayed: Sequence[Group]) -> list[PendingGroup]:
+    def _choose(self, num_new: int, replayed: Sequence[PendingGroup]) -> list[PendingGroup]:
         spent_tokens = self._generation.generated_tokens - self._marks.generated_tokens
         return self._selection.choose(num_new, len(replayed), spent_tokens)
 
@@ -254,7 +258,7 @@ class BatchCollector:
         step: int,
         version: int,
         chosen: list[PendingGroup],
-        replayed: Sequence[Group],
+        replayed: Sequence[PendingGroup],
         generation_s: float,
     ) -> _Formed:
         """The batch, of groups that stay in the buffer until ``_commit``."""
@@ -283,8 +287,10 @@ class BatchCollector:
             regenerated_samples=totals.regenerated_samples - before.regenerated_samples,
             lost_requests=totals.lost_requests - before.lost_requests,
         )
-        groups = merge([group.to_group() for group in chosen], replayed)
-        return _Formed(RolloutBatch(step, version, groups, stats), chosen, left_over, totals)
+        merged = merge(chosen, replayed)
+        groups = tuple(group.to_group() for group in merged)
+        texts = tuple(pending.text() for group in merged for pending in group.samples)
+        return _Formed(RolloutBatch(step, version, groups, stats), texts, chosen, left_over, totals)
 
     def _commit(self, formed: _Formed) -> None:
         """The trainer has the batch: its groups leave, and so do those that are given up."""

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapo_megatron.types import FinishReason, Group, Prompt, Sample
+from bapo_megatron.data.version_spans import join_spans
+from bapo_megatron.types import FinishReason, Group, Sample, SampleText
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.types import Prompt, PromptTokens
 
 
 class DropReason(StrEnum):
@@ -43,11 +45,13 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class PendingSample:
-    """A sample on its way, and whether its reward is known."""
+    """A sample on its way, with what only the collector knows of it."""
 
     sample: Sample
     """Without the latest parts while it is sampled: ``settle`` adds them."""
-    is_scored: bool = False
+    prompt: Prompt
+    response_text: str | None = None
+    """Decoded, special tokens left out; comes with the reward."""
     _parts: list[Completion] = field(default_factory=list)
     # A long response comes in a thousand parts; joined one by one, all of it is copied each time.
 
@@ -55,6 +59,11 @@ class PendingSample:
     def is_finished(self) -> bool:
         """Nothing more is to be sampled."""
         return self.sample.finish_reason is not FinishReason.ABORT
+
+    @property
+    def is_scored(self) -> bool:
+        """Its reward is known."""
+        return self.response_text is not None
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +74,7 @@ class PendingSample:
     def input_ids(self) -> list[int]:
         """Prompt and response so far: what the engine continues."""
         self.settle()
-        return [*self.sample.prompt.token_ids, *self.sample.response_token_ids.tolist()]
+        return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
     def append(self, part: Completion, max_response_tokens: int) -> None:
         """Add what an engine sampled.
@@ -97,25 +106,36 @@ class PendingSample:
         sample.behaviour_logprobs = np.concatenate(
             [sample.behaviour_logprobs, *(part.logprobs for part in parts)]
         )
-        sample.versions = np.concatenate([sample.versions, *(part.versions for part in parts)])
+        sample.versions = join_spans([sample.versions, *(part.versions for part in parts)])
         self._parts = []
 
     def start_again(self) -> None:
         """Forget the response."""
         self.sample = empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
-        self.is_scored = False
+        self.response_text = None
         self._parts = []
 
+    def text(self) -> SampleText:
+        """What people read of it; it is scored."""
+        assert self.response_text is not None
+        return SampleText(
+            group_id=self.sample.group_id,
+            index=self.sample.index,
+            prompt_text=self.prompt.text,
+            answer=self.prompt.answer,
+            response_text=self.response_text,
+        )
 
-def empty_sample(group_id: int, index: int, prompt: Prompt) -> Sample:
+
+def empty_sample(group_id: int, index: int, prompt: PromptTokens) -> Sample:
     """A sample without any token."""
     return Sample(
         group_id=group_id,
         index=index,
         prompt=prompt,
-        response_token_ids=np.empty(0, dtype=np.int64),
+        response_token_ids=np.empty(0, dtype=np.int32),
         behaviour_logprobs=np.empty(0, dtype=np.float32),
-        versions=np.empty(0, dtype=np.int64),
+        versions=(),
         finish_reason=FinishReason.ABORT,
     )
 
@@ -132,8 +152,9 @@ class PendingGroup:
     @classmethod
     def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> PendingGroup:
         """A group without any token."""
-        samples = [empty_sample(group_id, index, prompt) for index in range(samples_per_group)]
-        return cls(group_id, [PendingSample(sample) for sample in samples])
+        tokens = prompt.tokens()
+        samples = [empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
+        return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
 
     @property
     def is_started(self) -> bool:
@@ -182,7 +203,7 @@ class RolloutBuffer:
         self.num_trained = 0
         self.dropped: Counter[str] = Counter()
         """Groups by ``DropReason``."""
-        self.earlier: deque[tuple[Group, ...]] = deque(maxlen=num_earlier_batches)
+        self.earlier: deque[tuple[PendingGroup, ...]] = deque(maxlen=num_earlier_batches)
         """New groups of the latest batches, the newest last."""
 
     def __len__(self) -> int:
@@ -208,7 +229,7 @@ class RolloutBuffer:
             del self.groups[group.group_id]
         self.num_trained += len(groups)
         if self.earlier.maxlen:
-            self.earlier.append(tuple(group.to_group() for group in groups))
+            self.earlier.append(tuple(groups))
 
     def drop(self, group: PendingGroup, reason: DropReason) -> None:
         """Give a group up; its id is not used again."""

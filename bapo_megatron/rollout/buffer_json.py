@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.types import FinishReason, Group, Prompt, Sample
+from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from bapo_megatron.rollout.buffer import RolloutBuffer
+    from bapo_megatron.types import PromptTokens
 
-_FORMAT = 2
-_ARRAYS = {"response_token_ids": "<i8", "behaviour_logprobs": "<f4", "versions": "<i8"}
+_FORMAT = 3
+_ARRAYS = {"response_token_ids": "<i4", "behaviour_logprobs": "<f4"}
 
 
 def buffer_to_json(buffer: RolloutBuffer) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def buffer_to_json(buffer: RolloutBuffer) -> dict[str, Any]:
         "next_group_id": buffer.next_group_id,
         "num_trained": buffer.num_trained,
         "dropped": dict(buffer.dropped),
-        "groups": [_pending_to_json(group) for group in buffer],
+        "groups": [_group_to_json(group) for group in buffer],
         "earlier": [[_group_to_json(group) for group in batch] for batch in buffer.earlier],
     }
 
@@ -43,7 +42,7 @@ def buffer_from_json(buffer: RolloutBuffer, state: dict[str, Any]) -> None:
             f"cannot restore the rollout buffer: its format is {state['format']}, this version "
             f"reads {_FORMAT}; resume with the version that wrote the checkpoint"
         )
-    groups = [_pending_from_json(saved) for saved in state["groups"]]
+    groups = [_group_from_json(saved) for saved in state["groups"]]
     buffer.groups = {group.group_id: group for group in groups}
     buffer.next_group_id = state["next_group_id"]
     buffer.num_trained = state["num_trained"]
@@ -53,38 +52,11 @@ def buffer_from_json(buffer: RolloutBuffer, state: dict[str, Any]) -> None:
     buffer.check()
 
 
-def _pending_to_json(group: PendingGroup) -> dict[str, Any]:
-    for pending in group.samples:
-        pending.settle()
-    saved = _record_to_json(group.group_id, [pending.sample for pending in group.samples])
+def _group_to_json(group: PendingGroup) -> dict[str, Any]:
+    prompt = group.samples[0].prompt
     return {
-        **saved,
+        "group_id": group.group_id,
         "carries": group.carries,
-        "is_scored": [pending.is_scored for pending in group.samples],
-    }
-
-
-def _pending_from_json(saved: dict[str, Any]) -> PendingGroup:
-    samples = _samples_from_json(saved)
-    pending = [
-        PendingSample(sample, is_scored)
-        for sample, is_scored in zip(samples, saved["is_scored"], strict=True)
-    ]
-    return PendingGroup(saved["group_id"], pending, saved["carries"])
-
-
-def _group_to_json(group: Group) -> dict[str, Any]:
-    return _record_to_json(group.group_id, group.samples)
-
-
-def _group_from_json(saved: dict[str, Any]) -> Group:
-    return Group(saved["group_id"], tuple(_samples_from_json(saved)))
-
-
-def _record_to_json(group_id: int, samples: Sequence[Sample]) -> dict[str, Any]:
-    prompt = samples[0].prompt
-    return {
-        "group_id": group_id,
         "prompt": {
             "prompt_id": prompt.prompt_id,
             "token_ids": list(prompt.token_ids),
@@ -93,38 +65,50 @@ def _record_to_json(group_id: int, samples: Sequence[Sample]) -> dict[str, Any]:
             "source": prompt.source,
             "row": dict(prompt.row),
         },
-        "samples": [_sample_to_json(sample) for sample in samples],
+        "samples": [_sample_to_json(pending) for pending in group.samples],
     }
 
 
-def _sample_to_json(sample: Sample) -> dict[str, Any]:
+def _group_from_json(saved: dict[str, Any]) -> PendingGroup:
+    prompt = Prompt(**{**saved["prompt"], "token_ids": tuple(saved["prompt"]["token_ids"])})
+    group_id, tokens = saved["group_id"], prompt.tokens()
+    samples = [
+        _sample_from_json(sample, group_id, index, prompt, tokens)
+        for index, sample in enumerate(saved["samples"])
+    ]
+    return PendingGroup(group_id, samples, saved["carries"])
+
+
+def _sample_to_json(pending: PendingSample) -> dict[str, Any]:
+    pending.settle()
+    sample = pending.sample
     arrays = {name: _encode(getattr(sample, name), dtype) for name, dtype in _ARRAYS.items()}
     return {
         **arrays,
+        "versions": [list(span) for span in sample.versions],
         "finish_reason": sample.finish_reason.value,
-        "response_text": sample.response_text,
         "reward": sample.reward,
         "reward_components": sample.reward_components,
         "answer_found": sample.answer_found,
+        "response_text": pending.response_text,
     }
 
 
-def _samples_from_json(saved: dict[str, Any]) -> list[Sample]:
-    prompt = Prompt(**{**saved["prompt"], "token_ids": tuple(saved["prompt"]["token_ids"])})
-    return [
-        Sample(
-            group_id=saved["group_id"],
-            index=index,
-            prompt=prompt,
-            finish_reason=FinishReason(sample["finish_reason"]),
-            response_text=sample["response_text"],
-            reward=sample["reward"],
-            reward_components=sample.get("reward_components", {}),  # older checkpoints have none
-            answer_found=sample["answer_found"],
-            **{name: _decode(sample[name], dtype) for name, dtype in _ARRAYS.items()},
-        )
-        for index, sample in enumerate(saved["samples"])
-    ]
+def _sample_from_json(
+    saved: dict[str, Any], group_id: int, index: int, prompt: Prompt, tokens: PromptTokens
+) -> PendingSample:
+    sample = Sample(
+        group_id=group_id,
+        index=index,
+        prompt=tokens,
+        versions=tuple(VersionSpan(*span) for span in saved["versions"]),
+        finish_reason=FinishReason(saved["finish_reason"]),
+        reward=saved["reward"],
+        reward_components=saved["reward_components"],
+        answer_found=saved["answer_found"],
+        **{name: _decode(saved[name], dtype) for name, dtype in _ARRAYS.items()},
+    )
+    return PendingSample(sample, prompt, saved["response_text"])
 
 
 def _encode(values: np.ndarray, dtype: str) -> str:

@@ -78,13 +78,13 @@ from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from bapo_megatron.calls import Reply, Request
     from bapo_megatron.config.reward import RewardConfig
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.rollout.engine import Engine
-    from bapo_megatron.types import Prompt, RolloutBatch
+    from bapo_megatron.types import Prompt, RolloutBatch, SampleText
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_MESSAGE_BYTES = 4 << 30
@@ -306,9 +306,10 @@ class Collector:
         failures = self._supervisor.describe_failures()
         return f"\n{failures}" if failures and failures not in str(error) else ""
 
-    async def _hand_over(self, batch: RolloutBatch) -> None:
+    async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
         """Write a batch where the trainer finds it, and what else belongs to its step."""
-        await write_samples(self._batch_path(batch.step), batch)
+        kept_texts = texts if self._config.rollout.dump else None
+        await write_samples(self._batch_path(batch.step), batch, kept_texts)
         if self._config.rollout.timeline:
             content = self.timeline.render()
             self.timeline.clear()  # at once: what ends during the write belongs to the next file

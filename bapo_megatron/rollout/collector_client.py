@@ -26,7 +26,7 @@ from bapo_megatron.calls import (
     decode_reply,
     encode,
 )
-from bapo_megatron.data.dump import read_batch
+from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.messages import (
     COLLECT,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.calls import Call, Caller, Reply, RequestT, ResponseT
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import EvalResult, RolloutBatch
+    from bapo_megatron.types import EncodedBatch, EvalResult
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -140,13 +140,13 @@ class CollectorClient:
         self._call(CONNECT, Connect(version=self._start_version))
         self._is_connected = True
 
-    def collect(self, step: int) -> RolloutBatch | None:
+    def collect(self, step: int) -> EncodedBatch | None:
         """Return the batch of ``step``; needs a weight sync before the first one."""
         self.wait_ready()
         written = self._call(COLLECT, Collect(step=step)).batch
         if written is None:
             return None
-        batch = read_batch(written.path)
+        batch = read_encoded(written.path)
         if not written.keep:
             written.path.unlink()
         return batch

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bapo_megatron.data.version_spans import join_spans
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from bapo_megatron.types import VersionSpans
 
 
 _NUM_JOINED = 64
@@ -63,11 +66,11 @@ class Completion:
     """What one request sampled, or a piece of it."""
 
     token_ids: np.ndarray
-    """[R] int64."""
+    """[R] int32."""
     logprobs: np.ndarray
     """[R] float32, finite; empty if not asked for."""
-    versions: np.ndarray
-    """[R] int64: the weights version that sampled each token."""
+    versions: VersionSpans
+    """Which weights version sampled which tokens."""
     finish_reason: FinishReason
     """ABORT for a piece that is not the last one."""
 
@@ -75,15 +78,12 @@ class Completion:
 def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
     """The pieces as one completion."""
     empty = Completion(
-        np.empty(0, dtype=np.int64),
-        np.empty(0, dtype=np.float32),
-        np.empty(0, dtype=np.int64),
-        finish_reason,
+        np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), finish_reason
     )
     return Completion(
         np.concatenate([empty.token_ids, *(part.token_ids for part in parts)]),
         np.concatenate([empty.logprobs, *(part.logprobs for part in parts)]),
-        np.concatenate([empty.versions, *(part.versions for part in parts)]),
+        join_spans(part.versions for part in parts),
         finish_reason,
     )
 

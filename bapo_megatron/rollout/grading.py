@@ -49,10 +49,10 @@ class Grader:
         Raises:
             RewardError: A reward function failed.
         """
-        sample = pending.sample
+        sample, prompt = pending.sample, pending.prompt
         text = self._decode(sample.response_token_ids)
         num_tokens = len(sample.response_token_ids)
-        response = _response(text, sample.prompt, sample.finish_reason, num_tokens)
+        response = _response(text, prompt, sample.finish_reason, num_tokens)
         score = await self._rewards.score(response)
         reward, timed_out = score.reward, score.timed_out
         components = {**score.components, **score.metrics}
@@ -62,12 +62,11 @@ class Grader:
             components |= shaped.terms
         self.num_timeouts += timed_out
         self.num_errors += score.failed
-        sample.response_text = response.text
         sample.reward = reward
         sample.reward_components = components
         sample.answer_found = score.answer_found
         if pending.sample is sample:
-            pending.is_scored = True
+            pending.response_text = response.text
 
     async def grade(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.data.dump import read_batch
+from bapo_megatron.data.dump import read_encoded, step_of
 from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.types import EvalResult, RolloutBatch
+    from bapo_megatron.types import EncodedBatch, EvalResult
 
 
 class ReplaySource:
@@ -35,12 +35,12 @@ class ReplaySource:
     def release_memory(self) -> None:
         """Nothing holds any."""
 
-    def collect(self, step: int) -> RolloutBatch:
-        """Read the dump of ``step``.
+    def collect(self, step: int) -> EncodedBatch:
+        """Read the dump of ``step``; its samples are checked where it is decoded.
 
         Raises:
             RolloutError: There is none, or it belongs to another step.
-            DumpError: It is not intact.
+            DumpError: It is cut short, or no dump of this format.
         """
         path = self._directory / f"step_{step:06d}.parquet"
         if not path.is_file():
@@ -50,10 +50,10 @@ class ReplaySource:
                 f"{path}: no dump of this step (found: {found}); set train.steps to the number of "
                 "dumps, or copy the missing file"
             )
-        batch = read_batch(path)
-        if batch.step != step:
+        batch = read_encoded(path)
+        if (own_step := step_of(batch)) != step:
             raise RolloutError(
-                f"{path}: holds step {batch.step}, not {step}; give the file its name back"
+                f"{path}: holds step {own_step}, not {step}; give the file its name back"
             )
         return batch
 

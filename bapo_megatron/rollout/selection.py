@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
-    from bapo_megatron.types import Group
 
 _REPLAY_STREAM = 1
 """Tells the replay's random numbers from others of the same seed and step."""
@@ -162,7 +161,7 @@ class Selection:
                     result.carried.append(group)
         return result
 
-    def replayed(self, step: int, version: int) -> list[Group]:
+    def replayed(self, step: int, version: int) -> list[PendingGroup]:
         """Groups of earlier batches for the batch of ``step``; the seed decides which."""
         if not self._replay.batches:
             return []
@@ -193,7 +192,9 @@ class Selection:
         return response_age(pending.sample.versions, version, limit.measure) > limit.max_age
 
 
-def merge(new: Sequence[Group], replayed: Sequence[Group]) -> tuple[Group, ...]:
+def merge(
+    new: Sequence[PendingGroup], replayed: Sequence[PendingGroup]
+) -> tuple[PendingGroup, ...]:
     """Spread replayed groups evenly among new ones, so that every update has its part of both."""
     total = len(new) + len(replayed)
     keyed = [((i + 0.5) * total / len(new), group) for i, group in enumerate(new)]
@@ -201,5 +202,7 @@ def merge(new: Sequence[Group], replayed: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(group for _, group in sorted(keyed, key=lambda pair: pair[0]))
 
 
-def _oldest_age(group: Group, version: int) -> float:
-    return max(response_age(sample.versions, version, "oldest") for sample in group.samples)
+def _oldest_age(group: PendingGroup, version: int) -> float:
+    return max(
+        response_age(pending.sample.versions, version, "oldest") for pending in group.samples
+    )

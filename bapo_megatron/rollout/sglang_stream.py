@@ -17,20 +17,22 @@ R = tokens of one piece.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bapo_megatron.data.version_spans import spans_of
 from bapo_megatron.rollout.completion import Completion, join
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _LONGEST_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 class RefusedError(ValueError):
@@ -120,8 +122,9 @@ class StreamParser:
             self._held.append(part)
             return None
         self._num_given += len(part.token_ids)
-        part.versions.fill(label)
-        return part if len(part.token_ids) else None
+        if not len(part.token_ids):
+            return None
+        return replace(part, versions=(VersionSpan(label, len(part.token_ids)),))
 
     def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
         if reason is FinishReason.LENGTH and self._num_tokens < self.max_new_tokens:
@@ -137,8 +140,7 @@ class StreamParser:
         rest = join([*self._held, part], reason)
         self.is_finished = True
         self._held.clear()
-        rest.versions[:] = versions[self._num_given :]
-        return rest
+        return replace(rest, versions=spans_of(versions[self._num_given :]))
 
     def _check_known(self, version: int) -> None:
         if self.is_known is not None and not self.is_known(version):
@@ -148,7 +150,7 @@ class StreamParser:
             )
 
     def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
-        """What the event adds, with versions still to be filled in."""
+        """What the event adds, without its versions."""
         total = int(meta["completion_tokens"])
         num_new = total - self._num_tokens
         if num_new < 0 or total > self.max_new_tokens:
@@ -161,13 +163,14 @@ class StreamParser:
         token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
-        if (token_ids < 0).any():
-            raise ValueError(f"token id {token_ids.min()}")
+        unusable = token_ids[(token_ids < 0) | (token_ids > _MAX_TOKEN_ID)]
+        if len(unusable):
+            raise ValueError(f"token id {unusable[0]}")
         logprobs = np.empty(0, dtype=np.float32)
         if self.has_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]
             logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
-        return Completion(token_ids, logprobs, np.empty_like(token_ids), FinishReason.ABORT)
+        return Completion(token_ids.astype(np.int32), logprobs, (), FinishReason.ABORT)
 
 
 def _finish_reason(finish: dict[str, Any]) -> FinishReason:

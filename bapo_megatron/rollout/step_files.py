@@ -6,21 +6,29 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, ParamSpec
 
-from bapo_megatron.data.dump import write_batch
+from bapo_megatron.data.dump import write_batch, write_texts
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from bapo_megatron.types import RolloutBatch
+    from bapo_megatron.types import RolloutBatch, SampleText
 
 _P = ParamSpec("_P")
 
 
-async def write_samples(path: Path, batch: RolloutBatch) -> None:
+async def write_samples(
+    path: Path, batch: RolloutBatch, texts: Sequence[SampleText] | None
+) -> None:
     """Write a batch whose samples nobody changes meanwhile.
+
+    Args:
+        path: Where the trainer reads the batch.
+        batch: The batch.
+        texts: What is written beside it for people, if anything. It comes first, so that a dump
+            that is there is complete.
 
     Raises:
         RolloutError: The file cannot be written; nothing is left behind.
@@ -29,6 +37,8 @@ async def write_samples(path: Path, batch: RolloutBatch) -> None:
     what = f"the samples of step {batch.step}"
     remedy = "rollout.dump=false to keep only the newest batch in the temporary directory"
     with _named(what, path, remedy):
+        if texts is not None:
+            await _in_thread(write_texts, path, batch.step, texts)
         await _in_thread(write_batch, path, batch)
 
 

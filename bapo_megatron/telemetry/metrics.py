@@ -11,8 +11,6 @@ from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bapo_megatron.config.reward import SHAPING_TERMS
 from bapo_megatron.types import FinishReason, StepMetrics
 
@@ -175,10 +173,8 @@ def _age_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Ages of the batch's response tokens when it was formed, in optimizer updates."""
     tokens_by_age: Counter[int] = Counter()
     for sample in batch.samples:
-        versions, counts = np.unique(sample.versions, return_counts=True)
-        tokens_by_age.update(
-            dict(zip((batch.version - versions).tolist(), counts.tolist(), strict=True))
-        )
+        for span in sample.versions:
+            tokens_by_age[batch.version - span.version] += span.num_tokens
     num_tokens = tokens_by_age.total()
     if num_tokens == 0:
         return {}

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from bapo_megatron.config.check import check_generate_config
 from bapo_megatron.config.rollout import ReplayConfig
+from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.sglang_server import START_VERSION
@@ -159,8 +160,9 @@ def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
             source.ensure_weights()
             started_s = time.monotonic()
             for step in range(steps):
-                while (batch := source.collect(step)) is None:  # every server had to restart
+                while (encoded := source.collect(step)) is None:  # every server had to restart
                     source.sync_weights(config.model.path, START_VERSION)
+                batch = decode_batch(encoded)
                 totals.append(BatchTotals.of(batch))
                 stats.append(batch.stats)
             wall_s = time.monotonic() - started_s

@@ -17,10 +17,11 @@ from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import save_resolved
-from bapo_megatron.data.dump import dump_bytes, read_batch
+from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
     barrier,
     broadcast_answer,
+    broadcast_buffer,
     init_distributed,
     shutdown_distributed,
 )
@@ -42,7 +43,7 @@ from bapo_megatron.trainer.probe import ProbeScorer
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.token_dump import TokenDump
-from bapo_megatron.types import StepMetrics
+from bapo_megatron.types import EncodedBatch, StepMetrics
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
 if TYPE_CHECKING:
@@ -188,20 +189,23 @@ class Run:
         self.timer.end_step()
 
     def next_batch(self, step: int) -> RolloutBatch:
-        """Collect the batch of ``step`` on rank 0 and give it to every rank.
+        """Collect the batch of ``step`` on rank 0 and give it to every rank, in the bytes it has.
 
         Where no server holds the newest weights any more, all ranks push them again. Where
         generation fails for good, everything is saved before all ranks raise.
         """
+        own: EncodedBatch | None = None
 
         def collect(source: RolloutSource) -> bytes:
-            batch = source.collect(step)
-            return _PUSH_WEIGHTS if batch is None else _BATCH + dump_bytes(batch)
+            nonlocal own
+            own = source.collect(step)
+            return _PUSH_WEIGHTS if own is None else _BATCH + own.name.encode()
 
         while True:
-            kind, content = self._ask(collect)
+            kind, name = self._ask(collect)
             if kind == _BATCH:
-                return read_batch(content)
+                content = broadcast_buffer(None if own is None else own.content, self._groups)
+                return decode_batch(EncodedBatch(name.decode(), content))
             if kind == _PUSH_WEIGHTS:
                 self.push_weights(again=True)
             if self._failure is not None:

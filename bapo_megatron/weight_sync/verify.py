@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple
 import numpy as np
 
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
 from bapo_megatron.weight_sync.servers import ServerT
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def trainer_logprobs(
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
     """A prompt of one token and the rest as its response."""
-    response_ids = np.array(token_ids[1:], dtype=np.int64)
+    response_ids = np.array(token_ids[1:], dtype=np.int32)
     return Sample(
         group_id=0,
         index=0,
-        prompt=Prompt("probe", (token_ids[0],), "", ""),
+        prompt=PromptTokens("probe", np.array(token_ids[:1], dtype=np.int32)),
         response_token_ids=response_ids,
         behaviour_logprobs=np.zeros(len(response_ids), dtype=np.float32),
-        versions=np.zeros(len(response_ids), dtype=np.int64),
+        versions=(VersionSpan(0, len(response_ids)),),
         finish_reason=FinishReason.STOP,
     )
 

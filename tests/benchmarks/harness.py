@@ -44,6 +44,7 @@ PACKAGES = (
     "httpx",
     "httpcore",
     "math-verify",
+    "pyarrow",
 )
 
 
@@ -248,7 +249,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             versions[name] = "not installed"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit_of(REPOSITORY),
         "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}",
         "processor": _processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -346,9 +347,10 @@ def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) ->
     return "\n".join(lines) + "\n"
 
 
-def _commit() -> str:
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout, ``-dirty`` where files differ from it."""
     answer = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"],
+        ["git", "-C", str(checkout), "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
         check=False,

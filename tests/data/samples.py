@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, RolloutStats, Sample
+from bapo_megatron.data.version_spans import spans_of
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    RolloutStats,
+    Sample,
+)
 
 
 def make_sample(
@@ -15,18 +23,15 @@ def make_sample(
     return Sample(
         group_id=group_id,
         index=index,
-        prompt=Prompt(
+        prompt=PromptTokens(
             prompt_id=f"train.jsonl:{group_id}",
-            token_ids=tuple(range(base, base + prompt_tokens)),
-            answer="42",
-            text="What is 6 · 7?",
+            token_ids=np.arange(base, base + prompt_tokens, dtype=np.int32),
             source="sums",
         ),
-        response_token_ids=np.arange(base + 50, base + 50 + response_tokens),
+        response_token_ids=np.arange(base + 50, base + 50 + response_tokens, dtype=np.int32),
         behaviour_logprobs=-np.arange(1, response_tokens + 1, dtype=np.float32) / (base + 1),
-        versions=np.arange(response_tokens) // 2 + index,
+        versions=spans_of(np.arange(response_tokens) // 2 + index),
         finish_reason=FinishReason.STOP,
-        response_text=f"It is \\boxed{{{base}}} – naïve\n",
         reward=float(index % 2),
         reward_components={"math": float(index % 2), "style/words": 7.25 + index},
         answer_found=index != 1,

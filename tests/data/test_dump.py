@@ -10,23 +10,46 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bapo_megatron.data.dump import DumpError, dump_bytes, read_batch, write_batch
-from bapo_megatron.types import FinishReason, RolloutStats
+from bapo_megatron.data.dump import (
+    DumpError,
+    decode_batch,
+    encode_batch,
+    read_batch,
+    read_encoded,
+    step_of,
+    write_batch,
+    write_texts,
+)
+from bapo_megatron.types import EncodedBatch, FinishReason, RolloutBatch, SampleText, VersionSpan
 from tests.data.samples import make_batch
 
-ARRAYS = ("response_token_ids", "behaviour_logprobs", "versions")
+ARRAYS = ("response_token_ids", "behaviour_logprobs")
+KEY = b"bapo_megatron.rollout"
+
+
+def decode(content: bytes) -> RolloutBatch:
+    return decode_batch(EncodedBatch("rollout batch", bytearray(content)))
+
+
+def assert_equal_arrays(mine, other):
+    assert mine.dtype == other.dtype
+    assert mine.tobytes() == other.tobytes()
 
 
 def assert_equal_batches(given, wanted):
     assert (given.step, given.version, given.stats) == (wanted.step, wanted.version, wanted.stats)
     assert [group.group_id for group in given.groups] == [g.group_id for g in wanted.groups]
     for mine, other in zip(given.samples, wanted.samples, strict=True):
+        assert (mine.prompt.prompt_id, mine.prompt.source) == (
+            other.prompt.prompt_id,
+            other.prompt.source,
+        )
+        assert_equal_arrays(mine.prompt.token_ids, other.prompt.token_ids)
         for field in dataclasses.fields(other):
             mine_value, other_value = getattr(mine, field.name), getattr(other, field.name)
             if field.name in ARRAYS:
-                assert mine_value.dtype == other_value.dtype
-                assert mine_value.tobytes() == other_value.tobytes()
-            else:
+                assert_equal_arrays(mine_value, other_value)
+            elif field.name != "prompt":
                 assert mine_value == other_value
                 assert type(mine_value) is type(other_value)
 
@@ -36,70 +59,83 @@ def test_a_batch_comes_back_bit_for_bit(tmp_path):
     sample = batch.samples[1]
     odd_floats = np.array([np.nan, -np.inf, -0.0, 1e-45], dtype=np.float32)
     sample.behaviour_logprobs = odd_floats
-    sample.response_token_ids = np.array([0, 151935, 2**40, 7])
-    sample.versions = np.array([0, 0, 3, 3])
+    sample.response_token_ids = np.array([0, 151935, 2**31 - 1, 7], dtype=np.int32)
+    sample.versions = (VersionSpan(0, 2), VersionSpan(3, 2))
     sample.finish_reason = FinishReason.LENGTH
-    sample.response_text = "null \x00 and 𝛑"
     path = tmp_path / "rollouts" / "step_5.parquet"
 
     write_batch(path, batch)
 
     assert_equal_batches(read_batch(path), batch)
-    assert_equal_batches(read_batch(path.read_bytes()), batch)
-    assert_equal_batches(read_batch(dump_bytes(batch)), batch)
+    assert path.read_bytes() == encode_batch(batch) == read_encoded(path).content
+    assert_equal_batches(decode(encode_batch(batch)), batch)
     assert [p.name for p in path.parent.iterdir()] == ["step_5.parquet"]
 
 
 def test_a_response_without_tokens_comes_back():
     batch = make_batch(num_groups=1)
     for sample in batch.samples:
-        sample.response_token_ids = np.zeros(0, dtype=np.int64)
+        sample.response_token_ids = np.zeros(0, dtype=np.int32)
         sample.behaviour_logprobs = np.zeros(0, dtype=np.float32)
-        sample.versions = np.zeros(0, dtype=np.int64)
+        sample.versions = ()
 
-    assert_equal_batches(read_batch(dump_bytes(batch)), batch)
+    assert_equal_batches(decode(encode_batch(batch)), batch)
 
 
-def test_a_dump_from_before_a_statistic_was_counted_reads_as_zero():
-    table = pq.read_table(pa.BufferReader(dump_bytes(make_batch())))
-    key = b"bapo_megatron.rollout"
-    about = json.loads(table.schema.metadata[key])
-    about["stats"] = {"generated_tokens": 17, "generation_s": 0.1}
+def test_the_step_is_known_without_decoding_the_samples():
+    content = bytearray(encode_batch(make_batch(num_groups=40, group_size=8)))
+    content[len(content) // 3] ^= 1
+
+    assert step_of(EncodedBatch("x.parquet", content)) == 5
+
+
+def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
+    path = tmp_path / "rollouts" / "step_000005.parquet"
+    texts = [
+        SampleText(7, index, "What is 6 · 7?", "42", f"null \x00 and 𝛑 {index}") for index in (0, 1)
+    ]
+
+    write_texts(path, 5, texts)
+
+    beside = tmp_path / "rollouts" / "texts" / "step_000005.parquet"
+    assert list(path.parent.rglob("*.parquet")) == [beside]
+    table = pq.read_table(beside)
+    assert table.to_pylist()[1] == {
+        "group_id": 7,
+        "index": 1,
+        "prompt_text": "What is 6 · 7?",
+        "answer": "42",
+        "response_text": "null \x00 and 𝛑 1",
+    }
+    assert json.loads(table.schema.metadata[KEY]) == {"format": 2, "step": 5}
+    with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
+        read_batch(beside)
+
+
+def with_format(number: int) -> bytes:
+    table = pq.read_table(pa.BufferReader(encode_batch(make_batch())))
+    about = json.loads(table.schema.metadata[KEY]) | {"format": number}
     stream = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({key: json.dumps(about)}), stream)
-
-    stats = read_batch(stream.getvalue().to_pybytes()).stats
-
-    assert stats == RolloutStats(generated_tokens=17, generation_s=0.1)
-    assert (stats.replayed_groups, stats.dropped_groups) == (0, {})
+    pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about)}), stream)
+    return stream.getvalue().to_pybytes()
 
 
-def test_a_dump_from_before_rewards_had_components_is_read_without_them():
-    content = rewritten(lambda table: table.drop_columns(["reward_components"]))
-
-    samples = read_batch(content).samples
-
-    assert [sample.reward_components for sample in samples] == [{}] * len(samples)
-    assert [sample.reward for sample in samples] == [s.reward for s in make_batch().samples]
+def test_a_dump_of_the_former_format_names_the_script_that_converts_it():
+    with pytest.raises(DumpError, match=r"format 1, .*: python examples/convert_dumps\.py") as e:
+        decode(with_format(1))
+    assert "\n" not in str(e.value)
 
 
-def test_a_dump_from_before_data_sets_had_names_reads_without_them():
-    batch = make_batch()
-    table = pq.read_table(pa.BufferReader(dump_bytes(batch))).drop_columns("source")
-    stream = pa.BufferOutputStream()
-    pq.write_table(table, stream)
-
-    groups = read_batch(stream.getvalue().to_pybytes()).groups
-
-    assert [group.samples[0].prompt.source for group in groups] == ["", "", ""]
-    assert {group.samples[0].prompt.source for group in batch.groups} == {"sums"}
+def test_a_dump_of_a_later_format_is_refused():
+    with pytest.raises(DumpError, match="dump format 3, this version reads 2"):
+        decode(with_format(3))
 
 
 def test_samples_of_a_group_share_one_prompt():
-    group = read_batch(dump_bytes(make_batch(group_size=3))).groups[1]
+    group = decode(encode_batch(make_batch(group_size=3))).groups[1]
 
     assert group.samples[0].prompt is group.samples[2].prompt
-    assert group.samples[0].prompt.token_ids == (2000, 2001, 2002)
+    assert group.samples[0].prompt.token_ids.tolist() == [2000, 2001, 2002]
 
 
 def test_other_programs_can_read_the_columns(tmp_path):
@@ -111,10 +147,10 @@ def test_other_programs_can_read_the_columns(tmp_path):
     assert row["index"] == 1
     assert row["prompt_token_ids"] == [1000, 1001, 1002]
     assert row["response_token_ids"] == [1150, 1151]
-    assert row["versions"] == [1, 1]
+    assert (row["versions"], row["version_tokens"]) == ([1], [2])
     assert row["finish_reason"] == "stop"
     assert row["reward"] == 1.0
-    assert row["answer"] == "42"
+    assert json.loads(row["reward_components"]) == {"math": 1.0, "style/words": 8.25}
 
 
 def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
@@ -130,7 +166,7 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
 
 def test_a_cut_off_file_is_refused_by_name(tmp_path):
     path = tmp_path / "step_5.parquet"
-    path.write_bytes(dump_bytes(make_batch())[:-20])
+    path.write_bytes(encode_batch(make_batch())[:-20])
 
     with pytest.raises(
         DumpError, match=r"step_5\.parquet: not a readable parquet file \(.+\)"
@@ -141,11 +177,11 @@ def test_a_cut_off_file_is_refused_by_name(tmp_path):
 
 def test_a_flipped_bit_in_a_page_is_found(tmp_path):
     batch = make_batch(num_groups=40, group_size=8)
-    content = bytearray(dump_bytes(batch))
+    content = bytearray(encode_batch(batch))
     content[len(content) // 3] ^= 1
 
     with pytest.raises(DumpError, match="not a readable parquet file"):
-        read_batch(bytes(content))
+        decode(content)
 
 
 def test_a_foreign_parquet_file_is_refused(tmp_path):
@@ -157,7 +193,7 @@ def test_a_foreign_parquet_file_is_refused(tmp_path):
 
 def rewritten(change) -> bytes:
     """A dump after ``change`` of its table."""
-    table = pq.read_table(pa.BufferReader(dump_bytes(make_batch())))
+    table = pq.read_table(pa.BufferReader(encode_batch(make_batch())))
     stream = pa.BufferOutputStream()
     pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), stream)
     return stream.getvalue().to_pybytes()
@@ -165,7 +201,7 @@ def rewritten(change) -> bytes:
 
 def test_a_missing_column_is_named():
     with pytest.raises(DumpError, match="column 'versions' is missing"):
-        read_batch(rewritten(lambda table: table.drop_columns(["versions"])))
+        decode(rewritten(lambda table: table.drop_columns(["versions"])))
 
 
 def test_a_column_of_another_type_is_named():
@@ -175,7 +211,7 @@ def test_a_column_of_another_type_is_named():
         )
 
     with pytest.raises(DumpError, match="column 'reward' must be double without nulls, got string"):
-        read_batch(rewritten(to_text))
+        decode(rewritten(to_text))
 
 
 def test_log_probs_that_do_not_match_the_tokens_are_refused():
@@ -184,16 +220,26 @@ def test_log_probs_that_do_not_match_the_tokens_are_refused():
 
     with pytest.raises(
         DumpError,
-        match="sample 1 of group 1: 3 response tokens, 7 behaviour log-probs and 3 versions",
+        match="sample 1 of group 1: 3 response tokens, 7 behaviour log-probs and 3 tokens",
     ):
-        dump_bytes(batch)
+        encode_batch(batch)
+
+
+def test_versions_without_their_numbers_of_tokens_are_refused():
+    def cut(table):
+        column = table.column_names.index("version_tokens")
+        shorter = pa.array([[]] * len(table), pa.list_(pa.int32()))
+        return table.set_column(column, "version_tokens", shorter)
+
+    with pytest.raises(DumpError, match="sample 0 of group 0: 1 versions but 0 numbers of their"):
+        decode(rewritten(cut))
 
 
 def test_groups_of_unequal_size_are_refused():
     with pytest.raises(DumpError, match=r"group 2 holds samples \[0\], expected 0 to 1"):
-        read_batch(rewritten(lambda table: table.slice(0, len(table) - 1)))
+        decode(rewritten(lambda table: table.slice(0, len(table) - 1)))
 
 
 def test_a_batch_without_samples_is_refused():
     with pytest.raises(DumpError, match="the batch has no samples"):
-        read_batch(rewritten(lambda table: table.slice(0, 0)))
+        decode(rewritten(lambda table: table.slice(0, 0)))

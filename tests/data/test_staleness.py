@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.data.staleness import response_age, token_ages, trainable_mask
+from bapo_megatron.data.version_spans import spans_of
 
-VERSIONS_R = np.array([1, 1, 3, 4])
+SPANS = spans_of([1, 1, 3, 4])
 """At version 5: ages 4, 4, 2 and 1, mean 2.75."""
 
 
@@ -33,18 +33,18 @@ def mask_by_loop(versions: list[int], version: int, limit: StalenessConfig) -> l
 
 
 def test_ages_count_updates_since_each_token() -> None:
-    assert token_ages(VERSIONS_R, 5).tolist() == [4, 4, 2, 1]
-    assert token_ages([5], 5).tolist() == [0]
+    assert token_ages(SPANS, 5).tolist() == [4, 4, 2, 1]
+    assert token_ages(spans_of([5]), 5).tolist() == [0]
 
 
 def test_a_response_is_as_old_as_its_tokens_on_average_or_as_the_oldest() -> None:
-    assert response_age(VERSIONS_R, 5, "mean") == 2.75
-    assert response_age(VERSIONS_R, 5, "oldest") == 4.0
+    assert response_age(SPANS, 5, "mean") == 2.75
+    assert response_age(SPANS, 5, "oldest") == 4.0
 
 
 @pytest.mark.parametrize("measure", ["mean", "oldest"])
 def test_a_response_without_tokens_has_no_age(measure: str) -> None:
-    assert response_age([], 5, measure) == 0.0
+    assert response_age((), 5, measure) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_response_without_tokens_has_no_age(measure: str) -> None:
 )
 def test_a_limit_leaves_out_what_is_older(measure: str, max_age: int, kept_R: list[bool]) -> None:
     limit = StalenessConfig(max_age=max_age, measure=measure, action="mask")
-    assert trainable_mask(VERSIONS_R, 5, limit).tolist() == kept_R
+    assert trainable_mask(SPANS, 5, limit).tolist() == kept_R
 
 
 @given(
@@ -74,7 +74,7 @@ def test_the_mask_equals_a_loop_over_tokens(
 ) -> None:
     version = max(versions, default=0) + lead
     limit = StalenessConfig(max_age=max_age, measure=measure, action="mask")
-    mask_R = trainable_mask(versions, version, limit)
+    mask_R = trainable_mask(spans_of(versions), version, limit)
     assert mask_R.dtype == bool
     assert mask_R.tolist() == mask_by_loop(versions, version, limit)
 
@@ -82,4 +82,4 @@ def test_the_mask_equals_a_loop_over_tokens(
 @pytest.mark.parametrize("action", ["drop", "regenerate"])
 def test_actions_on_whole_responses_mask_nothing(action: str) -> None:
     limit = StalenessConfig(max_age=0, measure="oldest", action=action)
-    assert trainable_mask(VERSIONS_R, 5, limit).all()
+    assert trainable_mask(SPANS, 5, limit).all()

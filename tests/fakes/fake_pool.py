@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.data.version_spans import spans_of
 from bapo_megatron.rollout.completion import Completion, SamplingSettings
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bapo_megatron.types import RolloutBatch
+    from bapo_megatron.types import RolloutBatch, SampleText
 
 
 def logprobs_of(token_ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
@@ -28,12 +29,13 @@ def logprobs_of(token_ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
 
 def part_of(first: int, count: int, version: int, finish_reason: FinishReason) -> Completion:
     """Tokens ``first``, ``first`` + 1, … of a response."""
-    token_ids = np.arange(first, first + count, dtype=np.int64)
-    versions = np.full(count, version, dtype=np.int64)
-    return Completion(token_ids, logprobs_of(token_ids, versions), versions, finish_reason)
+    token_ids = np.arange(first, first + count, dtype=np.int32)
+    versions = np.full(count, version)
+    logprobs = logprobs_of(token_ids, versions)
+    return Completion(token_ids, logprobs, spans_of(versions), finish_reason)
 
 
-async def deliver(batch: RolloutBatch) -> None:
+async def deliver(batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
     """Hands a batch over that nobody takes."""
 
 

@@ -9,7 +9,7 @@ from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.fakes.fake_pool import FakePool, Request
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Rewards:
         if sample.group_id in self.held:
             await self.held[sample.group_id].wait()
         sample.reward = 0.0 if sample.group_id in self._equal else float(sample.index == 0)
-        pending.is_scored = True
+        pending.response_text = "scored"
 
 
 class Setup:
@@ -69,7 +69,7 @@ class Setup:
     def collect(self, step: int) -> asyncio.Task[RolloutBatch | None]:
         return asyncio.create_task(self.batches.collect(step, self.hand_over))
 
-    async def hand_over(self, batch: RolloutBatch) -> None:
+    async def hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             self.state_at_failure = self.batches.state()

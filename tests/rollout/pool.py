@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.version_spans import num_spanned
 from bapo_megatron.rollout.completion import SamplingSettings
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.sglang_client import ApiKeys
@@ -89,7 +90,7 @@ class Response:
         assert completion.token_ids.tolist() == self.token_ids
         expected = [logprob_of(token_id, T) for token_id in self.token_ids]
         np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-6)
-        assert len(completion.versions) == length
+        assert num_spanned(completion.versions) == length
         assert completion.finish_reason is finish
         assert all(part.finish_reason is FinishReason.ABORT for part in self.parts[:-1])
         assert self.parts[-1].finish_reason is finish

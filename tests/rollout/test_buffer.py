@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
 from bapo_megatron.rollout.completion import Completion
-from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 
 PROMPTS = [
     Prompt(f"train.jsonl:{n}", (10 + n, 11, 12), f"{n}", f"prompt {n} ×", "train", {"level": [n]})
@@ -19,10 +19,11 @@ PROMPTS = [
 
 
 def _completion(first: int, length: int, version: int, finish: str = "abort") -> Completion:
-    token_ids = np.arange(first, first + length)
+    token_ids = np.arange(first, first + length, dtype=np.int32)
     # Neither representable exactly in decimal nor equal in float32 and float64.
     logprobs = (-(token_ids + 1) / 7).astype(np.float32)
-    return Completion(token_ids, logprobs, np.full(length, version), FinishReason(finish))
+    versions = (VersionSpan(version, length),) if length else ()
+    return Completion(token_ids, logprobs, versions, FinishReason(finish))
 
 
 def _filled() -> RolloutBuffer:
@@ -31,11 +32,10 @@ def _filled() -> RolloutBuffer:
     groups = [buffer.start_group(prompt, 2) for prompt in PROMPTS]
     for pending in groups[0].samples:
         pending.append(_completion(0, 3, 1, "stop"), 8)
-        pending.sample.response_text = "fine\n"
+        pending.response_text = "fine\n"
         pending.sample.reward = 1.0
         pending.sample.reward_components = {"math": 1.0, "overlong": -0.25}
         pending.sample.answer_found = True
-        pending.is_scored = True
     groups[1].samples[0].append(_completion(20, 2, 1), 8)
     groups[1].samples[0].append(_completion(22, 3, 2), 8)
     groups[1].samples[1].append(_completion(30, 4, 2, "stop"), 8)
@@ -45,7 +45,7 @@ def _filled() -> RolloutBuffer:
 def test_a_continued_sample_sends_prompt_and_prefix_and_keeps_everything_in_order() -> None:
     pending = list(_filled())[1].samples[0]
     assert pending.input_ids() == [11, 11, 12, 20, 21, 22, 23, 24]
-    assert pending.sample.versions.tolist() == [1, 1, 2, 2, 2]
+    assert pending.sample.versions == ((1, 2), (2, 3))
     expected = [np.float32(-21 / 7), -22 / 7, -23 / 7, -24 / 7, -25 / 7]
     np.testing.assert_allclose(pending.sample.behaviour_logprobs, expected, rtol=1e-7)
     assert not pending.is_finished
@@ -76,17 +76,18 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
     for saved_group, group in zip(buffer, restored, strict=True):
         assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
         for saved, pending in zip(saved_group.samples, group.samples, strict=True):
-            for name in ("response_token_ids", "behaviour_logprobs", "versions"):
+            for name in ("response_token_ids", "behaviour_logprobs"):
                 mine, other = getattr(pending.sample, name), getattr(saved.sample, name)
                 assert mine.dtype == other.dtype
                 assert mine.tobytes() == other.tobytes()
-            for name in ("prompt", "finish_reason", "response_text", "reward", "answer_found"):
+            for name in ("versions", "finish_reason", "reward", "answer_found"):
                 assert getattr(pending.sample, name) == getattr(saved.sample, name)
             assert (pending.sample.group_id, pending.sample.index) == (
                 saved.sample.group_id,
                 saved.sample.index,
             )
-            assert pending.is_scored == saved.is_scored
+            for name in ("prompt", "response_text"):
+                assert getattr(pending, name) == getattr(saved, name)
     restored.take(restored.finished()[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
     assert restored.dropped == {"stale": 1}
@@ -98,7 +99,7 @@ def test_a_restored_sample_can_be_continued() -> None:
     pending = list(restored)[1].samples[0]
     pending.append(_completion(25, 3, 3), 8)
     assert pending.sample.response_token_ids.tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
-    assert pending.sample.versions.tolist() == [1, 1, 2, 2, 2, 3, 3, 3]
+    assert pending.sample.versions == ((1, 2), (2, 3), (3, 3))
 
 
 def test_only_groups_whose_samples_have_all_ended_are_finished() -> None:
@@ -123,15 +124,15 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
     for prompt in PROMPTS:
         group = buffer.start_group(prompt, 1)
         group.samples[0].append(_completion(5, 2, group.group_id, "stop"), 8)
-        group.samples[0].is_scored = True
+        group.samples[0].response_text = "fine"
         buffer.take([group])
     restored = RolloutBuffer(num_earlier_batches=2)
     buffer_from_json(restored, json.loads(json.dumps(buffer_to_json(buffer))))
     assert [[group.group_id for group in batch] for batch in restored.earlier] == [[1], [2]]
-    assert restored.earlier[1][0].samples[0].response_token_ids.tolist() == [5, 6]
-    assert restored.earlier[1][0].samples[0].versions.tolist() == [2, 2]
+    assert restored.earlier[1][0].samples[0].sample.response_token_ids.tolist() == [5, 6]
+    assert restored.earlier[1][0].samples[0].sample.versions == ((2, 2),)
 
 
 def test_a_state_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="its format is 0, this version reads 2"):
+    with pytest.raises(ValueError, match="its format is 0, this version reads 3"):
         buffer_from_json(RolloutBuffer(), {"format": 0, "next_group_id": 0, "groups": []})

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.collector_client import CollectorClient
 from tests.fakes.fake_sglang import FakeSglang
 from tests.rollout.helpers import descendants
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.rollout.helpers import MakeConfig
 
 OWN = "tests.reward.own_functions"
@@ -42,17 +43,19 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
         try:
             client.start()
             client.sync_weights(tmp_path, 1)
-            batch = client.collect(0)
+            encoded = client.collect(0)
         finally:
             client.close()
 
-    assert batch is not None
+    assert encoded is not None
+    batch = decode_batch(encoded)
+    texts = pq.read_table(texts_path(Path(encoded.name))).to_pylist()
     assert batch.stats.reward_errors == len(batch.samples)
     assert batch.stats.reward_timeouts == 0
-    for sample in batch.samples:
+    for sample, text in zip(batch.samples, texts, strict=True):
         parts = sample.reward_components
         assert list(parts) == ["math", "length", "bad", "overlong", "repetition"]
-        assert parts["length"] == len(sample.response_text)
+        assert parts["length"] == len(text["response_text"])
         assert parts["bad"] == 0.0
         assert parts["overlong"] == pytest.approx(-len(sample.response_token_ids) / 40)
         wanted = parts["math"] + 0.5 * parts["length"] + parts["overlong"] + parts["repetition"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.buffer import PendingSample, empty_sample
+from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_sglang import FakeSglang, token_at
@@ -241,7 +241,7 @@ def test_a_server_that_is_lost_after_the_last_token_is_not_replaced() -> None:
             raise ConnectionError
 
     timeline = Timeline()
-    pending = PendingSample(empty_sample(0, 0, Prompt("", tuple(PROMPT), "", "")))
+    (pending,) = PendingGroup.start(0, Prompt("", tuple(PROMPT), "", ""), 1).samples
 
     async def run() -> None:
         with FakeSglang() as other, Cut(is_incremental=False) as cut:

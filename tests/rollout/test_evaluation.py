@@ -18,7 +18,7 @@ from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.completion import Completion, sample_seed
 from bapo_megatron.rollout.evaluation import Evaluator
-from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class Pool:
             raise RolloutError("no server left")
         self.requests.append((label, sampling))
         self.affinities[label.rpartition(",")[0]] = affinity
-        tokens = np.full(3, len(self.requests), dtype=np.int64)
-        completion = Completion(tokens, np.empty(0, np.float32), tokens, FinishReason.STOP)
+        tokens = np.full(3, len(self.requests), dtype=np.int32)
+        versions = (VersionSpan(0, 3),)
+        completion = Completion(tokens, np.empty(0, np.float32), versions, FinishReason.STOP)
         on_part(completion)
         return completion
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from bapo_megatron.data.version_spans import num_spanned
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.completion import SamplingSettings
 from bapo_megatron.rollout.sglang_server import START_VERSION
@@ -43,7 +44,7 @@ def test_logprobs_are_those_of_transformers(
             model_dir, [*PROMPT, 10 + n], completion.token_ids, temperature
         )
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
-        assert set(completion.versions) == {START_VERSION}
+        assert [span.version for span in completion.versions] == [START_VERSION]
         if completion.finish_reason is FinishReason.STOP:
             assert completion.token_ids[-1] == 1  # the end-of-sequence token is a sampled token
         else:
@@ -70,7 +71,7 @@ def test_after_a_weight_update_the_server_runs_the_new_weights(
             await load_weights(client, model_dir, START_VERSION)
 
     completion = with_client(server.address, update_and_generate, server.keys)
-    assert set(completion.versions) == {7}
+    assert [span.version for span in completion.versions] == [7]
     new = reference_logprobs(changed_dir, PROMPT, completion.token_ids, 1.0)
     old = reference_logprobs(model_dir, PROMPT, completion.token_ids, 1.0)
     assert np.abs(new - old).max() > 0.01
@@ -96,7 +97,7 @@ def test_an_aborted_response_continues_with_tokens_and_logprobs_aligned(
         return first, await client.generate(prefix, SamplingSettings(1.0, 20), label="second part")
 
     first, second = with_client(server.address, abort_and_continue, server.keys)
-    assert len(first.logprobs) == len(first.token_ids) == len(first.versions) < 240
+    assert len(first.logprobs) == len(first.token_ids) == num_spanned(first.versions) < 240
     tokens = np.concatenate((first.token_ids, second.token_ids))
     logprobs = np.concatenate((first.logprobs, second.logprobs))
     expected = reference_logprobs(model_dir, PROMPT, tokens, 1.0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.data.dump import DumpError, write_batch
+from bapo_megatron.data.dump import DumpError, decode_batch, write_batch
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.replay import ReplaySource
 from tests.data.samples import make_batch
@@ -27,7 +27,7 @@ def dumps(tmp_path: Path) -> Path:
 def test_each_step_gets_its_own_dump(dumps: Path) -> None:
     source = ReplaySource(dumps)
     for step in (0, 1):
-        batch = source.collect(step)
+        batch = decode_batch(source.collect(step))
         assert batch.step == step
         assert [group.group_id for group in batch.groups] == [0, 1, 2]
 
@@ -35,7 +35,7 @@ def test_each_step_gets_its_own_dump(dumps: Path) -> None:
 def test_replay_can_begin_at_any_step_after_a_resume(dumps: Path) -> None:
     source = ReplaySource(dumps)
     source.restore(ReplaySource(dumps).state())
-    assert source.collect(3).step == 3
+    assert decode_batch(source.collect(3)).step == 3
 
 
 def test_a_missing_step_is_named_with_what_is_there(dumps: Path) -> None:

@@ -21,13 +21,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.data.version_spans import token_versions
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import FakePool, Request, logprobs_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
 
@@ -59,7 +62,7 @@ class RewardsByGroup:
             self.waiting.remove(ready)
         sample = pending.sample
         sample.reward = 1.0 if sample.group_id % 3 == 0 else float(sample.index)
-        pending.is_scored = True
+        pending.response_text = "scored"
 
 
 @dataclass
@@ -154,7 +157,10 @@ class RolloutMachine(RuleBasedStateMachine):
         """Collect a batch; where the disk is full, it is handed over at the second attempt."""
         before: dict[str, Any] = {}
 
-        async def hand_over(batch: RolloutBatch) -> None:
+        async def hand_over(batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
+            assert [(text.group_id, text.index) for text in texts] == [
+                (sample.group_id, sample.index) for sample in batch.samples
+            ]
             if self.disk_is_full and not before:
                 before.update(self.batches.state())
                 raise OSError("the disk is full")
@@ -295,7 +301,7 @@ class RolloutMachine(RuleBasedStateMachine):
         if limit.max_age is None or limit.action == "mask":
             return
         for sample in samples:
-            ages = version - sample.versions
+            ages = version - token_versions(sample.versions)
             measured = ages.mean() if limit.measure == "mean" else ages.max()
             assert measured <= limit.max_age
 
@@ -349,9 +355,11 @@ def check_tokens(sample: Sample) -> None:
     length = len(sample.response_token_ids)
     assert length <= LONGEST
     assert sample.response_token_ids.tolist() == list(range(length))
-    assert len(sample.versions) == length
-    assert (np.diff(sample.versions) >= 0).all()
-    expected = logprobs_of(sample.response_token_ids, sample.versions)
+    versions = token_versions(sample.versions)
+    assert len(versions) == length
+    assert all(span.num_tokens > 0 for span in sample.versions)
+    assert (np.diff([span.version for span in sample.versions]) > 0).all()
+    expected = logprobs_of(sample.response_token_ids, versions)
     np.testing.assert_array_equal(sample.behaviour_logprobs, expected)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bapo_megatron.data.version_spans import token_versions
 from bapo_megatron.rollout.sglang_stream import EventReader, RefusedError, StreamParser
 from bapo_megatron.types import FinishReason
 
@@ -55,7 +56,7 @@ def _plain(part: Completion | None) -> tuple[list[int], list[float], list[int], 
     return (
         part.token_ids.tolist(),
         part.logprobs.tolist(),
-        part.versions.tolist(),
+        token_versions(part.versions).tolist(),
         str(part.finish_reason),
     )
 

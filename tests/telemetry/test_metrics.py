@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import LogConfig
+from bapo_megatron.data.version_spans import spans_of
 from bapo_megatron.telemetry.figures import draw_dynamics
 from bapo_megatron.telemetry.metrics import (
     BEFORE_TRAINING,
@@ -22,11 +23,12 @@ from bapo_megatron.telemetry.sinks import MetricsSinks, read_metrics
 from bapo_megatron.types import (
     FinishReason,
     Group,
-    Prompt,
+    PromptTokens,
     RolloutBatch,
     RolloutStats,
     Sample,
     StepMetrics,
+    VersionSpan,
 )
 from tests.evaluation.results import result
 
@@ -48,10 +50,10 @@ def _sample(group_id: int, index: int, length: int, reward: float) -> Sample:
     return Sample(
         group_id=group_id,
         index=index,
-        prompt=Prompt(f"p:{group_id}", (1, 2), "3", "1+2="),
-        response_token_ids=np.zeros(length, np.int64),
+        prompt=PromptTokens(f"p:{group_id}", np.array([1, 2], np.int32)),
+        response_token_ids=np.zeros(length, np.int32),
         behaviour_logprobs=np.zeros(length, np.float32),
-        versions=np.zeros(length, np.int64),
+        versions=(VersionSpan(0, length),) if length else (),
         finish_reason=FinishReason.STOP if length < 4 else FinishReason.LENGTH,
         reward=reward,
         answer_found=length > 1,
@@ -156,7 +158,7 @@ def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
 def test_ages_are_counted_from_the_batch_over_all_its_tokens() -> None:
     batch = _batch()  # of version 7, with responses of 1, 4, 2 and 3 tokens
     for sample, versions in zip(batch.samples, AGED_VERSIONS, strict=True):
-        sample.versions = np.array(versions)
+        sample.versions = spans_of(versions)
     values = step_metrics(batch, {}, 0.0, {}).values
     # Ages: 0 four times, 1 three times, 3 twice, 7 once.
     assert values["rollout/stale_token_share"] == 0.6
@@ -169,7 +171,7 @@ def test_ages_are_counted_from_the_batch_over_all_its_tokens() -> None:
 def test_a_fresh_batch_has_no_stale_tokens() -> None:
     batch = _batch()
     for sample in batch.samples:
-        sample.versions += 7
+        sample.versions = (VersionSpan(7, len(sample.response_token_ids)),)
     values = step_metrics(batch, {}, 0.0, {}).values
     assert values["rollout/stale_token_share"] == 0.0
     assert values["rollout/age_max"] == 0.0

@@ -11,7 +11,14 @@ from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.tiny.tokenizer import build_tokenizer
 from bapo_megatron.trainer.plan import Layout
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, Sample
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    Sample,
+    VersionSpan,
+)
 from tests.policy.tiny_models import load_reference, make_model
 
 if TYPE_CHECKING:
@@ -87,9 +94,7 @@ def write_dumps(
         made = []
         for number in range(groups):
             group_id = step * groups + number
-            prompt = Prompt(
-                f"made:{group_id}", tuple(rng.integers(3, vocab, 6).tolist()), "1", "made"
-            )
+            prompt = PromptTokens(f"made:{group_id}", rng.integers(3, vocab, 6).astype(np.int32))
             samples = []
             for index in range(samples_per_group):
                 length = int(rng.integers(3, 20)) + 6 * index
@@ -100,9 +105,9 @@ def write_dumps(
                         group_id=group_id,
                         index=index,
                         prompt=prompt,
-                        response_token_ids=response.astype(np.int64),
+                        response_token_ids=response.astype(np.int32),
                         behaviour_logprobs=(mu + rng.normal(0, noise, length)).astype(np.float32),
-                        versions=np.full(length, step, np.int64),
+                        versions=(VersionSpan(step, length),),
                         finish_reason=FinishReason.STOP,
                         reward=float(2 * index < samples_per_group) if rewards == "mixed" else 0.0,
                         answer_found=True,
@@ -114,8 +119,8 @@ def write_dumps(
     return directory
 
 
-def _logprobs(model: torch.nn.Module, prompt: tuple[int, ...], response: np.ndarray) -> np.ndarray:
-    ids = torch.tensor([[*prompt, *response.tolist()]])
+def _logprobs(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+    ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
     with torch.no_grad():
         logprobs = model(ids).logits[0].log_softmax(-1)
     rows = torch.arange(len(prompt) - 1, ids.shape[1] - 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.dump import read_batch
+from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.distributed import shutdown_distributed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
@@ -17,6 +17,7 @@ from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_s
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.types import EncodedBatch
 from bapo_megatron.weight_sync import messages
 from tests.distributed_launch import take_port
 from tests.evaluation.results import result
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.calls import Call
     from bapo_megatron.policy.checkpoint_files import BestCheckpoint
-    from bapo_megatron.types import EvalResult, RolloutBatch
+    from bapo_megatron.types import EvalResult
 
 PAUSE_S = 0.25
 """What the stub reports for every push."""
@@ -46,12 +47,12 @@ class StubSource:
     right: dict[int, int] = field(default_factory=dict)
     """By step: how many of eight problems an evaluation finds solved."""
 
-    def collect(self, step: int) -> RolloutBatch | None:
+    def collect(self, step: int) -> EncodedBatch | None:
         self.calls.append("collect")
         self.num_samples += 100
         if step in self.on_collect and self.on_collect[step](self):
             return None
-        return read_batch(self.dumps / f"step_{step:06d}.parquet")
+        return read_encoded(self.dumps / f"step_{step:06d}.parquet")
 
     @property
     def weights(self) -> StubSource:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.data.dump import read_batch, write_batch
+from bapo_megatron.data.version_spans import spans_of, token_versions
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.types import RolloutBatch
 from tests.distributed_launch import run_ranks
@@ -60,11 +61,13 @@ def stale_dump(
     exact = _exact_logprobs(random_model, batch)
     for number, (sample, exact_R) in enumerate(zip(batch.samples, exact, strict=True)):
         length = len(exact_R)
-        sample.behaviour_logprobs[:] = exact_R + rng.normal(0, 0.1, length)
-        sample.versions[:] = 9
+        noisy_R = exact_R + rng.normal(0, 0.1, length)
+        sample.behaviour_logprobs = noisy_R.astype(np.float32)
+        versions_R = np.full(length, 9)
         if number % 3:  # two of three responses began with older weights
-            sample.versions[: length * (number % 5) // 4] = 7
-            sample.versions[: length // 3] = 4
+            versions_R[: length * (number % 5) // 4] = 7
+            versions_R[: length // 3] = 4
+        sample.versions = spans_of(versions_R)
     path = tmp_path_factory.mktemp("stale") / "step_000000.parquet"
     write_batch(path, RolloutBatch(step=0, version=9, groups=batch.groups))
     return path
@@ -87,7 +90,8 @@ def _exact_logprobs(model_dir: Path, batch: RolloutBatch) -> list[np.ndarray]:
     model = load_reference("qwen2", model_dir).eval().double()
     logprobs = []
     for sample in batch.samples:
-        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_token_ids.tolist()]])
+        ids_N = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
+        ids = torch.from_numpy(ids_N).long()[None]
         with torch.no_grad():
             rows = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
         start = len(sample.prompt.token_ids)
@@ -185,7 +189,7 @@ def test_masked_tokens_are_in_no_sum(
     for sample, exact_R, advantage in zip(
         exact["batch"].samples, exact["logprobs"], _advantages(exact["batch"]), strict=True
     ):
-        age_R = 9 - sample.versions
+        age_R = 9 - token_versions(sample.versions)
         trains_R = age_R <= 3 if name == "masked tokens" else np.full(len(age_R), age_R.mean() <= 1)
         ratio_R = np.exp(exact_R - sample.behaviour_logprobs)[trains_R]
         clipped_R = np.minimum(ratio_R, high) if advantage > 0 else np.maximum(ratio_R, low)
@@ -234,7 +238,9 @@ def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(
 ) -> None:
     batch = read_batch(stale_dump)
     for sample in batch.samples:
-        sample.versions[0] = 4
+        versions_R = token_versions(sample.versions)
+        versions_R[0] = 4
+        sample.versions = spans_of(versions_R)
     write_batch(tmp_path / "dumps" / "step_000000.parquet", batch)
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
     arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
@@ -258,7 +264,7 @@ def test_ages_grow_with_every_update_that_a_batch_serves(
     assert result.returncode == 0, result.stderr
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     halves = [
-        np.concatenate([9 - sample.versions for group in groups for sample in group.samples])
+        np.concatenate([9 - token_versions(s.versions) for group in groups for s in group.samples])
         for batch in [read_batch(stale_dump)]
         for groups in (batch.groups[:2], batch.groups[2:])
     ]
@@ -276,7 +282,9 @@ def test_an_engine_log_prob_that_is_not_finite_is_named(
     replay_config: Path, stale_dump: Path, tmp_path: Path
 ) -> None:
     batch = read_batch(stale_dump)
-    batch.groups[2].samples[1].behaviour_logprobs[3] = -np.inf
+    sample = batch.groups[2].samples[1]
+    sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
+    sample.behaviour_logprobs[3] = -np.inf
     write_batch(tmp_path / "dumps" / "step_000000.parquet", batch)
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
     arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]

@@ -15,10 +15,18 @@ import pytest
 import yaml
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.data.dump import read_batch
+from bapo_megatron.data.dump import read_batch, texts_path
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.generate import BatchTotals, generate_batches, summarise
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, RolloutStats, Sample
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    RolloutStats,
+    Sample,
+    VersionSpan,
+)
 from tests.launch import run, start
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import RunConfig
 
-PROMPT = Prompt("train.jsonl:0", (1, 2), "3", "1+2=?")
+PROMPT = PromptTokens("train.jsonl:0", np.array([1, 2], np.int32))
 
 
 def make_group(group_id: int, lengths: Sequence[int], rewards: Sequence[float]) -> Group:
@@ -37,9 +45,9 @@ def make_group(group_id: int, lengths: Sequence[int], rewards: Sequence[float]) 
             group_id=group_id,
             index=index,
             prompt=PROMPT,
-            response_token_ids=np.zeros(length, np.int64),
+            response_token_ids=np.zeros(length, np.int32),
             behaviour_logprobs=np.zeros(length, np.float32),
-            versions=np.zeros(length, np.int64),
+            versions=(VersionSpan(0, length),),
             finish_reason=FinishReason.LENGTH if length == 10 else FinishReason.STOP,
             reward=reward,
             answer_found=length != 10,
@@ -129,12 +137,12 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(config: Path, tmp_pa
     result = run(["generate", str(config), f"run_dir={run_dir}", "--steps", "2"])
     assert result.returncode == 0, result.stdout + result.stderr
     batches = [read_batch(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in range(2)]
-    assert sorted(path.name for path in (run_dir / "rollouts").iterdir()) == [
-        "step_000000.parquet",
-        "step_000001.parquet",
-    ]
+    names = ["step_000000.parquet", "step_000001.parquet"]
+    rollouts = run_dir / "rollouts"
+    assert sorted(path.name for path in rollouts.iterdir()) == [*names, "texts"]
+    assert sorted(path.name for path in (rollouts / "texts").iterdir()) == names
     samples = [sample for batch in batches for sample in batch.samples]
-    assert {version for sample in samples for version in sample.versions} == {0}
+    assert {span.version for sample in samples for span in sample.versions} == {0}
     assert len({group.group_id for batch in batches for group in batch.groups}) == 8
     found = json.loads((run_dir / "generate.json").read_text())
     assert (found["steps"], found["groups"], found["samples"]) == (2, 8, 24)
@@ -173,8 +181,10 @@ def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_pat
     assert process.returncode == 130
     assert "bapo-megatron: interrupted" in err
     assert not psutil.wait_procs(started, timeout=30)[1]
-    files = list((run_dir / "rollouts").iterdir())
-    assert {path.suffix for path in files} == {".parquet"}
+    rollouts = run_dir / "rollouts"
+    assert {path.suffix for path in rollouts.rglob("*") if path.is_file()} == {".parquet"}
+    files = list(rollouts.glob("*.parquet"))
+    assert all(texts_path(path).exists() for path in files)
     for path in files:
         assert len(read_batch(path).groups) == 4
     assert not (run_dir / "generate.json").exists()

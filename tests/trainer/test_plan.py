@@ -12,8 +12,9 @@ import pytest
 
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.data.version_spans import spans_of
 from bapo_megatron.trainer.plan import PlannedUpdate, plan_step
-from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, Sample
+from bapo_megatron.types import FinishReason, Group, PromptTokens, RolloutBatch, Sample
 from tests.trainer.dumps import ONE_RANK
 
 VERSION = 10
@@ -27,15 +28,15 @@ VERSIONS = (
 def _batch(versions=VERSIONS) -> RolloutBatch:
     groups = []
     for group_id, responses in enumerate(versions):
-        prompt = Prompt(f"made:{group_id}", (1, 2), "3", "made")
+        prompt = PromptTokens(f"made:{group_id}", np.array([1, 2], np.int32))
         samples = [
             Sample(
                 group_id=group_id,
                 index=index,
                 prompt=prompt,
-                response_token_ids=np.arange(len(versions_R)),
+                response_token_ids=np.arange(len(versions_R), dtype=np.int32),
                 behaviour_logprobs=np.zeros(len(versions_R), np.float32),
-                versions=np.array(versions_R, np.int64),
+                versions=spans_of(versions_R),
                 finish_reason=FinishReason.STOP,
                 reward=float(index == 0),
             )
