@@ -42,8 +42,8 @@ def _sums(tokens: float, loss: float, oldest: float) -> dict[str, float]:
         "policy_loss": loss,
         "positive_contribution": 3.0,
         "negative_contribution": 9.0,
-        "positive_held": 1.0,
-        "negative_held": 2.0,
+        "positive_clipped": 1.0,
+        "negative_clipped": 2.0,
         "entropy": 2 * tokens,
         "kl_behaviour": 0.5 * tokens,
         "report: clip/fraction_high": 3.0,
@@ -81,8 +81,8 @@ def test_numbers_are_quotients_of_sums_over_all_updates() -> None:
     assert values["loss/policy"] == pytest.approx(0.1)
     assert values["loss/positive_share"] == 0.25
     assert (values["loss/positive_sum"], values["loss/negative_sum"]) == (6.0, 18.0)
-    assert values["clip/positive_held_share"] == 2 / 10
-    assert values["clip/negative_held_share"] == 4 / 10
+    assert values["clip/fraction_positive"] == 2 / 10
+    assert values["clip/fraction_negative"] == 4 / 10
     assert values["rollout/positive_response_tokens_mean"] == 5.0
     assert values["rollout/negative_response_tokens_mean"] == 8.0
     assert values["policy/grad_norm"] == 2.0
@@ -219,8 +219,8 @@ def test_sums_and_maxima_of_tokens_by_hand() -> None:
         "policy_loss": 0.125,
         "positive_contribution": 3.5,
         "negative_contribution": 4.0,
-        "positive_held": 1.0,
-        "negative_held": 1.0,
+        "positive_clipped": 1.0,
+        "negative_clipped": 1.0,
         "entropy": 10.0,
         "staleness": 8.0,
         "mismatch_tokens": 2.0,

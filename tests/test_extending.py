@@ -1,0 +1,69 @@
+"""The examples of docs/extending.md work as they are printed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bapo_megatron.algorithm.advantage import Advantages
+from bapo_megatron.algorithm.load_objective import load_objective, trial_tokens
+from bapo_megatron.algorithm.objective import differentiate
+from bapo_megatron.config.schema import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+
+
+@pytest.fixture
+def printed() -> Iterator[str]:
+    """A module with everything that the page defines."""
+    module = ModuleType("printed_on_the_page")
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), module.__dict__)
+    sys.modules[module.__name__] = module
+    yield module.__name__
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize(
+    ("name", "decision_size"), [("cispo", 0), ("Gspo", 0), ("QuantileClip", 1)]
+)
+def test_objectives_of_the_page_are_taken(printed: str, name: str, decision_size: int) -> None:
+    loaded = load_objective(AlgorithmConfig(objective=f"{printed}:{name}"))
+    assert loaded.decision_size == decision_size
+
+
+def test_the_quantile_clip_limits_the_share_that_it_promises(printed: str) -> None:
+    config = AlgorithmConfig(
+        objective=f"{printed}:QuantileClip", objective_options={"share": 0.25}
+    )
+    objective = load_objective(config).objective
+    tokens = trial_tokens(torch.device("cpu"))
+    decision = objective.decide(objective.statistics(tokens))
+    from dataclasses import replace
+
+    gradient = differentiate(objective, replace(tokens, decision=decision), tokens.mask)
+    trained = (tokens.mask > 0) & (tokens.advantage != 0)
+    clipped = trained & (gradient.logprob_T == 0)
+    assert 0.1 <= float(clipped.sum() / trained.sum()) <= 0.25
+    assert objective.report_decision(decision.tolist()) == {
+        "quantile_clip/high": pytest.approx(decision.item())
+    }
+
+
+def test_the_advantage_of_the_page_centres_by_length(printed: str) -> None:
+    samples: Any = [
+        SimpleNamespace(reward=reward, response_token_ids=[0] * length)
+        for reward, length in ((1.0, 1), (0.0, 3))
+    ]
+    advantages = Advantages(f"{printed}:centred_by_length")
+    groups: Any = [SimpleNamespace(samples=samples)]
+    assert advantages.compute(groups).tolist() == [[0.75, -0.25]]
