@@ -20,10 +20,21 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("bapo/positive_share_start", "before the search"),
             ("bapo/positive_share", "after the search"),
+            ("loss/positive_share", "of the loss"),
         ),
     ),
     ("Clip bounds", (("bapo/clip_high", "upper"), ("bapo/clip_low", "lower"))),
-    ("Gradient norm", (("policy/grad_norm", "norm before clipping"),)),
+    (
+        "Gradient norm before clipping",
+        (("policy/grad_norm_max", "largest update"), ("policy/grad_norm", "mean")),
+    ),
+    (
+        "Response tokens by the sign of the advantage",
+        (
+            ("rollout/positive_response_tokens_mean", "A > 0"),
+            ("rollout/negative_response_tokens_mean", "A < 0"),
+        ),
+    ),
     (
         "Clipped tokens",
         (
@@ -70,8 +81,8 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
 
     are_unique = len({run_dir.name for run_dir in run_dirs}) == len(run_dirs)
     runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
-    figure = Figure(figsize=(17, 7), layout="constrained")
-    axes = figure.subplots(2, 4)
+    figure = Figure(figsize=(14, 10), layout="constrained")
+    axes = figure.subplots(3, 3)
     for axis, (title, series) in zip(axes.flat, PANELS, strict=True):
         _draw_panel(axis, title, series, runs)
     figure.suptitle(", ".join(runs))

@@ -1,0 +1,95 @@
+"""``train.dump_tokens``: the tokens of an update, whole on any layout, as ``bounds`` reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.launch import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+pytestmark = pytest.mark.distributed
+
+COLUMNS = ["logprob", "behaviour_logprob", "advantage", "entropy", "mask"]
+LAYOUTS = {
+    "one rank": (1, []),
+    "TP 2": (2, ["parallel.tensor=2"]),
+    "CP 2": (2, ["parallel.context=2"]),
+    "PP 2": (2, ["parallel.pipeline=2"]),
+    "DP 2, chunks": (2, ["ops.logits_chunk_tokens=13"]),
+}
+
+
+def _train(config: Path, run_dir: Path, layout: str, *settings: str) -> dict[str, pa.Table]:
+    ranks, overrides = LAYOUTS[layout]
+    arguments = ["train", str(config), f"run_dir={run_dir}", *overrides, *settings]
+    result = run([*arguments, "train.steps=4", "train.dump_tokens=2"], ranks=ranks)
+    assert result.returncode == 0, result.stderr
+    return {path.name: pq.read_table(path) for path in sorted((run_dir / "tokens").iterdir())}
+
+
+def _sorted(table: pa.Table) -> np.ndarray:
+    """Rows [tokens, columns] in the order of μ, which no rank changes."""
+    rows = np.stack([table[name].to_numpy() for name in COLUMNS], axis=1)
+    return rows[np.argsort(rows[:, 1], kind="stable")]
+
+
+@pytest.fixture(scope="module")
+def whole(replay_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pa.Table]:
+    return _train(replay_config, tmp_path_factory.mktemp("whole") / "run", "one rank")
+
+
+def test_every_update_of_every_nth_step_has_a_file_with_its_tokens(
+    whole: dict[str, pa.Table], mixed_dumps: Path
+) -> None:
+    assert list(whole) == [
+        f"step_{step:06d}_update_{update:03d}.parquet" for step in (1, 3) for update in (0, 1)
+    ]
+    for step in (1, 3):
+        samples = read_batch(mixed_dumps / f"step_{step:06d}.parquet").samples
+        for update in (0, 1):
+            table = whole[f"step_{step:06d}_update_{update:03d}.parquet"]
+            assert table.column_names == COLUMNS
+            own = samples[:8] if update == 0 else samples[8:]
+            behaviour = np.concatenate([sample.behaviour_logprobs for sample in own])
+            assert np.array_equal(np.sort(table["behaviour_logprob"].to_numpy()), np.sort(behaviour))
+            assert set(table["mask"].to_pylist()) == {1.0}
+            assert (table["entropy"].to_numpy() > 0).all()
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
+def test_layouts_dump_the_same_tokens(
+    replay_config: Path, whole: dict[str, pa.Table], tmp_path: Path, layout: str
+) -> None:
+    tables = _train(replay_config, tmp_path / "run", layout)
+    assert tables.keys() == whole.keys()
+    for name, table in tables.items():
+        np.testing.assert_allclose(_sorted(table), _sorted(whole[name]), rtol=0, atol=2e-5)
+
+
+def test_bounds_of_the_file_are_those_that_the_update_had(
+    replay_config: Path, tmp_path: Path
+) -> None:
+    settings = ["algorithm.updates_per_batch=1", "algorithm.bapo.target=0.4"]
+    tables = _train(replay_config, tmp_path / "run", "DP 2, chunks", *settings)
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    assert len(tables) == 2
+    for name in tables:
+        result = run(["bounds", str(tmp_path / "run" / "tokens" / name), "--json"])
+        assert result.returncode == 0, result.stderr
+        found = json.loads(result.stdout)
+        row = rows[int(name[5:11])]
+        assert found["clip_low"] == pytest.approx(row["bapo/clip_low"])
+        assert found["clip_high"] == pytest.approx(row["bapo/clip_high"])
+        assert found["positive_share"] == pytest.approx(row["bapo/positive_share"], abs=1e-12)
+        assert row[f"bapo/exit_{found['exit']}_share"] == 1.0
