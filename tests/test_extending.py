@@ -42,9 +42,7 @@ def test_objectives_of_the_page_are_taken(printed: str, name: str, decision_size
 
 
 def test_the_quantile_clip_limits_the_share_that_it_promises(printed: str) -> None:
-    config = AlgorithmConfig(
-        objective=f"{printed}:QuantileClip", objective_options={"share": 0.25}
-    )
+    config = AlgorithmConfig(objective=f"{printed}:QuantileClip", objective_options={"share": 0.25})
     objective = load_objective(config).objective
     tokens = trial_tokens(torch.device("cpu"))
     decision = objective.decide(objective.statistics(tokens))

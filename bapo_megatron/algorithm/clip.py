@@ -45,11 +45,13 @@ def clipped_shares(
 ) -> dict[str, Tensor]:
     """Return which tokens a limit holds, [T] bool each, by metric name; arguments as above."""
     is_negative_T = tokens.advantage < 0
-    dual = math.inf if dual_clip is None else dual_clip
+    dual_T = torch.zeros_like(is_negative_T)
+    if dual_clip is not None:
+        dual_T = is_negative_T & (tokens.ratio > dual_clip)
     return {
         "clip/fraction_high": (tokens.advantage > 0) & (tokens.ratio > high),
         "clip/fraction_low": is_negative_T & (tokens.ratio < low),
-        "clip/fraction_dual": is_negative_T & (tokens.ratio > dual),
+        "clip/fraction_dual": dual_T,
     }
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bapo_megatron.algorithm.correction import limit_weights
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.loss import Denominators, token_weights
+from bapo_megatron.algorithm.masked import is_finite
 from bapo_megatron.algorithm.objective import (
     SAFE_LOGPROB,
     TokenBatch,
@@ -310,26 +311,28 @@ class LossStage:
             return self.numbers.nothing(self._device)
         tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
         age_T, same_weights_T = safe.ages()
-        mismatch_T = (policy.logprob_T - safe.micro_batch.rollout_logprob_T).abs()
-        low_high = self.objective.bounds(tokens)
-        ratio_T = tokens.ratio
-        if low_high is not None:
-            low, high = low_high
-            ratio_T = torch.where(
-                tokens.advantage < 0, ratio_T.clamp(min=low), ratio_T.clamp(max=high)
-            )
+        mismatch_T = (policy.logprob_T - safe.micro_batch.rollout_logprob_T).abs_()
+        positive_T, negative_T = tokens.advantage > 0, tokens.advantage < 0
+        limits = self.objective.bounds(tokens)
+        held_T = tokens.ratio
+        if limits is not None:
+            low, high = limits
+            held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
+        counts_T = (tokens.mask > 0) & (token_loss.weight_T != 0)
         view = TokenView(
             tokens=tokens,
             trains_T=safe.trains_T,
             finite_T=safe.finite(policy.logprob_T),
-            counts_T=(tokens.mask > 0) & (token_loss.weight_T != 0),
+            counts_T=counts_T,
             loss_T=token_loss.loss_T,
             weight_T=token_loss.weight_T,
             derivative_T=token_loss.derivative_T,
-            contribution_T=tokens.advantage.abs() * ratio_T,
+            contribution_T=tokens.advantage.abs() * held_T,
             age_T=age_T,
             mismatch_T=torch.where(same_weights_T, mismatch_T, 0),
             same_weights_T=same_weights_T,
+            positive_T=positive_T & counts_T,
+            negative_T=negative_T & counts_T,
             correction_T=safe.correction_T,
             importance_T=safe.micro_batch.importance_T,
         )
@@ -350,13 +353,11 @@ class _SafeTokens:
         self.micro_batch = own = micro_batch.to(device)
         self.entropy_coefficient = config.entropy_coefficient
         self.trains_T = own.mask_T > 0
-        self.correction_T = torch.ones_like(own.mask_T)
+        self.correction_T: Tensor | None = None
         if config.correction.kind != "none":
             self.correction_T = limit_weights(own.importance_T, config.correction)
         self._context = context
-        self._finite_T = (
-            self.trains_T & own.behaviour_logprob_T.isfinite() & own.advantage_T.isfinite()
-        )
+        self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
         behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
         self._known = TokenBatch(
             logprob=behaviour_T,
@@ -378,7 +379,7 @@ class _SafeTokens:
 
     def finite(self, logprob_T: Tensor) -> Tensor:
         """Return which tokens [T] train and have finite values only."""
-        return self._finite_T & logprob_T.isfinite()
+        return self._finite_T & is_finite(logprob_T)
 
     def batch(
         self,
@@ -393,7 +394,7 @@ class _SafeTokens:
         Without kernels the ratio is left to ``differentiate``.
         """
         known = self._known.select(part)
-        finite_T = self._finite_T[part] & logprob_T.isfinite()
+        finite_T = self._finite_T[part] & is_finite(logprob_T)
         logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
         entropy_T = torch.where(finite_T, entropy_T, 0)
         ratio_T = known.ratio
@@ -413,7 +414,7 @@ class _SafeTokens:
     def ages(self) -> tuple[Tensor, Tensor]:
         """Age of each token [T], and which were sampled by the weights that the policy has."""
         own, context = self.micro_batch, self._context
-        age_T = context.num_updates - own.version_T
+        age_T = (context.num_updates - own.version_T).float()
         if context.rollout_version is None:
             return age_T, torch.zeros_like(self.trains_T)
         return age_T, (own.version_T == context.rollout_version) & self.trains_T
@@ -424,9 +425,11 @@ class _MicroBatchLoss:
 
     def __init__(self, objective: Objective, safe: _SafeTokens, kernels: Kernels) -> None:
         self.safe = safe
-        self.loss_T = torch.zeros_like(safe.micro_batch.mask_T)
-        self.derivative_T = torch.zeros_like(self.loss_T)
-        self.weight_T = safe.micro_batch.loss_weight_T * safe.correction_T
+        self.weight_T = safe.micro_batch.loss_weight_T
+        if safe.correction_T is not None:
+            self.weight_T = self.weight_T * safe.correction_T
+        self.loss_T = torch.empty_like(self.weight_T)
+        self.derivative_T = torch.empty_like(self.weight_T)
         self.tokens: TokenBatch | None = None
         """All of them, where they came in one part."""
         self._objective = objective

@@ -1,8 +1,8 @@
 """Every number that a step reports of its updates: sums over tokens, and what is formed of them.
 
-A new number is one entry in ``SUMS`` and one in ``QUOTIENTS`` (names: docs/algorithm.md). Sums and
-counts are reduced over micro-batches and ranks first; a quotient is formed once, at the end of the
-step, so that no mean of means appears.
+A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/algorithm.md).
+Sums and counts are reduced over micro-batches and ranks first; a quotient is formed once, at the
+end of the step, so that no mean of means appears.
 
 Shape legend: T = response tokens of a micro-batch, S = sums, M = maxima.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bapo_megatron.algorithm.masked import is_finite
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 
 if TYPE_CHECKING:
@@ -50,54 +51,65 @@ class TokenView:
     contribution_T: Tensor
     """|A| · min(r, c_high) where A > 0, |A| · max(r, c_low) where A < 0 (Eq. 8)."""
     age_T: Tensor
-    """int64: optimizer updates since the weights that sampled the token."""
+    """Optimizer updates since the weights that sampled the token."""
     mismatch_T: Tensor
     """|trainer's log-prob − engine's| where ``same_weights_T``, else 0."""
     same_weights_T: Tensor
     """bool: m = 1, and sampled by the weights that the policy still has."""
-    correction_T: Tensor
-    """What the correction multiplies the loss by."""
+    positive_T: Tensor
+    """bool: A > 0, with a loss."""
+    negative_T: Tensor
+    """bool: A < 0, with a loss."""
+    correction_T: Tensor | None
+    """What the correction multiplies the loss by; None without one."""
     importance_T: Tensor
     """π_recomputed / π_rollout of the token or its response, which the correction limits."""
-
-    def has_sign(self, sign: int) -> Tensor:
-        """Return which tokens with a loss have A > 0 (``sign`` 1) or A < 0 (-1)."""
-        return (self.tokens.advantage * sign > 0) & self.counts_T
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
     """R − 1 − log r (k3), which cancels in float32."""
     difference_T = (view.tokens.logprob - view.tokens.behaviour_logprob).double()
-    log_ratio_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(log_ratio_T) - log_ratio_T
+    log_ratio_T = difference_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(log_ratio_T).sub_(log_ratio_T).float()
 
+
+def _correction(view: TokenView) -> Tensor:
+    assert view.correction_T is not None, "CORRECTION_COUNTS are those of a correction"
+    return view.correction_T
+
+
+COUNTS: dict[str, Value] = {
+    "tokens": lambda v: v.trains_T,
+    "positive_tokens": lambda v: v.positive_T,
+    "negative_tokens": lambda v: v.negative_T,
+    "positive_clipped": lambda v: v.positive_T & (v.derivative_T == 0),
+    "negative_clipped": lambda v: v.negative_T & (v.derivative_T == 0),
+    "mismatch_tokens": lambda v: v.same_weights_T,
+    "nonfinite_tokens": lambda v: ~v.finite_T,
+    "nonfinite_losses": lambda v: ~is_finite(v.loss_T + v.derivative_T),
+}
+"""Conditions, bool [T], by name; counted over the tokens with m = 1."""
 
 SUMS: dict[str, Value] = {
-    "tokens": lambda v: v.trains_T,
-    "positive_tokens": lambda v: v.has_sign(1),
-    "negative_tokens": lambda v: v.has_sign(-1),
     "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0),
-    "positive_contribution": lambda v: v.contribution_T * v.has_sign(1),
-    "negative_contribution": lambda v: v.contribution_T * v.has_sign(-1),
-    "positive_clipped": lambda v: v.has_sign(1) & (v.derivative_T == 0),
-    "negative_clipped": lambda v: v.has_sign(-1) & (v.derivative_T == 0),
+    "positive_contribution": lambda v: v.contribution_T * v.positive_T,
+    "negative_contribution": lambda v: v.contribution_T * v.negative_T,
     "entropy": lambda v: v.tokens.entropy,
     "kl_behaviour": _kl_behaviour,
     "staleness": lambda v: v.age_T,
-    "mismatch_tokens": lambda v: v.same_weights_T,
     "mismatch_abs": lambda v: v.mismatch_T,
-    "nonfinite_tokens": lambda v: ~v.finite_T,
-    "nonfinite_losses": lambda v: ~(v.loss_T.isfinite() & v.derivative_T.isfinite()),
 }
-"""Values [T] by name; summed over the tokens with m = 1."""
+"""Values, float32 [T], by name; summed over the tokens with m = 1."""
 
-CORRECTION_SUMS: dict[str, Value] = {
+CORRECTION_COUNTS: dict[str, Value] = {
     "corrected_tokens": lambda v: v.trains_T,
-    "correction_weight": lambda v: v.correction_T,
-    "correction_capped": lambda v: (v.correction_T < v.importance_T) & (v.correction_T != 0),
-    "correction_masked": lambda v: v.correction_T == 0,
+    "correction_capped": lambda v: (_correction(v) < v.importance_T) & (_correction(v) != 0),
+    "correction_masked": lambda v: _correction(v) == 0,
 }
-"""The same, with ``algorithm.correction``."""
+"""Further ``COUNTS``, with ``algorithm.correction``."""
+
+CORRECTION_SUMS: dict[str, Value] = {"correction_weight": _correction}
+"""Further ``SUMS`` likewise."""
 
 MAXIMA: dict[str, tuple[Value, str]] = {
     "rollout/staleness_max": (lambda v: v.age_T, "tokens"),
@@ -152,26 +164,32 @@ class Numbers:
             report_names: What the objective reports of each token.
             corrects: Whether there is an ``algorithm.correction``.
         """
-        self._values = SUMS | CORRECTION_SUMS if corrects else SUMS
-        self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._values}
-        self.sum_names = (*self._values, *(f"{_REPORT}{name}" for name in report_names))
+        self._counts = COUNTS | CORRECTION_COUNTS if corrects else COUNTS
+        self._sums = SUMS | CORRECTION_SUMS if corrects else SUMS
+        self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
+        reports = (f"{_REPORT}{name}" for name in report_names)
+        self.sum_names = (*self._counts, *self._sums, *reports)
         """[S]."""
         self.max_names = tuple(self._maxima)
         """[M]."""
 
     def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sums [S] and maxima [M] of a micro-batch, float64 on the device."""
-        trains_T = view.trains_T
-        if len(trains_T) == 0:
-            return self.nothing(trains_T.device)
-        values = [value(view) for value in self._values.values()]
-        values += [value_T * view.counts_T for value_T in report.values()]
-        sums = torch.stack([value_T.to(torch.float32) for value_T in values])
-        maxima = torch.stack([value(view).to(torch.float32) for value in self._maxima.values()])
-        return (
-            torch.where(trains_T, sums, 0).sum(dim=1, dtype=torch.float64),
-            torch.where(trains_T, maxima, 0).amax(dim=1).to(torch.float64),
-        )
+        if len(view.trains_T) == 0:
+            return self.nothing(view.trains_T.device)
+
+        # Conditions of one kind go through one operation: launches are what this costs.
+        counts = _stack([value(view) for value in self._counts.values()]) & view.trains_T
+        sums = _stack([value(view) for value in self._sums.values()])
+        maxima = _stack([value(view) for value in self._maxima.values()])
+        parts = [
+            counts.sum(dim=1, dtype=torch.float64),
+            torch.where(view.trains_T, sums, 0).sum(dim=1, dtype=torch.float64),
+        ]
+        if report:
+            reported = _stack(list(report.values())) * view.counts_T
+            parts.append(reported.sum(dim=1, dtype=torch.float64))
+        return torch.cat(parts), torch.where(view.trains_T, maxima, 0).amax(dim=1).double()
 
     def nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sums and maxima of no token."""
@@ -179,6 +197,13 @@ class Numbers:
             torch.zeros(len(self.sum_names), dtype=torch.float64, device=device),
             torch.zeros(len(self.max_names), dtype=torch.float64, device=device),
         )
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    """Values [T] as rows: bool if all of them are, else float32."""
+    if any(value_T.dtype != torch.bool for value_T in values):
+        values = [value_T.float() for value_T in values]
+    return torch.stack(values)
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.data.dump import read_batch, texts_path
+from bapo_megatron.data.dump import encode_batch, read_batch, texts_path
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.generate import BatchTotals, generate_batches, summarise
 from bapo_megatron.types import (
+    EncodedBatch,
     FinishReason,
     Group,
     PromptTokens,
@@ -207,10 +208,11 @@ class FailingSource:
     def sync_weights(self, model_dir: Path, version: int) -> None:
         self.calls.append(f"sync_weights {model_dir.name} {version}")
 
-    def collect(self, step: int) -> RolloutBatch | None:
+    def collect(self, step: int) -> EncodedBatch | None:
         self.calls.append(f"collect {step}")
         if step == 0:
-            return RolloutBatch(step, 0, (make_group(0, [1], [0]),))
+            batch = RolloutBatch(step, 0, (make_group(0, [1], [0]),))
+            return EncodedBatch("made", bytearray(encode_batch(batch)))
         if self.calls[-2] == "collect 0":
             return None
         raise RolloutError("no server is left")

@@ -62,7 +62,9 @@ def test_every_update_of_every_nth_step_has_a_file_with_its_tokens(
             assert table.column_names == COLUMNS
             own = samples[:8] if update == 0 else samples[8:]
             behaviour = np.concatenate([sample.behaviour_logprobs for sample in own])
-            assert np.array_equal(np.sort(table["behaviour_logprob"].to_numpy()), np.sort(behaviour))
+            assert np.array_equal(
+                np.sort(table["behaviour_logprob"].to_numpy()), np.sort(behaviour)
+            )
             assert set(table["mask"].to_pylist()) == {1.0}
             assert (table["entropy"].to_numpy() > 0).all()
 
