@@ -632,7 +632,7 @@ def test_bapo_bounds_come_from_the_statistics() -> None:
 
 @pytest.mark.parametrize(
     ("number", "shares"),
-    [(0, (1, 0, 0)), (1, (0, 1, 0)), (2, (0, 0, 1)), (3, (0, 0, 0)), (4, (0, 0, 0))],
+    [(0, (1, 0, 0)), (1, (0, 1, 0)), (2, (0, 0, 1)), (4, (0, 0, 0))],
 )
 def test_the_exit_of_a_search_is_reported(number: int, shares: tuple[int, ...]) -> None:
     objective = load_objective(AlgorithmConfig.model_validate({})).objective
