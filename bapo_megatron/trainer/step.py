@@ -137,6 +137,7 @@ class BatchTrainer:
             updates = tuple(update for update, _ in passes)
             # That pass ran with the weights of the first update.
             first_pass = passes[0][1]
+            del passes
         outcomes = []
         for number in range(self._config.epochs * len(updates)):
             update = updates[number % len(updates)]

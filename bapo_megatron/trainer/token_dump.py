@@ -56,17 +56,11 @@ class TokenDump:
         Raises:
             OSError: The file cannot be written.
         """
-        if not groups.is_last_stage:
+        if not groups.is_last_stage or not tokens:
             return
-        columns = torch.cat(
-            [torch.empty(len(COLUMNS), 0, device=groups.device)]
-            + [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens],
-            dim=1,
-        )
-        gathered = _gather(columns, groups)
+        parts = [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens]
+        gathered = _gather(torch.cat(parts, dim=1), groups)
         if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
-            return
-        if gathered.shape[1] == 0:
             return
         table = pa.table(dict(zip(COLUMNS, gathered.cpu().numpy(), strict=True)))
         content = io.BytesIO()
