@@ -15,7 +15,7 @@ time.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -28,7 +28,7 @@ ResponseT = TypeVar("ResponseT")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[RequestT, ResponseT]):
-    """What may be called, by one name."""
+    """A call: its name, request and response types."""
 
     name: str
     request: type[RequestT]
@@ -36,7 +36,7 @@ class Call(Generic[RequestT, ResponseT]):
 
 
 class Caller(Protocol):
-    """Reaches whoever answers."""
+    """Starts calls on the other process."""
 
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
@@ -165,4 +165,6 @@ def _json_of(value: Any) -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be sent")

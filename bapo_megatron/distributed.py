@@ -207,7 +207,7 @@ def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray
     """
     if (data is None) == (groups.rank == 0):
         raise ValueError(
-            f"broadcast_bytes: rank 0 gives the payload and the others None; rank {groups.rank} "
+            f"broadcast_buffer: rank 0 gives the payload and the others None; rank {groups.rank} "
             f"gave {'None' if data is None else f'{len(data)} bytes'}"
         )
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)

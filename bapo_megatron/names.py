@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_LONGEST_TEXT = 200
+_MAX_TEXT = 200
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """How the loader of libraries tells that the address space is used up."""
 
 
 class LoadError(ValueError):
-    """An object that cannot be had; the message says why and what to do."""
+    """The named object cannot be loaded; the message says why and what to do."""
 
 
 def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
@@ -44,4 +44,4 @@ def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
 
 def shown(error: BaseException) -> str:
     """An error as part of one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_TEXT]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]

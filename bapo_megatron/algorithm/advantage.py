@@ -62,6 +62,7 @@ class Advantages:
         reward_PG = torch.tensor(rewards, dtype=torch.float64)
         if self._code is None:
             return group_advantages(reward_PG, self._kind)
+        _check_rewards(reward_PG)
         rows = [
             self._call(self._code, reward_G, group.samples)
             for reward_G, group in zip(reward_PG, groups, strict=True)
@@ -109,11 +110,7 @@ def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
             "reward_PG must have shape [prompts, responses per prompt >= 2], got "
             f"{list(reward_PG.shape)}; group-relative advantages need siblings to compare with"
         )
-    if not bool(torch.isfinite(reward_PG).all()):
-        row, column = (int(i) for i in torch.nonzero(~torch.isfinite(reward_PG))[0])
-        raise ValueError(
-            f"reward_PG[{row}, {column}] is {float(reward_PG[row, column])}; rewards must be finite"
-        )
+    _check_rewards(reward_PG)
     group_size = reward_PG.shape[1]
     exact_PG = reward_PG.to(torch.float64)
     centred_PG = exact_PG - exact_PG.mean(dim=1, keepdim=True)
@@ -128,3 +125,11 @@ def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
         raise ValueError(f"advantage must be grpo, grpo_no_std or rloo, got {kind!r}")
     all_equal_P1 = exact_PG.amax(dim=1, keepdim=True) == exact_PG.amin(dim=1, keepdim=True)
     return torch.where(all_equal_P1, 0.0, advantage_PG).to(torch.float32)
+
+
+def _check_rewards(reward_PG: Tensor) -> None:
+    if not bool(torch.isfinite(reward_PG).all()):
+        row, column = (int(i) for i in torch.nonzero(~torch.isfinite(reward_PG))[0])
+        raise ValueError(
+            f"reward_PG[{row}, {column}] is {float(reward_PG[row, column])}; rewards must be finite"
+        )

@@ -93,7 +93,7 @@ class Bapo(Objective):
         }
 
     def refuses(self, decision: Tensor) -> Tensor:
-        """Say whether the table was not fit for a search."""
+        """Return whether the table is unfit for a search."""
         return decision[_EXIT] == REFUSED
 
     def explain_refusal(self, decision: Sequence[float]) -> str:

@@ -33,6 +33,7 @@ from bapo_megatron.ops.ratio import importance_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -60,6 +61,11 @@ class LoadedObjective:
     """K of ``needs: update`` and ``micro_batch``, else 0."""
     decision_size: int
     """D likewise."""
+
+    @property
+    def collects(self) -> bool:
+        """Whether it must see the whole update before the first gradient."""
+        return self.objective.needs in ("response", "update")
 
 
 def load_objective(
@@ -91,6 +97,11 @@ def load_objective(
         tokens = replace(tokens, decision=decision)
     if isinstance(objective, UserObjective):
         _try(objective, tokens, kernels)
+        if tokens.decision is not None:
+            decision = tokens.decision
+            objective.report_decision(decision.tolist())
+            objective.refuses(decision)
+            objective.explain_refusal(decision.tolist())
     names = tuple(objective.report(tokens))
     return LoadedObjective(objective, names, statistic_size, decision_size)
 
@@ -130,6 +141,7 @@ class UserObjective(Objective):
             UserCodeError: It is neither, or the class cannot be made.
         """
         self._code = code
+        self._report_names: tuple[str, ...] = ()
         named = code.object
         if inspect.isclass(named):
             if not callable(getattr(named, "loss", None)):
@@ -143,11 +155,11 @@ class UserObjective(Objective):
         self.needs: Needs = self._declared("needs", "token")
         self.trains_zero_advantage: bool = self._declared("trains_zero_advantage", False)
         self.selects_tokens: bool = self._declared("selects_tokens", False)
+        if self.needs not in get_args(Needs):
+            code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
         written = getattr(type(self._inner), "statistics", Objective.statistics)
         if self.needs != "token" and written is Objective.statistics:
             code.refuse(f"declares needs = {self.needs!r}; write statistics(self, tokens)")
-        if self.needs not in get_args(Needs):
-            code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
         if self.selects_tokens and self.needs not in ("response", "update"):
             code.refuse(
                 f"selects tokens with needs = {self.needs!r}; the denominators count the selected "
@@ -179,26 +191,48 @@ class UserObjective(Objective):
         """Call the user's ``decide``."""
         with self._code.guard():
             decision = self._call("decide")(total_K)
-        if not isinstance(decision, torch.Tensor) or decision.dtype != torch.float64:
+        if not isinstance(decision, torch.Tensor):
+            self.refuse("decide", f"returns {_kind(decision)} as decision; return float64 [D]")
+        if decision.dtype != torch.float64 or decision.dim() != 1:
             self.refuse("decide", f"returns {_kind(decision)} as decision; return float64 [D]")
         return decision
 
     def select(self, tokens: TokenBatch) -> Tensor:
         """Call the user's ``select``."""
-        return self._per_token("select", tokens)
+        selected_T = self._per_token("select", tokens)
+        if selected_T.dtype != torch.bool:
+            self.refuse("select", f"selects by {_kind(selected_T)}; return bool [T]")
+        return selected_T
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
         """Call the user's ``bounds``."""
         with self._code.guard():
-            return self._call("bounds")(tokens)  # type: ignore[no-any-return]
+            limits = self._call("bounds")(tokens)
+        if limits is None:
+            return None
+        if not isinstance(limits, tuple) or [type(limit) for limit in limits] != [torch.Tensor] * 2:
+            self.refuse("bounds", "returns no pair of tensors; return (low, high) or None")
+        low, high = limits
+        return low, high
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Call the user's ``report``."""
         with self._code.guard():
             values = dict(self._call("report")(tokens))
+        names = self._report_names = self._report_names or tuple(values)
+        if set(values) != set(names):
+            self.refuse(
+                "report",
+                f"reports {', '.join(values) or 'nothing'}, but {', '.join(names)} before; report "
+                "the same names of all tokens",
+            )
         for name, value_T in values.items():
             self._check("report", f"report['{name}']", value_T, tokens)
         return values
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Name the user's line where the derivative fails."""
+        return self._code.guard()
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Call the user's ``report_decision``."""
@@ -286,10 +320,10 @@ def trial_tokens(device: torch.device) -> TokenBatch:
 
 def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) -> None:
     """Refuse an objective whose results depend on which tokens come together."""
-    kept = {name: getattr(tokens, name).clone() for name in ("advantage", "mask", "reward")}
+    kept = {name: value.clone() for name, value in tokens.tensors().items()}
     whole = _run(objective, tokens, kernels)
-    for name, value_T in kept.items():
-        if not torch.equal(value_T, getattr(tokens, name)):
+    for name, value in tokens.tensors().items():
+        if not torch.equal(value, kept[name]):
             objective.refuse("loss", f"changes tokens.{name} in place; make a new tensor")
     if not bool(whole["gradient"].any()) and "gradient of the entropy" not in whole:
         objective.refuse("loss", _NO_GRADIENT)
@@ -307,7 +341,7 @@ def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) 
         }
         for how, (found_T, wanted_T) in others.items():
             if not torch.allclose(found_T, wanted_T, rtol=_TOLERANCE, atol=_TOLERANCE):
-                method = name if name in ("statistics", "select") else "loss"
+                method = name if name in ("statistics", "select", "bounds") else "loss"
                 objective.refuse(
                     "report" if name.startswith("report") else method,
                     f"mixes tokens: its {name} changes where the same tokens are {how}, so results "
@@ -340,6 +374,9 @@ def _run(
         found["statistics"] = objective.statistics(tokens).float()
     if objective.selects_tokens:
         found["select"] = objective.select(tokens).float()
+    limits = objective.bounds(tokens)
+    if limits is not None:
+        found["bounds"] = tokens.ratio.clamp(*limits)
     for name, value_T in found.items():
         if not bool(torch.isfinite(value_T).all()):
             objective.refuse(

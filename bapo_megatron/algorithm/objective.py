@@ -16,6 +16,7 @@ entries of a statistic, D = entries of a decision.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from bapo_megatron.ops.ratio import importance_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from typing import Any
 
     from bapo_megatron.ops.backend import Kernels
@@ -42,8 +44,9 @@ class TokenBatch:
     """The response tokens of one micro-batch or chunk, as an objective sees them.
 
     Every tensor but ``decision`` is [T], on one device, of one floating dtype: float32 in training,
-    float64 in tests. Tokens that do not train (mask 0, or a value that is not finite) are there,
-    with harmless values: ℓ = μ, r = 1, A = 0, H = 0, mask 0.
+    float64 in tests. Tokens with m = 0 or a value that is not finite are there too, with mask 0 and
+    harmless values: ℓ = μ, r = 1, A = 0, H = 0. Those that ``Objective.select`` leaves out have
+    mask 0 and their own values.
     """
 
     logprob: Tensor
@@ -84,7 +87,7 @@ class TokenBatch:
     def select(self, index: slice | Tensor) -> TokenBatch:
         """Return the tokens at ``index``, in its order."""
         chosen: dict[str, Any] = {
-            name: value[index] for name, value in self._tensors().items() if name != "decision"
+            name: value[index] for name, value in self.tensors().items() if name != "decision"
         }
         return replace(self, **chosen)
 
@@ -94,11 +97,12 @@ class TokenBatch:
             name: value.to(
                 device, dtype if value.is_floating_point() and name != "decision" else value.dtype
             )
-            for name, value in self._tensors().items()
+            for name, value in self.tensors().items()
         }
         return replace(self, **moved)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every field that is a tensor, by name."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
@@ -155,9 +159,16 @@ class Objective(Protocol):
         return None
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Return values of each token, [T], by metric name; the step reports their means."""
+        """Return values of each token, [T], by metric name: always the same names.
+
+        The step reports their sum over the tokens with a loss, divided by the tokens with m = 1.
+        """
         del tokens
         return {}
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Return the context in which the loss is differentiated: it may translate errors."""
+        return nullcontext()
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Return numbers of one decision by metric name; the step reports their means."""
@@ -205,9 +216,10 @@ def differentiate(
         ratio_T = importance_ratio(logprob_T, tokens.behaviour_logprob, kernels)
         leaves = replace(tokens, logprob=logprob_T, entropy=entropy_T, ratio=ratio_T)
         loss_T = objective.loss(leaves)
-        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            loss_T, [logprob_T, entropy_T], grad_outputs=weight_T, allow_unused=True
-        )
+        with objective.guarded():
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                loss_T, [logprob_T, entropy_T], grad_outputs=weight_T, allow_unused=True
+            )
     by_logprob_T, by_entropy_T = gradients
     if by_logprob_T is None:
         by_logprob_T = torch.zeros_like(weight_T)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import sys
+import os
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import torch
 
 from bapo_megatron.names import LoadError, load_named, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LIBRARIES = tuple(
-    str(Path(file).parent)
-    for file in (torch.__file__, sys.modules["bapo_megatron"].__file__)
-    if file is not None
-)
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class UserCodeError(ValueError):
@@ -28,7 +23,7 @@ class UserCodeError(ValueError):
 
 
 class UserCode:
-    """One object that a key of the configuration names."""
+    """An object named by a configuration key."""
 
     def __init__(self, key: str, name: str) -> None:
         """Import it.
@@ -52,10 +47,10 @@ class UserCode:
         """Turn an exception of the user's code into one line that names its place."""
         try:
             yield
-        except UserCodeError:
+        except (UserCodeError, MemoryError):
             raise
         except Exception as error:
-            place = _raised_at(error) or self._defined_at(self.object)
+            place = self._raised_at(error) or self._defined_at(self.object)
             raise UserCodeError(
                 f"{self.key}: '{self.name}' raised {shown(error)} ({place}); correct it"
             ) from error
@@ -72,18 +67,28 @@ class UserCode:
 
     def _defined_at(self, culprit: Any) -> str:
         """``file:line`` where a function or class begins."""
+        culprit = inspect.unwrap(culprit)
         try:
-            lines, first = inspect.getsourcelines(inspect.unwrap(culprit))
+            lines, first = inspect.getsourcelines(culprit)
             file = inspect.getsourcefile(culprit) or self.name
         except (TypeError, OSError):
             return self.name
-        decorators = next((i for i, line in enumerate(lines) if "def " in line), 0)
-        return f"{file}:{first + decorators}"
+        begins = ("class ",) if inspect.isclass(culprit) else ("def ", "async def ")
+        decorators = (i for i, line in enumerate(lines) if line.lstrip().startswith(begins))
+        return f"{file}:{first + next(decorators, 0)}"
 
+    def _raised_at(self, error: BaseException) -> str | None:
+        """``file:line`` of the innermost frame of the user's code.
 
-def _raised_at(error: BaseException) -> str | None:
-    """``file:line`` of the innermost frame that is neither torch's nor this package's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*_LIBRARIES, "<")):
-            return f"{frame.filename}:{frame.lineno}"
-    return None
+        That is the file of the named object; else one that is not installed.
+        """
+        frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+        own = self._defined_at(self.object).rpartition(":")[0]
+        for is_users in (
+            lambda file: file == own,
+            lambda file: not file.startswith((_PACKAGE, "<")) and _INSTALLED not in file,
+        ):
+            for frame in frames:
+                if is_users(frame.filename):
+                    return f"{frame.filename}:{frame.lineno}"
+        return None

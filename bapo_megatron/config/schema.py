@@ -175,7 +175,7 @@ class AlgorithmConfig(Section):
     ``none``, without a clip; or ``package.module:name``, your function or class
     (docs/algorithm.md)."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your class, or further ones of your function."""
+    """Keyword arguments for your class, or extra ones for your function."""
     bapo: BapoConfig = BapoConfig.model_validate({})
     """Settings of ``objective: bapo``."""
     fixed: FixedClipConfig = FixedClipConfig()
@@ -216,7 +216,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _clip_has_a_new_name(cls, given: Any) -> Any:
         if isinstance(given, dict) and "clip" in given:
-            new = {"fixed": "clip"}.get(given["clip"], given["clip"])
+            new = "clip" if given["clip"] == "fixed" else given["clip"]
             raise ValueError(
                 f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
             )
@@ -230,6 +230,12 @@ class AlgorithmConfig(Section):
                 f"{self.objective_options} with objective: {self.objective}; leave them out, or "
                 "set objective: package.module:name"
             )
+        for name, value in self.objective_options.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"objective_options.{name} must be finite, got {value}; leave it out, or use "
+                    "null"
+                )
         return self
 
     @model_validator(mode="after")

@@ -63,7 +63,7 @@ _LIST_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
 
 
 class DumpError(ValueError):
-    """A file that is no intact rollout dump; the message is one line with its name."""
+    """The file is not an intact rollout dump; the message is one line with its name."""
 
 
 def write_batch(path: Path, batch: RolloutBatch) -> None:
@@ -238,15 +238,22 @@ def _about(file: Any, name: str) -> dict[str, Any]:
             f"{name}: a parquet file but no rollout dump (metadata "
             f"'{METADATA_KEY.decode()}' is missing); give a file that a run wrote"
         )
-    about: dict[str, Any] = json.loads(encoded)
-    if about["format"] == 1:
+    try:
+        about: dict[str, Any] = json.loads(encoded)
+        found = about["format"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DumpError(
+            f"{name}: its metadata '{METADATA_KEY.decode()}' cannot be read ({error!r}); "
+            "write the dump again"
+        ) from error
+    if found == 1:
         raise DumpError(
             f"{name}: dump format 1, this version reads {FORMAT}; convert its directory: "
             "python examples/convert_dumps.py OLD_DIR NEW_DIR"
         )
-    if about["format"] != FORMAT:
+    if found != FORMAT:
         raise DumpError(
-            f"{name}: dump format {about['format']}, this version reads {FORMAT}; "
+            f"{name}: dump format {found}, this version reads {FORMAT}; "
             "read it with the version that wrote it"
         )
     if "version" not in about:

@@ -19,20 +19,9 @@ from torch import Tensor
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops import extension
 from bapo_megatron.ops.backend import Kernels, select_kernels
+from bapo_megatron.ops.fake import BOUNDS_FIELDS as BOUNDS_FIELDS
 
 CPU = torch.device("cpu")
-
-BOUNDS_FIELDS = (
-    "low",
-    "high",
-    "positive_share_start",
-    "positive_share",
-    "exit",
-    "nonfinite_tokens",
-    "out_of_range_tokens",
-    "tokens",
-)
-"""What a tensor of bounds holds, in order (csrc/common/params.h); float64."""
 
 EXIT_NAMES = ("start", "met", "exhausted", "unsearched", "refused")
 """What ``exit`` means; ``unsearched``: no token has a sign, so there are no shares."""

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUM_BOUNDS_FIELDS = 8
+BOUNDS_FIELDS = (
+    "low",
+    "high",
+    "positive_share_start",
+    "positive_share",
+    "exit",
+    "nonfinite_tokens",
+    "out_of_range_tokens",
+    "tokens",
+)
+"""What a tensor of bounds holds, in order (csrc/common/params.h); float64."""
 
 
 def _logprob_partials(
@@ -65,7 +75,7 @@ def _contributions_(
 def _search_bounds(
     table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
 ) -> Tensor:
-    return table.new_empty(NUM_BOUNDS_FIELDS, dtype=torch.float64)
+    return table.new_empty(len(BOUNDS_FIELDS), dtype=torch.float64)
 
 
 def _importance_ratio(logprob_T: Tensor, behaviour_logprob: Tensor) -> Tensor:

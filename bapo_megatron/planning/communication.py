@@ -34,8 +34,9 @@ Phase = Literal["forward", "backward", "update", "sync"]
 step when the servers get new weights."""
 
 PARTIALS_BYTES = 4 * FLOAT32_BYTES
-INT64_BYTES = 8
 """Of one response token in the loss stage's all-gather (``ops.logprob``)."""
+
+INT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +247,24 @@ class Messages:
         response_tokens = self.workload.micro_batch_tokens * response_share
         gathered = self.layout.tensor * PARTIALS_BYTES * response_tokens
         messages = [self._make("loss: [T, 4]", "tensor", "all-gather", "forward", 1, gathered)]
-        loaded = load_objective(self.config.algorithm)
-        if loaded.statistic_size:
-            table = INT64_BYTES * loaded.statistic_size
-            messages.append(
-                self._make("objective: table", "data", "all-reduce", "update", 1, table)
-            )
-        return messages
+        return messages + self._objective()
+
+    def _objective(self) -> list[Collective]:
+        """What the objective sums up over all tokens (``trainer.loss_stage``)."""
+        loaded, rollout = load_objective(self.config.algorithm), self.config.rollout
+        responses = rollout.groups_per_step * rollout.samples_per_group
+        numbers = {"objective: table": loaded.statistic_size}
+        if loaded.objective.needs == "response":
+            numbers["objective: table"] = responses
+        if loaded.objective.selects_tokens:
+            numbers["objective: selected"] = responses
+        per_batch = loaded.objective.needs == "micro_batch"
+        times = self.workload.micro_batches if per_batch else 1
+        return [
+            self._make(name, "data", "all-reduce", "update", times, INT64_BYTES * count)
+            for name, count in numbers.items()
+            if count
+        ]
 
     def _data(self) -> list[Collective]:
         """float32 gradients once per update, and the weights that the ranks updated."""

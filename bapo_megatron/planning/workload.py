@@ -143,7 +143,7 @@ def _forward_passes(config: RunConfig) -> float:
     """Forward-only passes of a step, each over the samples of one update (``trainer.step``)."""
     algorithm = config.algorithm
     updates = algorithm.updates_per_batch
-    collects = load_objective(algorithm).objective.needs in ("response", "update")
+    collects = load_objective(algorithm).collects
     recomputes = algorithm.behaviour == "recomputed"
     passes = updates * algorithm.epochs if collects else 0
     if recomputes:  # the first update finds its log-probs there

@@ -326,7 +326,7 @@ class _WeightCalls:
 
         def answer() -> ResponseT:
             response = wait()
-            if call.name == RESUME.name:  # the last call of every push
+            if call is RESUME:  # the last call of every push
                 client._lacks_weights = False
             return response
 

@@ -1,4 +1,4 @@
-"""The calls to the collector process but those of a weight sync (``weight_sync.messages``).
+"""Calls to the collector process, except those of a weight push (``weight_sync.messages``).
 
 ``collector_client.CollectorClient`` starts them, ``collector.Collector`` answers them one after the
 other.

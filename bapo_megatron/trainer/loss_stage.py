@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.algorithm.correction import limit_weights
+from bapo_megatron.algorithm.finite import is_finite
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.loss import Denominators, token_weights
-from bapo_megatron.algorithm.masked import is_finite
 from bapo_megatron.algorithm.objective import (
     SAFE_LOGPROB,
     TokenBatch,
@@ -68,9 +68,9 @@ class Collected:
     """This rank's, with what the objective asked for."""
     decision: Tensor | None
     """[D] float64, equal on all ranks."""
-    nonfinite_tokens: Tensor
-    """int64, no dimensions: tokens of this rank that train and whose collected log-probs, or other
-    values, are not finite."""
+    faults: Tensor
+    """[2] int64: tokens of this rank that train and whose collected values are not finite; and
+    those to which the objective gave a statistic that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +171,12 @@ class LossStage:
         self._data_group = groups.data
         loaded = load_objective(config, groups.device, output.kernels)
         self.objective: Objective = loaded.objective
+        self.collects = loaded.collects
+        """Whether the objective must see the whole update before the first gradient."""
         self.decision_size = loaded.decision_size
         """D."""
         self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
         self._statistic_size = loaded.statistic_size
-
-    @property
-    def collects(self) -> bool:
-        """Whether the objective must see the whole update before the first gradient."""
-        return self.objective.needs in ("response", "update")
 
     def collect(
         self,
@@ -211,19 +208,21 @@ class LossStage:
         by_response = objective.needs == "response"
         size = num_samples if by_response else self._statistic_size
         total = torch.zeros(size, dtype=torch.int64, device=self._device)
+        faults = torch.zeros(2, dtype=torch.int64, device=self._device)
         for batch in tokens.values():
             if by_response:
                 value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0)
-                add_over_responses(total, value_T, batch.response)
+                finite_T = is_finite(value_T)
+                faults[1] += (~finite_T).sum()
+                add_over_responses(total, torch.where(finite_T, value_T, 0), batch.response)
             else:
                 total += objective.statistics(batch)
         dist.all_reduce(total, group=self._data_group)
         decision = None if by_response else objective.decide(total)
         known = list(micro_batches)
-        nonfinite = torch.zeros((), dtype=torch.int64, device=self._device)
         for index, safe in held:
             batch = tokens[index]
-            nonfinite += (safe.trains_T & ~safe.finite(policy[index].logprob_T)).sum()
+            faults[0] += (safe.trains_T & ~safe.finite(*policy[index])).sum()
             known[index] = replace(known[index], entropy_T=batch.entropy)
             if by_response:
                 sum_T = response_sums(total, batch.response)
@@ -233,7 +232,7 @@ class LossStage:
                 tokens[index] = replace(batch, decision=decision)
         if objective.selects_tokens:
             self._select(known, tokens, num_samples)
-        return Collected(tuple(known), decision, nonfinite)
+        return Collected(tuple(known), decision, faults)
 
     def loss(
         self,
@@ -322,11 +321,12 @@ class LossStage:
         view = TokenView(
             tokens=tokens,
             trains_T=safe.trains_T,
-            finite_T=safe.finite(policy.logprob_T),
+            finite_T=safe.finite(*policy),
             counts_T=counts_T,
             loss_T=token_loss.loss_T,
             weight_T=token_loss.weight_T,
             derivative_T=token_loss.derivative_T,
+            finite_loss_T=token_loss.finite_T,
             contribution_T=tokens.advantage.abs() * held_T,
             age_T=age_T,
             mismatch_T=torch.where(same_weights_T, mismatch_T, 0),
@@ -362,7 +362,11 @@ class _SafeTokens:
         self._known = TokenBatch(
             logprob=behaviour_T,
             behaviour_logprob=behaviour_T,
-            rollout_logprob=torch.where(self._finite_T, own.rollout_logprob_T, SAFE_LOGPROB),
+            rollout_logprob=torch.where(
+                self._finite_T & is_finite(own.rollout_logprob_T),
+                own.rollout_logprob_T,
+                behaviour_T,
+            ),
             ratio=behaviour_T,
             advantage=own.advantage_T,
             reward=own.reward_T,
@@ -377,9 +381,9 @@ class _SafeTokens:
             update=context.num_updates,
         )
 
-    def finite(self, logprob_T: Tensor) -> Tensor:
-        """Return which tokens [T] train and have finite values only."""
-        return self._finite_T & is_finite(logprob_T)
+    def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
+        """Return which tokens of ``part`` train and have finite values only."""
+        return self._finite_T[part] & is_finite(logprob_T + entropy_T)
 
     def batch(
         self,
@@ -394,7 +398,7 @@ class _SafeTokens:
         Without kernels the ratio is left to ``differentiate``.
         """
         known = self._known.select(part)
-        finite_T = self._finite_T[part] & is_finite(logprob_T)
+        finite_T = self.finite(logprob_T, entropy_T, part)
         logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
         entropy_T = torch.where(finite_T, entropy_T, 0)
         ratio_T = known.ratio
@@ -430,6 +434,7 @@ class _MicroBatchLoss:
             self.weight_T = self.weight_T * safe.correction_T
         self.loss_T = torch.empty_like(self.weight_T)
         self.derivative_T = torch.empty_like(self.weight_T)
+        self.finite_T = torch.empty_like(safe.trains_T)
         self.tokens: TokenBatch | None = None
         """All of them, where they came in one part."""
         self._objective = objective
@@ -442,11 +447,15 @@ class _MicroBatchLoss:
         ratio_T, loss_T, by_logprob_T, by_entropy_T = differentiate(
             self._objective, tokens, weight_T, self._kernels
         )
+        finite_T = is_finite(loss_T) & is_finite(by_logprob_T)
+        if by_entropy_T is not None:
+            finite_T &= is_finite(by_entropy_T)
         if len(tokens) == len(self.weight_T):
             self.tokens = replace(tokens, ratio=ratio_T)
-            self.loss_T, self.derivative_T = loss_T, by_logprob_T
+            self.loss_T, self.derivative_T, self.finite_T = loss_T, by_logprob_T, finite_T
         else:
             self.loss_T[part], self.derivative_T[part] = loss_T, by_logprob_T
+            self.finite_T[part] = finite_T
         loss = (weight_T * loss_T).sum(dtype=torch.float64)
         coefficient = self.safe.entropy_coefficient
         if coefficient != 0:

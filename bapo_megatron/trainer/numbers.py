@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bapo_megatron.algorithm.masked import is_finite
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ class TokenView:
     """Weight of the loss: that of the aggregation, times the correction."""
     derivative_T: Tensor
     """∂(weight · loss)/∂ℓ."""
+    finite_loss_T: Tensor
+    """bool: the loss and its derivatives with respect to ℓ and H are finite."""
     contribution_T: Tensor
     """|A| · min(r, c_high) where A > 0, |A| · max(r, c_low) where A < 0 (Eq. 8)."""
     age_T: Tensor
@@ -86,7 +87,7 @@ COUNTS: dict[str, Value] = {
     "negative_clipped": lambda v: v.negative_T & (v.derivative_T == 0),
     "mismatch_tokens": lambda v: v.same_weights_T,
     "nonfinite_tokens": lambda v: ~v.finite_T,
-    "nonfinite_losses": lambda v: ~is_finite(v.loss_T + v.derivative_T),
+    "nonfinite_losses": lambda v: ~v.finite_loss_T,
 }
 """Conditions, bool [T], by name; counted over the tokens with m = 1."""
 
@@ -163,10 +164,20 @@ class Numbers:
         Args:
             report_names: What the objective reports of each token.
             corrects: Whether there is an ``algorithm.correction``.
+
+        Raises:
+            ValueError: The objective reports a metric of this module.
         """
+        taken = set(report_names) & (QUOTIENTS.keys() | TOTALS.keys() | MAXIMA.keys())
+        if taken:
+            raise ValueError(
+                f"algorithm.objective: it reports '{min(taken)}', a metric of the trainer; choose "
+                "another name"
+            )
         self._counts = COUNTS | CORRECTION_COUNTS if corrects else COUNTS
         self._sums = SUMS | CORRECTION_SUMS if corrects else SUMS
         self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
+        self._report_names = tuple(report_names)
         reports = (f"{_REPORT}{name}" for name in report_names)
         self.sum_names = (*self._counts, *self._sums, *reports)
         """[S]."""
@@ -186,9 +197,10 @@ class Numbers:
             counts.sum(dim=1, dtype=torch.float64),
             torch.where(view.trains_T, sums, 0).sum(dim=1, dtype=torch.float64),
         ]
-        if report:
-            reported = _stack(list(report.values())) * view.counts_T
-            parts.append(reported.sum(dim=1, dtype=torch.float64))
+        if self._report_names:
+            reported = _stack([report[name] for name in self._report_names])
+            kept = torch.where(view.counts_T, reported, 0)
+            parts.append(kept.sum(dim=1, dtype=torch.float64))
         return torch.cat(parts), torch.where(view.trains_T, maxima, 0).amax(dim=1).double()
 
     def nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:

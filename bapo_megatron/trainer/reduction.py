@@ -29,21 +29,19 @@ class Measurement:
     """[S] float64."""
     maxima: Tensor
     """[M] float64."""
-    collected_nonfinite: Tensor
-    """[1] float64: non-finite tokens of the collection pass."""
+    collected: Tensor
+    """[2] float64: the faults of the collection pass (``loss_stage.Collected``)."""
     decisions: Tensor
     """[K, D] float64."""
 
     def flatten(self) -> Tensor:
         """All of it, one after the other."""
-        return torch.cat(
-            [self.sums, self.maxima, self.collected_nonfinite, self.decisions.flatten()]
-        )
+        return torch.cat([self.sums, self.maxima, self.collected, self.decisions.flatten()])
 
 
 def reduce_reports(
     reports: list[TokenReport],
-    collected_nonfinite: Tensor | None,
+    collected: Tensor | None,
     stage: LossStage,
     groups: ProcessGroups,
     *,
@@ -56,8 +54,8 @@ def reduce_reports(
 
     Args:
         reports: One per micro-batch on ranks of the last stage, elsewhere [].
-        collected_nonfinite: Non-finite tokens that this rank found before the loss; None where
-            there was no collection pass.
+        collected: The faults that this rank found before the loss; None where there was no
+            collection pass.
         stage: Names what the reports hold.
         groups: This rank's groups.
         num_decisions: K; with 1 all reports hold the same decision, else each has its own.
@@ -66,20 +64,20 @@ def reduce_reports(
     shapes = (
         (len(numbers.sum_names),),
         (len(numbers.max_names),),
-        (1,),
+        (2,),
         (num_decisions, stage.decision_size),
     )
     if groups.is_last_stage:
         sums = torch.stack([report.sums for report in reports]).sum(dim=0)
         maxima = torch.stack([report.maxima for report in reports]).amax(dim=0)
-        found = torch.zeros(1, dtype=torch.float64, device=groups.device)
-        if collected_nonfinite is not None:
-            found += collected_nonfinite
+        found = torch.zeros(2, dtype=torch.float64, device=groups.device)
+        if collected is not None:
+            found += collected
         counted = torch.cat([sums, found])
         dist.all_reduce(counted, group=groups.data)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=groups.data)
         decisions = torch.stack([report.decision for report in reports[:num_decisions]])
-        packed = torch.cat([counted[:-1], maxima, counted[-1:], decisions.flatten()])
+        packed = torch.cat([counted[:-2], maxima, counted[-2:], decisions.flatten()])
     else:
         size = sum(torch.Size(shape).numel() for shape in shapes)
         packed = torch.empty(size, dtype=torch.float64, device=groups.device)
@@ -95,8 +93,8 @@ def find_faults(measurement: Measurement, stage: LossStage) -> Tensor:
     names = stage.numbers.sum_names
     in_loss = measurement.sums[names.index("nonfinite_tokens")]
     # The collection pass saw the log-probs of another pass than the loss where it came before it.
-    tokens = torch.maximum(in_loss, measurement.collected_nonfinite[0])
-    losses = measurement.sums[names.index("nonfinite_losses")]
+    tokens = torch.maximum(in_loss, measurement.collected[0])
+    losses = measurement.sums[names.index("nonfinite_losses")] + measurement.collected[1]
     refused = torch.zeros_like(losses)
     for decision in measurement.decisions:
         is_refused = stage.objective.refuses(decision) if len(decision) else None
@@ -124,7 +122,8 @@ def read_measurements(measurements: list[Measurement], stage: LossStage) -> list
     for measurement in measurements:
         sums = {name: next(values) for name in stage.numbers.sum_names}
         maxima = {name: next(values) for name in stage.numbers.max_names}
-        next(values)  # the count of the collection pass is a fault, not a number
+        for _ in measurement.collected:  # faults, not numbers
+            next(values)
         num_decisions, size = measurement.decisions.shape
         decisions = tuple(tuple(next(values) for _ in range(size)) for _ in range(num_decisions))
         results.append(Measured(sums, maxima, decisions))

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bapo_megatron.algorithm.masked import first_nonfinite
-from bapo_megatron.distributed import first_message
+from bapo_megatron.algorithm.finite import first_nonfinite
+from bapo_megatron.distributed import fail_together, first_message
 from bapo_megatron.policy.megatron_policy import LossOutput
 from bapo_megatron.trainer.loss_stage import (
     Collected,
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from bapo_megatron.trainer.plan import Layout, PlannedUpdate
     from bapo_megatron.types import MicroBatch, RolloutBatch
 
+    Tokens = tuple[tuple[MicroBatch, TokenReport], ...]
+    """This rank's tokens of an update, for a dump."""
+
 
 class NonFiniteError(ValueError):
     """A log-prob, an advantage or the gradient norm is NaN or infinite."""
@@ -60,8 +63,6 @@ class _Outcome:
     """What the host knew by itself."""
     grad_norm: float = 0.0
     skipped: bool = True
-    tokens: tuple[tuple[MicroBatch, TokenReport], ...] = ()
-    """This rank's, for a dump."""
 
 
 class BatchTrainer:
@@ -149,9 +150,11 @@ class BatchTrainer:
                 rollout_version=batch.version if same_weights else None,
             )
             known = first_pass if number == 0 else None
-            outcomes.append(self._update(batch, update, context, known))
+            outcome, tokens = self._update(batch, update, context, known)
+            outcomes.append(outcome)
             if self._dump is not None and self._dump.is_due(batch.step):
-                self._dump.write(outcomes[-1].tokens, batch.step, number, self._groups)
+                with fail_together(self._groups):
+                    self._dump.write(tokens, batch.step, number, self._groups)
         return self._read(outcomes)
 
     def _recompute_behaviour(
@@ -176,12 +179,12 @@ class BatchTrainer:
         update: PlannedUpdate,
         context: UpdateContext,
         policy: list[TokenLogprobs] | None,
-    ) -> _Outcome:
+    ) -> tuple[_Outcome, Tokens]:
         """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
         stage = self._stage
         trains_all = self._config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
         if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
-            return _Outcome(measurement=None, sums=_token_counts(update))
+            return _Outcome(measurement=None, sums=_token_counts(update)), ()
         collected = self._collect(update, context, policy, num_samples=len(batch.samples))
         micro_batches = update.micro_batches if collected is None else collected.micro_batches
         decision = None if collected is None else collected.decision
@@ -192,7 +195,7 @@ class BatchTrainer:
         reports = self._policy.forward_backward(micro_batches, loss_fn)
         measurement = reduce_reports(
             reports,
-            None if collected is None else collected.nonfinite_tokens,
+            None if collected is None else collected.faults,
             stage,
             self._groups,
             num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
@@ -201,11 +204,11 @@ class BatchTrainer:
         sums = _token_counts(update) | _packing(update)
         if made.applied:
             tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
-            return _Outcome(measurement, sums, made.grad_norm, skipped=False, tokens=tokens)
+            return _Outcome(measurement, sums, made.grad_norm, skipped=False), tokens
         if made.faults[FAULTS.index("nonfinite_tokens")] > 0:
-            return self._refuse(batch, update, reports, made.faults[0])
+            return self._refuse(batch, update, reports, made.faults[0]), ()
         self._raise_fault(batch.step, measurement, made)
-        return _Outcome(measurement=None, sums=sums)
+        return _Outcome(measurement=None, sums=sums), ()
 
     def _collect(
         self,
@@ -326,6 +329,7 @@ def _describe_nonfinite(
         checked = {
             "behaviour log-prob": micro_batch.behaviour_logprob_T,
             "log-prob": report.policy.logprob_T,
+            "entropy": report.policy.entropy_T,
             "advantage": micro_batch.advantage_T,
         }
         for name, values_T in checked.items():

@@ -1,4 +1,4 @@
-"""Tokens of whole updates for a look from outside: ``train.dump_tokens``.
+"""Writes the tokens of whole updates for analysis outside the run: ``train.dump_tokens``.
 
 Shape legend: T = response tokens of this rank, P = ranks of the data-parallel group.
 """
@@ -33,7 +33,7 @@ class TokenDump:
     """Writes ``step_<n>_update_<m>.parquet`` with the tokens of all ranks of an update."""
 
     def __init__(self, directory: Path, every_steps: int) -> None:
-        """Remember where and how often; the directory is made when it is needed."""
+        """Write nothing yet; the directory is created by the first dump."""
         self._directory = directory
         self._every_steps = every_steps
 
@@ -51,7 +51,8 @@ class TokenDump:
         """Gather an update's tokens over data- and context-parallel ranks; one rank writes them.
 
         A collective of the last stage's ranks; others return at once. Nothing is written for an
-        update that was skipped.
+        update that was skipped. The first rank of the last stage writes: with a pipeline over
+        several nodes, ``run_dir`` must be on a shared file system.
 
         Raises:
             OSError: The file cannot be written.

@@ -6,6 +6,7 @@ Shape legend: T = tokens of a micro-batch or chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,106 @@ def nan_late(tokens: TokenBatch) -> Tensor:
     """Pass the trial and give NaN in training."""
     poison = float("nan") if tokens.update >= 1 else 1.0
     return -tokens.advantage * tokens.ratio * poison
+
+
+def clamps_in_place(tokens: TokenBatch) -> Tensor:
+    """Break the graph, which shows when it is differentiated."""
+    return -tokens.advantage * tokens.ratio.clamp_(max=1.2)
+
+
+class _FailingGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ratio: Tensor) -> Tensor:
+        return ratio.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise KeyError("no gradient today")
+
+
+def fails_backward(tokens: TokenBatch) -> Tensor:
+    """Fail in the backward pass."""
+    ratio: Tensor = _FailingGradient.apply(tokens.ratio)
+    return -tokens.advantage * ratio
+
+
+def clamps_entropy(tokens: TokenBatch) -> Tensor:
+    """Change a field that the trainer reads again."""
+    tokens.collected_entropy.clamp_(max=0.5)
+    return -tokens.advantage * tokens.ratio
+
+
+class OtherReports(Objective):
+    """Report other names from time to time."""
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Name the number by the number of tokens."""
+        return {f"other/{len(tokens)}": tokens.ratio}
+
+
+class TakenName(OtherReports):
+    """Report under the name of another metric."""
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Take a name."""
+        return {"policy/entropy": tokens.ratio}
+
+
+class FailingBounds(OtherReports):
+    """Fail where nothing but a metric is formed."""
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Report nothing."""
+        return {}
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Fail."""
+        raise LookupError("no bounds")
+
+
+class FloatSelection(HighEntropy):
+    """Select by weights."""
+
+    def select(self, tokens: TokenBatch) -> Tensor:
+        """Return floats."""
+        return super().select(tokens).float()
+
+
+class ScalarDecision(HighEntropy):
+    """Decide without a dimension."""
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Return a number."""
+        return super().decide(total_K)[0]
+
+
+class UnknownNeed(Objective):
+    """Need something else."""
+
+    needs = "batch"  # type: ignore[assignment]
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+
+class NanStatistics(Gspo):
+    """Pass the trial and sum up NaN in training."""
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Divide by 0 from the second update on."""
+        x = tokens.logprob - tokens.behaviour_logprob
+        return x / 0 * 0 if tokens.update >= 1 else x
+
+
+def nan_entropy_late(tokens: TokenBatch) -> Tensor:
+    """Pass the trial and have a derivative with respect to the entropy that is NaN in training."""
+    root = (tokens.entropy * (0.0 if tokens.update >= 1 else 1.0)).abs().sqrt()
+    return -tokens.advantage * tokens.ratio - 0.0 * root
 
 
 class FloatStatistics(HighEntropy):

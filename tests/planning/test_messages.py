@@ -80,6 +80,8 @@ def test_nothing_is_sent_by_a_single_gpu() -> None:
         ({"bapo": {"preset": "recipe"}}, 8 * (4 * (18 + 6) + 4)),
         ({"bapo": {"preset": "recipe", "contribution": "gradient"}}, 8 * (4 * (18 + 7) + 4)),
         ({"objective": "tests.algorithm.own_objectives:HighEntropy"}, 8 * 64),
+        # an integer for each of the two responses
+        ({"objective": "tests.algorithm.own_objectives:Gspo"}, 8 * 2),
         ({"objective": "clip"}, None),
     ],
 )

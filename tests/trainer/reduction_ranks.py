@@ -32,7 +32,7 @@ STAGE: Any = _Stage()
 
 
 def reduce_on_two_stages(
-    nonfinite_tokens: float, refused: bool, collected: int = 0
+    nonfinite_tokens: float, refused: bool, collected: tuple[int, int] = (0, 0)
 ) -> dict[str, Any]:
     """Rank 0 is the first pipeline stage and has no reports, rank 1 the last one."""
     with joined() as groups:
@@ -55,7 +55,7 @@ def reduce_over_data_ranks() -> dict[str, Any]:
     """Two data-parallel ranks with one micro-batch each, and one search for both."""
     with joined() as groups:
         reports = [_report(1.0 + groups.rank, 0.0, False)]
-        found = torch.tensor(groups.rank + 1)
+        found = torch.tensor([groups.rank + 1, 2])
         return _read(reduce_reports(reports, found, STAGE, groups, num_decisions=1))
 
 

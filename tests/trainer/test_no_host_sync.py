@@ -125,7 +125,7 @@ def test_search_and_loss_never_wait_for_the_device(
             current = policy.read(output().detach(), micro_batch)
             collected = stage.collect([current], [micro_batch], context, num_samples=16)
             (micro_batch,) = collected.micro_batches
-            decision, nonfinite = collected.decision, collected.nonfinite_tokens
+            decision, nonfinite = collected.decision, collected.faults
         loss, report = stage.loss(output(), micro_batch, decision=decision, context=context)
         loss.backward()
         measurement = reduce_reports([report], nonfinite, stage, groups, num_decisions=1)

