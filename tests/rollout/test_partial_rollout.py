@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from base64 import b64decode
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +57,7 @@ class PatientGrader:
             for sample in group["samples"]:
                 if sample["finish_reason"] == FinishReason.ABORT:
                     num_open += 1
-                    if 0 < len(b64decode(sample["versions"])) / 8 < 0.8 * LONGEST:
+                    if 0 < sum(count for _, count in sample["versions"]) < 0.8 * LONGEST:
                         return True
         return num_open == 0
 
