@@ -15,7 +15,7 @@ import torch
 from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
@@ -179,7 +179,7 @@ def push_changed(
     outcomes = []
     with joined(**(layout or {})) as groups:
         policy = build_policy(model_dir, groups)
-        scorer = ProbeScorer(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
+        scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
         sync = WeightSync(config.weight_sync, directory / "run", scorer.score, policy.device)
         source = ThreadSource(servers, config, fault) if groups.rank == 0 else None
         if source is not None:

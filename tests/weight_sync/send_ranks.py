@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from bapo_megatron.config.rollout import WeightSyncConfig
-from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.config.schema import OpsConfig
 from bapo_megatron.distributed import barrier
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.probe import ProbeScorer
@@ -73,7 +73,7 @@ def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with joined(tensor=2) as groups:
         policy = build_policy(model_dir, groups)
-        scorer = ProbeScorer(policy, AlgorithmConfig(), OpsConfig(), layout_of(policy, groups))
+        scorer = ProbeScorer(policy, OpsConfig(), layout_of(policy, groups))
         sync = WeightSync(config, directory, scorer.score, policy.device)
         source = ScriptedSource() if groups.rank == 0 else None
 
