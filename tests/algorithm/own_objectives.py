@@ -252,7 +252,7 @@ class NanStatistics(Gspo):
 
 def nan_entropy_late(tokens: TokenBatch) -> Tensor:
     """Pass the trial and have a derivative with respect to the entropy that is NaN in training."""
-    root = (tokens.entropy * (0.0 if tokens.update >= 1 else 1.0)).abs().sqrt()
+    root = (tokens.entropy.clamp(min=1e-3) * (0.0 if tokens.update >= 1 else 1.0)).sqrt()
     return -tokens.advantage * tokens.ratio - 0.0 * root
 
 

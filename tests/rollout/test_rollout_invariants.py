@@ -244,7 +244,8 @@ class RolloutMachine(RuleBasedStateMachine):
         self.pool.needs_weights = False
         if not self.collecting.done():
             return  # its groups are finished, only their scores are missing
-        assert self.collecting.result() is None
+        if self.collecting.result() is not None:
+            return  # tokens that came meanwhile had completed the batch (``tokens_per_step``)
         self.sync(self.pool.version)
         self.collecting = self.loop.create_task(self.collect())
         self.run()
