@@ -211,10 +211,10 @@ class LossStage:
         faults = torch.zeros(2, dtype=torch.int64, device=self._device)
         for batch in tokens.values():
             if by_response:
-                value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0)
+                value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0.0)
                 finite_T = is_finite(value_T)
                 faults[1] += (~finite_T).sum()
-                add_over_responses(total, torch.where(finite_T, value_T, 0), batch.response)
+                add_over_responses(total, torch.where(finite_T, value_T, 0.0), batch.response)
             else:
                 total += objective.statistics(batch)
         dist.all_reduce(total, group=self._data_group)
@@ -317,11 +317,13 @@ class LossStage:
         if limits is not None:
             low, high = limits
             held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
-        counts_T = (tokens.mask > 0) & (token_loss.weight_T != 0)
+        kept_T = tokens.mask > 0
+        is_selection = safe.micro_batch.selected_T is not None
+        counts_T = kept_T & (token_loss.weight_T != 0)
         view = TokenView(
             tokens=tokens,
             trains_T=safe.trains_T,
-            finite_T=safe.finite(*policy),
+            finite_T=safe.finite(*policy) if is_selection else kept_T,
             counts_T=counts_T,
             loss_T=token_loss.loss_T,
             weight_T=token_loss.weight_T,
@@ -329,7 +331,7 @@ class LossStage:
             finite_loss_T=token_loss.finite_T,
             contribution_T=tokens.advantage.abs() * held_T,
             age_T=age_T,
-            mismatch_T=torch.where(same_weights_T, mismatch_T, 0),
+            mismatch_T=torch.where(same_weights_T, mismatch_T, 0.0),
             same_weights_T=same_weights_T,
             positive_T=positive_T & counts_T,
             negative_T=negative_T & counts_T,
@@ -397,10 +399,11 @@ class _SafeTokens:
 
         Without kernels the ratio is left to ``differentiate``.
         """
-        known = self._known.select(part)
+        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._known))
+        known = self._known if is_whole else self._known.select(part)
         finite_T = self.finite(logprob_T, entropy_T, part)
         logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
-        entropy_T = torch.where(finite_T, entropy_T, 0)
+        entropy_T = torch.where(finite_T, entropy_T, 0.0)
         ratio_T = known.ratio
         if kernels is not None:
             ratio_T = importance_ratio(logprob_T, known.behaviour_logprob, kernels)
@@ -409,7 +412,7 @@ class _SafeTokens:
             known,
             logprob=logprob_T,
             ratio=ratio_T,
-            advantage=torch.where(finite_T, known.advantage, 0),
+            advantage=torch.where(finite_T, known.advantage, 0.0),
             mask=known.mask * finite_T,
             entropy=entropy_T,
             collected_entropy=collected_T,
@@ -443,7 +446,7 @@ class _MicroBatchLoss:
     def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
         tokens = self.safe.batch(logprob_T, entropy_T, part, kernels=None)
         counts_T = tokens.mask > 0
-        weight_T = torch.where(counts_T, self.weight_T[part], 0)
+        weight_T = torch.where(counts_T, self.weight_T[part], 0.0)
         ratio_T, loss_T, by_logprob_T, by_entropy_T = differentiate(
             self._objective, tokens, weight_T, self._kernels
         )
@@ -459,7 +462,7 @@ class _MicroBatchLoss:
         loss = (weight_T * loss_T).sum(dtype=torch.float64)
         coefficient = self.safe.entropy_coefficient
         if coefficient != 0:
-            bonus_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0)
+            bonus_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0.0)
             bonus_T = bonus_T * -coefficient
             loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
             by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T

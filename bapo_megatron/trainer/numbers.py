@@ -92,7 +92,7 @@ COUNTS: dict[str, Value] = {
 """Conditions, bool [T], by name; counted over the tokens with m = 1."""
 
 SUMS: dict[str, Value] = {
-    "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0),
+    "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0.0),
     "positive_contribution": lambda v: v.contribution_T * v.positive_T,
     "negative_contribution": lambda v: v.contribution_T * v.negative_T,
     "entropy": lambda v: v.tokens.entropy,
@@ -195,13 +195,13 @@ class Numbers:
         maxima = _stack([value(view) for value in self._maxima.values()])
         parts = [
             counts.sum(dim=1, dtype=torch.float64),
-            torch.where(view.trains_T, sums, 0).sum(dim=1, dtype=torch.float64),
+            torch.where(view.trains_T, sums, 0.0).sum(dim=1, dtype=torch.float64),
         ]
         if self._report_names:
             reported = _stack([report[name] for name in self._report_names])
-            kept = torch.where(view.counts_T, reported, 0)
+            kept = torch.where(view.counts_T, reported, 0.0)
             parts.append(kept.sum(dim=1, dtype=torch.float64))
-        return torch.cat(parts), torch.where(view.trains_T, maxima, 0).amax(dim=1).double()
+        return torch.cat(parts), torch.where(view.trains_T, maxima, 0.0).amax(dim=1).double()
 
     def nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sums and maxima of no token."""
