@@ -244,8 +244,9 @@ class RolloutMachine(RuleBasedStateMachine):
         self.pool.needs_weights = False
         if not self.collecting.done():
             return  # its groups are finished, only their scores are missing
-        if self.collecting.result() is not None:
-            return  # tokens that came meanwhile had completed the batch (``tokens_per_step``)
+        if self.config.tokens_per_step is not None and self.collecting.result() is not None:
+            return  # tokens that came meanwhile had completed the batch
+        assert self.collecting.result() is None
         self.sync(self.pool.version)
         self.collecting = self.loop.create_task(self.collect())
         self.run()
