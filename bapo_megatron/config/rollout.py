@@ -6,12 +6,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.section import Section
+
+ENGINES = ("sglang", "local")
+"""Engines that need no module."""
+_OWN_ENGINE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ServerConfig(Section):
@@ -112,9 +117,22 @@ class HealthConfig(Section):
     """How long the run waits without any usable server before it saves and ends."""
 
 
+class LocalConfig(Section):
+    """The engine ``local``: the transformers model in the collector's process."""
+
+    max_rows: int = Field(256, ge=8)
+    """Responses in a decode step; others wait for their turn."""
+    decode_steps_ahead: int | None = Field(None, ge=1)
+    """Decode steps made while the trainer trains, with ``async_steps``; none: half of
+    ``max_response_tokens``. They are counted, so that a run repeats bit for bit."""
+
+
 class RolloutConfig(Section):
     """Generation of one step's samples."""
 
+    engine: str = "sglang"
+    """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
+    repeats bit for bit), or ``package.module:Class``."""
     groups_per_step: int = Field(64, ge=1)
     """Prompts per step."""
     samples_per_group: int = Field(8, ge=2)
@@ -141,6 +159,10 @@ class RolloutConfig(Section):
     """How many batches a started group may miss before it is dropped; none: any number."""
     async_steps: int = Field(0, ge=0)
     """How many steps generation may be ahead of training; 0: nothing is generated meanwhile."""
+    fixed_lag: int | None = Field(None, ge=1)
+    """Every response of a step is sampled with the weights of exactly this many steps before, for
+    studies of staleness; none: with the newest that are there. (Those of the first steps: with
+    ``model.path``.)"""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups that teach nothing."""
     staleness: StalenessConfig = StalenessConfig()
@@ -151,6 +173,8 @@ class RolloutConfig(Section):
     """Addresses (http://host:port) of running servers; empty: the trainer starts its own."""
     server: ServerConfig = ServerConfig()
     """How servers are started, by the trainer or by ``serve``."""
+    local: LocalConfig = LocalConfig()
+    """The engine ``local``."""
     health: HealthConfig = HealthConfig()
     """When a server counts as lost."""
     colocated: bool = False
@@ -167,6 +191,15 @@ class RolloutConfig(Section):
     their texts in ``rollouts/texts/``."""
     timeline: bool = False
     """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, name: str) -> str:
+        if name not in ENGINES and not _OWN_ENGINE.fullmatch(name):
+            raise ValueError(
+                f"must be {', '.join(ENGINES)} or package.module:Class, got '{name}'"
+            )
+        return name
 
     @model_validator(mode="after")
     def _no_filters(self) -> Self:

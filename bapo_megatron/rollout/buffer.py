@@ -26,7 +26,7 @@ from bapo_megatron.types import FinishReason, Group, Sample, SampleText
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.engine.base import Completion
     from bapo_megatron.types import Prompt, PromptTokens
 
 

@@ -67,12 +67,12 @@ from bapo_megatron.rollout.messages import (
     SourceState,
     SyncWeights,
 )
-from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE
+from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.push_limit import PushLimit
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.rollout.step_files import write_samples, write_timeline
-from bapo_megatron.rollout.supervisor import ServerSupervisor
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver

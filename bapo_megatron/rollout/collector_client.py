@@ -46,14 +46,14 @@ from bapo_megatron.rollout.messages import (
     SourceState,
     SyncWeights,
 )
-from bapo_megatron.rollout.processes import (
+from bapo_megatron.engine.processes import (
     child_environment,
     describe_exit,
     end_group,
     open_log,
     tail,
 )
-from bapo_megatron.rollout.sglang_server import START_VERSION
+from bapo_megatron.engine.sglang.server import START_VERSION
 from bapo_megatron.weight_sync.messages import RESUME
 
 if TYPE_CHECKING:

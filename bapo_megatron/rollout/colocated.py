@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING
 import httpx
 
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.sglang_http import describe_cause
+from bapo_megatron.engine.sglang.http import describe_cause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import Any
 
     from bapo_megatron.rollout.engine_pool import EnginePool
-    from bapo_megatron.rollout.sglang_server import SglangServer
-    from bapo_megatron.rollout.supervisor import ServerSupervisor
+    from bapo_megatron.engine.sglang.server import SglangServer
+    from bapo_megatron.engine.supervisor import ServerSupervisor
     from bapo_megatron.weight_sync.servers import Pausable
 
 _LOG = logging.getLogger(__name__)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.completion import CompletionSink, join
-from bapo_megatron.rollout.sglang_control import SglangWeightControl
+from bapo_megatron.engine.base import CompletionSink, join
+from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bapo_megatron.rollout.completion import Completion, SamplingSettings
-    from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.engine.base import Completion, SamplingSettings
+    from bapo_megatron.engine.sglang.client import SglangClient
     from bapo_megatron.rollout.timeline import RequestTrace
 
 _MOST_LOAD_RATIO = 1.25

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
-from bapo_megatron.rollout.completion import GenerateRequest
+from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.rollout.engine import Balancer, Engine, EngineState, Job
 from bapo_megatron.rollout.engine_states import EngineStates
-from bapo_megatron.rollout.sglang_http import describe_cause
+from bapo_megatron.engine.sglang.http import describe_cause
 from bapo_megatron.rollout.timeline import NullTimeline
 from bapo_megatron.types import FinishReason
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.rollout.completion import Completion, SamplingSettings
-    from bapo_megatron.rollout.sglang_client import ApiKeys
+    from bapo_megatron.engine.base import Completion, SamplingSettings
+    from bapo_megatron.engine.sglang.client import ApiKeys
     from bapo_megatron.rollout.timeline import Timeline
 
 _ABORT_INTERVAL_S = 0.1

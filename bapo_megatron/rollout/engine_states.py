@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.engine import Engine, EngineState
 from bapo_megatron.rollout.health import Monitor
-from bapo_megatron.rollout.probe import check_temperature_convention
-from bapo_megatron.rollout.sglang_client import SglangClient
-from bapo_megatron.rollout.sglang_dialect import flushes_retracted
+from bapo_megatron.engine.sglang.convention import check_temperature_convention
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.dialect import flushes_retracted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.rollout.sglang_client import ApiKeys
+    from bapo_megatron.engine.sglang.client import ApiKeys
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.completion import SamplingSettings, sample_seed
+from bapo_megatron.engine.base import SamplingSettings, sample_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bapo_megatron.config.rollout import RolloutConfig
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.engine.base import Completion
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
 

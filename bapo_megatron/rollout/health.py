@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.rollout.engine import EngineState
-from bapo_megatron.rollout.sglang_http import describe_cause
+from bapo_megatron.engine.sglang.http import describe_cause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
-from bapo_megatron.rollout.sglang_server import START_VERSION
+from bapo_megatron.engine.sglang.server import START_VERSION
 from bapo_megatron.telemetry.metrics import is_solved
 from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.types import FinishReason

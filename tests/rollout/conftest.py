@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.sglang.server import SglangServer
     from tests.rollout.helpers import MakeConfig
 
 

@@ -24,7 +24,7 @@ from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.messages import COLLECT, Collect
-from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.engine.sglang.client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume, Resumed
 from tests.fakes.fake_sglang import FakeSglang
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.sglang.server import SglangServer
     from tests.rollout.helpers import MakeConfig
 
     Open = Callable[[RunConfig], CollectorClient]

@@ -15,12 +15,12 @@ import pytest
 
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.colocated import ColocatedServers
-from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.engine.sglang.client import ApiKeys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 RELEASE = ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 RESUME_WEIGHTS = ("/resume_memory_occupation", {"tags": ["weights"]})

@@ -24,15 +24,15 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.version_spans import token_versions
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.completion import (
+from bapo_megatron.engine.base import (
     Completion,
     CompletionSink,
     GenerateRequest,
     SamplingSettings,
 )
-from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_dialect import flushes_retracted, has_update_session
-from bapo_megatron.rollout.sglang_server import SglangServer
+from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.dialect import flushes_retracted, has_update_session
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.types import FinishReason
 from tests.rollout.helpers import (
     KEYS,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from typing import Any
 
-    from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.engine.sglang.client import SglangClient
 
 pytestmark = pytest.mark.sglang
 

@@ -16,7 +16,7 @@ from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.sets import EvalSet
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.reward.base import Score
-from bapo_megatron.rollout.completion import Completion, sample_seed
+from bapo_megatron.engine.base import Completion, sample_seed
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bapo_megatron.rollout.completion import SamplingSettings
+    from bapo_megatron.engine.base import SamplingSettings
     from bapo_megatron.types import EvalResult
 
 SETS = {"sums": 5, "products": 3}

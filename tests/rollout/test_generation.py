@@ -19,7 +19,7 @@ from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.types import FinishReason, Prompt, Sample, SampleText
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver

@@ -1,4 +1,4 @@
-"""Connections for many requests at a time: tests of ``bapo_megatron.rollout.http_transport``."""
+"""Connections for many requests at a time: tests of ``bapo_megatron.engine.sglang.transport``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpcore
 import httpx
 import pytest
 
-from bapo_megatron.rollout.http_transport import SeparateConnections
+from bapo_megatron.engine.sglang.transport import SeparateConnections
 from tests.fakes.wave_server import WaveServer
 
 if TYPE_CHECKING:

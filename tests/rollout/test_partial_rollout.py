@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.rollout.buffer import PendingSample
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.sglang.server import SglangServer
     from bapo_megatron.types import RolloutBatch, Sample
 
 pytestmark = pytest.mark.sglang

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.probe import check_temperature_convention
+from bapo_megatron.engine.sglang.convention import check_temperature_convention
 from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, V
 from tests.rollout.helpers import with_client
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from bapo_megatron.rollout.sglang_client import SglangClient
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 

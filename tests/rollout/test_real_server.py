@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.data.version_spans import num_spanned
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.completion import SamplingSettings
-from bapo_megatron.rollout.sglang_server import START_VERSION
+from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.sglang.server import START_VERSION
 from bapo_megatron.types import FinishReason
 from tests.rollout.helpers import load_weights, reference_logprobs, with_client
 
 if TYPE_CHECKING:
-    from bapo_megatron.rollout.completion import Completion
-    from bapo_megatron.rollout.sglang_client import SglangClient
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = pytest.mark.sglang
 

@@ -17,7 +17,7 @@ import pytest
 
 from bapo_megatron.config.check import check_serve_config
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.rollout.sglang_client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.engine.sglang.client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from tests.launch import REPOSITORY, free_port, run
 from tests.rollout.helpers import descendants
 

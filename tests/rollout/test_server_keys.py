@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.rollout.server_keys import KeyCheck
+from bapo_megatron.engine.sglang.keys import KeyCheck
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

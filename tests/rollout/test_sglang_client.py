@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
-from bapo_megatron.rollout.completion import (
+from bapo_megatron.engine.base import (
     Completion,
     SamplingSettings,
 )
-from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_control import SglangWeightControl
+from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.engine.sglang.client import SglangClient
 
 SAMPLING = SamplingSettings(temperature=0.5, max_new_tokens=4)
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.data.version_spans import token_versions
-from bapo_megatron.rollout.sglang_stream import EventReader, RefusedError, StreamParser
+from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
-    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.engine.base import Completion
 
 STOP = {"type": "stop", "matched": 1}
 ABORT = {"type": "abort", "message": "Abort in waiting queue"}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 
 @pytest.fixture(scope="session")

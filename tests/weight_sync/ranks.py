@@ -20,7 +20,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
 from bapo_megatron.rollout.engine import Engine, EngineState
-from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.probe import ProbeScorer
 from bapo_megatron.weight_sync import send

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.rollout.sglang_client import ApiKeys, SglangClient
+from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
 from bapo_megatron.weight_sync.messages import (
     Begin,
     Finish,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.completion import SamplingSettings
-from bapo_megatron.rollout.sglang_client import ApiKeys
+from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.sglang.client import ApiKeys
 from tests.distributed_launch import run_ranks
 from tests.rollout.helpers import (
     KEYS,
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bapo_megatron.rollout.completion import Completion
-    from bapo_megatron.rollout.sglang_client import SglangClient
-    from bapo_megatron.rollout.sglang_server import SglangServer
+    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 

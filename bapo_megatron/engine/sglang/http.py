@@ -14,12 +14,12 @@ from bapo_megatron.errors import (
     ServerError,
     ServerGoneError,
 )
-from bapo_megatron.rollout.sglang_stream import RefusedError
+from bapo_megatron.engine.sglang.stream import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bapo_megatron.rollout.sglang_client import ApiKeys
+    from bapo_megatron.engine.sglang.client import ApiKeys
 
 _MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.25

@@ -19,7 +19,7 @@ from bapo_megatron.errors import RolloutError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.rollout.sglang_client import SglangClient
+    from bapo_megatron.engine.sglang.client import SglangClient
 
 _NUM_TOP = 16
 _SMALLEST_SEPARATION = 0.1

@@ -12,9 +12,9 @@ import torch
 
 from bapo_megatron.config.check import check_serve_config
 from bapo_megatron.interruption import run_async
-from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_server import LOOPBACK
-from bapo_megatron.rollout.supervisor import ServerSupervisor
+from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.server import LOOPBACK
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import RolloutError, ServerGoneError
-from bapo_megatron.rollout.sglang_dialect import has_update_session
+from bapo_megatron.engine.sglang.dialect import has_update_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bapo_megatron.rollout.sglang_client import SglangClient
-    from bapo_megatron.rollout.sglang_dialect import ServerInfo
+    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.dialect import ServerInfo
     from bapo_megatron.weight_sync.servers import BucketLayout, GroupPlace
 
 _INPUT_TEMPERATURE = 1.0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import httpx
 
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.processes import tail
-from bapo_megatron.rollout.sglang_client import ApiKeys
-from bapo_megatron.rollout.sglang_server import LOOPBACK, SglangServer
+from bapo_megatron.engine.processes import tail
+from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.server import LOOPBACK, SglangServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
-from bapo_megatron.rollout.completion import (
+from bapo_megatron.engine.base import (
     CompletionSink,
     GenerateRequest,
     SamplingSettings,
 )
-from bapo_megatron.rollout.http_transport import SeparateConnections
-from bapo_megatron.rollout.sglang_dialect import OLDEST_VERSION, ServerInfo, is_supported
-from bapo_megatron.rollout.sglang_http import KEEPALIVE_EXPIRY_S, SglangHttp, describe_cause
-from bapo_megatron.rollout.sglang_stream import EventReader, RefusedError, StreamParser
+from bapo_megatron.engine.sglang.transport import SeparateConnections
+from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo, is_supported
+from bapo_megatron.engine.sglang.http import KEEPALIVE_EXPIRY_S, SglangHttp, describe_cause
+from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.rollout.completion import Completion
+    from bapo_megatron.engine.base import Completion
 
 API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
 """Environment variable with the key of ``/generate`` for servers in ``rollout.servers``."""

@@ -1,4 +1,4 @@
-"""Entry point of an SGLang server: ``python -m bapo_megatron.rollout.sglang_launcher <arguments>``.
+"""Entry point of an SGLang server: ``python -m bapo_megatron.engine.sglang.launcher <arguments>``.
 
 The arguments are those of ``sglang.launch_server``. This is the only file that imports sglang. What
 it adds:
@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.rollout.processes import OWNER_PID_VARIABLE, unlink_shared_files
-from bapo_megatron.rollout.server_keys import KeyCheck
+from bapo_megatron.engine.processes import OWNER_PID_VARIABLE, unlink_shared_files
+from bapo_megatron.engine.sglang.keys import KeyCheck
 
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> None:
 
 def _keys_of_environment() -> dict[str, str]:
     """The keys that are set, under the names of the arguments."""
-    from bapo_megatron.rollout.sglang_client import ApiKeys
+    from bapo_megatron.engine.sglang.client import ApiKeys
 
     return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
 

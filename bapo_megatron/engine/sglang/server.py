@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.processes import (
+from bapo_megatron.engine.processes import (
     child_environment,
     describe_exit,
     end_group,
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.megatron import ModelConfig
     from bapo_megatron.config.rollout import ServerConfig
-    from bapo_megatron.rollout.sglang_client import ApiKeys
+    from bapo_megatron.engine.sglang.client import ApiKeys
 
-LAUNCHER = "bapo_megatron.rollout.sglang_launcher"
+LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""
 LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""

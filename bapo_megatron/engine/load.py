@@ -1,0 +1,69 @@
+"""From ``rollout.engine`` to the engine's own code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, cast
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.names import LoadError, load_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.base import Backend
+
+BUILT_IN = {
+    "sglang": "bapo_megatron.engine.sglang.kind:SglangKind",
+    "local": "bapo_megatron.engine.local.kind:LocalKind",
+}
+"""Kinds of engines by the short name of ``rollout.engine``."""
+
+
+class EngineKind(Protocol):
+    """What a kind of engine is to the commands; its class takes no arguments.
+
+    Importing it must be cheap: every process of a run does.
+    """
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what this kind cannot do, before anything is started.
+
+        Raises:
+            ConfigError: The key, the rule, what it is, and the remedy.
+        """
+        ...
+
+    def open(self, config: RunConfig, device: str) -> Backend:
+        """Prepare the engines of a run; nothing is started.
+
+        Args:
+            config: The run.
+            device: ``cuda`` or ``cpu``.
+        """
+        ...
+
+    def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
+        """Start servers for trainers elsewhere, and keep them until this process is ended.
+
+        Args:
+            config: Model, servers and ``run_dir``; the rest is not looked at.
+            show: Takes what a trainer needs to use the servers, once they are ready.
+
+        Raises:
+            ConfigError: It has no servers, or the section cannot be used.
+            RolloutError: A server died before it was ever ready, or a port is in use.
+        """
+        ...
+
+
+def load_kind(name: str) -> EngineKind:
+    """The kind that ``rollout.engine`` names.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        return cast("EngineKind", load_named(BUILT_IN.get(name, name))())
+    except LoadError as error:
+        raise ConfigError(f"rollout.engine: {error}") from error

@@ -1,0 +1,1 @@
+"""The transformers model in this process, sampling by a decode loop that repeats bit for bit."""

@@ -1,0 +1,1 @@
+"""SGLang servers: everything that knows SGLang."""
