@@ -25,8 +25,8 @@ import torch
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import Completion, SamplingSettings
-from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.rollout.engine_pool import EnginePool
 from tests.benchmarks import harness
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.processes import tail
 from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
-from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.tiny.tokenizer import build_tokenizer
 from tests.policy.tiny_models import load_reference, make_model
 

@@ -11,8 +11,8 @@ import numpy as np
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.version_spans import num_spanned
 from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
@@ -20,8 +20,9 @@ from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from bapo_megatron.engine.base import Completion
     from bapo_megatron.rollout.engine import Engine
+
+    from bapo_megatron.engine.base import Completion
 
 T = 0.5
 PROMPT = [1, 2, 3]

@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import decode_batch, read_batch
+from bapo_megatron.engine.sglang.client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.messages import COLLECT, Collect
-from bapo_megatron.engine.sglang.client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume, Resumed
 from tests.fakes.fake_sglang import FakeSglang

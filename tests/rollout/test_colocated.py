@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import pytest
 
+from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.colocated import ColocatedServers
-from bapo_megatron.engine.sglang.client import ApiKeys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.version_spans import token_versions
-from bapo_megatron.errors import RolloutError
 from bapo_megatron.engine.base import (
     Completion,
     CompletionSink,
@@ -33,6 +32,7 @@ from bapo_megatron.engine.base import (
 from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.engine.sglang.dialect import flushes_retracted, has_update_session
 from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.rollout.helpers import (
     KEYS,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.errors import RolloutError
 from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.launch import free_port

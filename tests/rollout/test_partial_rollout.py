@@ -25,8 +25,8 @@ from tests.rollout.helpers import load_weights, reference_logprobs, with_client
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.engine.sglang.server import SglangServer
+    from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
 
 pytestmark = pytest.mark.sglang

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.errors import RolloutError
 from bapo_megatron.engine.sglang.convention import check_temperature_convention
+from bapo_megatron.errors import RolloutError
 from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, V
 from tests.rollout.helpers import with_client
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.engine.base import (
     Completion,
     SamplingSettings,
 )
 from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.engine.sglang.weights import SglangWeightControl
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port

@@ -17,8 +17,6 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout import sglang_server
 from bapo_megatron.engine.processes import (
     child_environment,
     end_group,
@@ -26,6 +24,8 @@ from bapo_megatron.engine.processes import (
     unlink_shared_files,
 )
 from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout import sglang_server
 from tests.launch import free_port
 from tests.rollout.helpers import KEYS, descendants
 

@@ -15,10 +15,10 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout import sglang_server
 from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.engine.supervisor import ServerSupervisor, restart_wait_s
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout import sglang_server
 from tests.launch import REPOSITORY
 from tests.rollout.helpers import descendants
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from bapo_megatron.rollout.engine import Engine, EngineState
 
 from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
-from bapo_megatron.rollout.engine import Engine, EngineState
-from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.probe import ProbeScorer
 from bapo_megatron.weight_sync import send
