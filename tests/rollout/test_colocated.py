@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import pytest
 
-from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.colocated import ColocatedServers
 

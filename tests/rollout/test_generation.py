@@ -13,7 +13,6 @@ import pytest
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.data.version_spans import token_versions
-from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import PendingGroup
@@ -25,6 +24,7 @@ from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -77,7 +77,8 @@ class Setup:
             }
         )
         self.lines: list[str] = []
-        self.pool = EnginePool([f.address for f in fakes], ApiKeys(), self.config, version=0)
+        clients = clients_of([fake.address for fake in fakes], self.config)
+        self.pool = EnginePool(clients, self.config, version=0)
         self.collector = self.new_collector(delay_s)
 
     def new_collector(self, delay_s: float = 0.0) -> BatchCollector:

@@ -13,11 +13,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.data.version_spans import num_spanned
-from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.engine.sglang.server import START_VERSION
+from bapo_megatron.engine.base import START_VERSION, SamplingSettings
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
-from tests.rollout.helpers import load_weights, reference_logprobs, with_client
+from tests.engine.helpers import reference_logprobs
+from tests.engine.sglang.servers import load_weights, with_client
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.base import Completion

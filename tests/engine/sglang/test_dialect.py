@@ -29,19 +29,13 @@ from bapo_megatron.engine.base import (
     GenerateRequest,
     SamplingSettings,
 )
-from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.engine.sglang.dialect import flushes_retracted, has_update_session
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
-from tests.rollout.helpers import (
-    KEYS,
-    SERVER,
-    load_weights,
-    reference_logprobs,
-    running,
-    with_client,
-)
+from tests.engine.helpers import reference_logprobs
+from tests.engine.sglang.servers import KEYS, SERVER, load_weights, running, with_client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
