@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 
+from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import BrokenConnectionError, RolloutError
+from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.types import FinishReason
+from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.launch import free_port
 from tests.rollout.pool import PROMPT, Response, T, engine_of, pool_of, states_of, until
@@ -334,5 +337,64 @@ def test_a_server_of_more_ranks_gets_more_requests() -> None:
                 await until(lambda: all(r.token_ids for r in responses))
                 assert (len(small.requests), len(large.requests)) == (2, 6)
                 await pool.drain()
+
+    asyncio.run(run())
+
+
+class NoStepper:
+    """Is there, that is all."""
+
+    async def decode(self, most_steps: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("stepper", [None, NoStepper()])
+def test_requests_wait_for_a_connection_only_where_an_engine_samples_by_itself(
+    stepper: NoStepper | None,
+) -> None:
+    async def run() -> int:
+        engine = FakeEngine(stepper)
+        config = RolloutConfig(max_connections=2, health=HealthConfig(interval_s=0.1))
+        pool = EnginePool([engine], config, version=0)
+        assert pool.stepper is stepper
+        await pool.states.wait_for_engines()
+        responses = [Response(pool) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        num_in_flight = pool.num_in_flight
+        for response in responses:
+            response.task.cancel()
+        await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
+        await pool.close()
+        return num_in_flight
+
+    assert asyncio.run(run()) == (2 if stepper is None else 5)
+
+
+def test_an_engine_with_a_stepper_is_alone() -> None:
+    engines = [FakeEngine(), FakeEngine(NoStepper())]
+
+    async def make() -> None:
+        EnginePool(engines, RolloutConfig(), version=0)
+
+    with pytest.raises(AssertionError):
+        asyncio.run(make())
+
+
+def test_an_engine_is_told_how_much_of_its_input_the_response_has_already() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        pool = EnginePool([engine], RolloutConfig(), version=0)
+        response = Response(pool, prompt=[1, 2, 3, 50, 51], sampled_tokens=2)
+        await until(lambda: len(engine.flights) == 1)
+        engine.flights[0].give([52, 53, 54])
+        engine.flights[0].ended.set_exception(BrokenConnectionError("test"))
+        await until(lambda: len(engine.flights) == 2)
+        engine.flights[1].give([55], FinishReason.STOP)
+        await response.task
+        first, second = (flight.request for flight in engine.flights)
+        assert (list(first.input_ids), first.sampled_tokens) == ([1, 2, 3, 50, 51], 2)
+        assert list(second.input_ids) == [1, 2, 3, 50, 51, 52, 53, 54]
+        assert (second.sampled_tokens, second.sampling.max_new_tokens) == (5, 17)
+        await pool.close()
 
     asyncio.run(run())

@@ -27,7 +27,7 @@ _MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.25
 _CONNECT_TIMEOUT_S = 10.0
 # The server closes idle connections after 5 s; one that it is just closing must not be used.
-_KEEPALIVE_EXPIRY_S = 3.0
+KEEPALIVE_EXPIRY_S = 3.0
 _LONGEST_REASON = 300
 
 
@@ -47,7 +47,7 @@ class SglangHttp:
         self._timeout_s = request_timeout_s
         self._control_http = self._make_http(request_timeout_s)
         # Of its own, so that other calls never queue behind generation.
-        self._stream_http = self._make_http(None, SeparateConnections(_KEEPALIVE_EXPIRY_S))
+        self._stream_http = self._make_http(None, SeparateConnections(KEEPALIVE_EXPIRY_S))
 
     def _make_http(
         self, read_timeout_s: float | None, transport: httpx.AsyncBaseTransport | None = None
@@ -58,7 +58,7 @@ class SglangHttp:
             timeout=httpx.Timeout(
                 self._timeout_s, connect=_CONNECT_TIMEOUT_S, read=read_timeout_s, pool=None
             ),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_EXPIRY_S),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
             transport=transport,
             trust_env=False,  # a proxy must not stand between trainer and server
         )

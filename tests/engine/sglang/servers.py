@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
@@ -18,13 +23,55 @@ from bapo_megatron.engine.sglang.server import SglangServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from pathlib import Path
 
     from bapo_megatron.engine.base import Completion, SamplingSettings
 
 KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SglangRelease:
+    """A version of SGLang, and one of its ways to stream."""
+
+    version: str
+    variable: str = ""
+    """Environment variable with the directory that holds it; empty for the installed one."""
+    is_incremental: bool = True
+
+    @property
+    def name(self) -> str:
+        """For the names of tests."""
+        return f"{self.version}-{'incremental' if self.is_incremental else 'cumulative'}"
+
+    @contextlib.contextmanager
+    def running(self, model_dir: Path, run_dir: Path) -> Iterator[SglangServer]:
+        """Run a server of it; skips the test where it is not there."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.variable:
+                directory = os.environ.get(self.variable)
+                if directory is None:
+                    pytest.skip(f"{self.variable} names no directory with SGLang {self.version}")
+                patch.setenv("PYTHONPATH", str(Path(directory).absolute()), prepend=os.pathsep)
+            server_class = SglangServer if self.is_incremental else CumulativeServer
+            with running(make_server(model_dir, run_dir, server_class)) as server:
+                yield server
+
+
+class CumulativeServer(SglangServer):
+    """Each event has all tokens."""
+
+    def arguments(self) -> list[str]:
+        """Arguments of ``sglang.launch_server``."""
+        return [a for a in super().arguments() if a != "--incremental-streaming-output"]
+
+
+RELEASES = [
+    SglangRelease(version, variable, is_incremental)
+    for version, variable in (("0.5.21", ""), ("0.5.20", "BAPO_TEST_SGLANG_0_5_20"))
+    for is_incremental in (True, False)
+]
 
 
 def make_server(
