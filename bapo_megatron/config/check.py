@@ -1,7 +1,7 @@
 """Rules that cross sections of the configuration, or need the files it names.
 
 They run once, before anything is started, so that no run ends after an hour with an error that
-was there from the beginning.
+was there from the beginning. Rules about one kind of engine are with the engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from bapo_megatron.config.check_model import (
     check_positions,
 )
 from bapo_megatron.config.check_reward import check_rewards, check_shaping
-from bapo_megatron.config.check_rollout import (
-    check_own_servers,
-    check_servers,
-    check_weight_sync,
-)
+from bapo_megatron.config.check_rollout import check_weight_sync
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.multiples import packing_multiples
 
@@ -63,7 +59,6 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         check_rendering(config.data)
         _check_budget(config)
         check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-        check_servers(hf_config, config.rollout)
         check_weight_sync(config.rollout, config.parallel)
         check_rewards(config.reward.functions)
         check_shaping(config.reward, config.rollout.max_response_tokens)
@@ -82,7 +77,6 @@ def check_eval_config(config: RunConfig) -> None:
         ConfigError: As by ``check_config``.
     """
     hf_config = check_model(config.model)
-    check_servers(hf_config, config.rollout)
     check_rendering(config.data)
     if not config.eval.sets:
         raise ConfigError(
@@ -109,32 +103,8 @@ def check_generate_config(config: RunConfig) -> None:
     check_rendering(config.data)
     hf_config = check_model(config.model)
     check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-    check_servers(hf_config, config.rollout)
     check_rewards(config.reward.functions)
     check_shaping(config.reward, config.rollout.max_response_tokens)
-
-
-def check_serve_config(config: RunConfig) -> None:
-    """Hold the rules of servers without a trainer.
-
-    Args:
-        config: A validated configuration; only model and servers are looked at.
-
-    Raises:
-        ConfigError: As by ``check_config``.
-    """
-    hf_config = check_model(config.model)
-    if config.rollout.colocated:
-        raise ConfigError(
-            "rollout.colocated: must be false for serve, got true: only the trainer's own servers "
-            "share its GPUs; leave it out"
-        )
-    if config.rollout.server.host in ("", "0.0.0.0", "::"):
-        raise ConfigError(
-            "rollout.server.host: must be one address, which the trainer can use, got "
-            f"'{config.rollout.server.host}'; give this node's"
-        )
-    check_own_servers(hf_config, config.rollout)
 
 
 def _check_apex() -> None:

@@ -196,9 +196,7 @@ class RolloutConfig(Section):
     @classmethod
     def _known_engine(cls, name: str) -> str:
         if name not in ENGINES and not _OWN_ENGINE.fullmatch(name):
-            raise ValueError(
-                f"must be {', '.join(ENGINES)} or package.module:Class, got '{name}'"
-            )
+            raise ValueError(f"must be {', '.join(ENGINES)} or package.module:Class, got '{name}'")
         return name
 
     @model_validator(mode="after")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bapo_megatron.config.evaluation import eval_reward
+from bapo_megatron.engine.base import SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
 from bapo_megatron.evaluation.settings import eval_settings
 from bapo_megatron.evaluation.summary import summarise
-from bapo_megatron.engine.base import SamplingSettings, sample_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.evaluation import EvalSamplingConfig
     from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.base import Completion
     from bapo_megatron.evaluation.sets import EvalSet
     from bapo_megatron.reward.pool import RewardPool
-    from bapo_megatron.engine.base import Completion
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
     from bapo_megatron.types import EvalResult, Prompt

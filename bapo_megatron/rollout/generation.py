@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.engine.base import Completion
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
 
