@@ -24,7 +24,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -140,7 +140,7 @@ class _Rows:
 class Decoder:
     """The model and the responses that it works on; one thread at a time."""
 
-    def __init__(self, model: Any, stop_ids: Sequence[int], max_rows: int) -> None:
+    def __init__(self, model: Any, stop_ids: Iterable[int], max_rows: int) -> None:
         """Without responses.
 
         Args:
@@ -215,7 +215,7 @@ class Decoder:
             return scored
 
     def _active(self, rows: _Rows) -> list[Response]:
-        return [rows.responses[row] for row in np.flatnonzero(rows.is_active_B)]
+        return [rows.responses[row] for row in np.flatnonzero(rows.is_active_B).tolist()]
 
     def _note_active(self, rows: _Rows) -> None:
         rows.look_at_active()
@@ -249,8 +249,7 @@ class Decoder:
         lengths = [len(response.token_ids) - 1 for response in responses]
         end = max(lengths)
         num_needed = max(
-            length + response.remaining
-            for length, response in zip(lengths, responses, strict=True)
+            length + response.remaining for length, response in zip(lengths, responses, strict=True)
         )
         num_columns = min(num_needed, end + max(end, _MIN_FREE_COLUMNS))
         num_rows = _round_up(len(responses))
@@ -370,13 +369,13 @@ class Decoder:
         rows.remaining_B -= 1
         stops_B = self._is_stop_V[drawn_2B[0].astype(np.int64)]
         ends_B = active_B & (stops_B | (rows.remaining_B == 0))
-        for row in np.flatnonzero(ends_B):
+        for row in np.flatnonzero(ends_B).tolist():
             reason = FinishReason.STOP if stops_B[row] else FinishReason.LENGTH
             rows.responses[row].reason = reason
         if ends_B.any():
             rows.is_active_B = active_B & ~ends_B
             self._note_active(rows)
-        for row in np.flatnonzero(rows.is_active_B & (rows.position_B % BLOCK == 0)):
+        for row in np.flatnonzero(rows.is_active_B & (rows.position_B % BLOCK == 0)).tolist():
             number = int(rows.position_B[row]) // BLOCK
             rows.uniform_BK[row] = rows.responses[row].uniforms.block(number)
         if rows.num_taped == _TAPE_STEPS:

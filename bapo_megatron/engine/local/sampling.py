@@ -75,9 +75,7 @@ class Filters:
         )
 
 
-def sample(
-    logits_BV: Tensor, uniform_B1: Tensor, filters: Filters
-) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
     """Invert each row's cumulative distribution at its uniform number.
 
     Args:
