@@ -84,6 +84,7 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
     declare_torchvision_operators()
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     register_attention()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, local_files_only=True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,29 +229,19 @@ async def _in_thread(operation: Callable[[], Any], what: str, timeout_s: float) 
         RolloutError: It failed.
         ServerGoneError: It took longer.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()  # nobody can cancel it
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = operation()
-        except Exception as failure:  # noqa: BLE001 — whatever it is, who waits gets it
-            error = failure
-        loop.call_soon_threadsafe(settle, value, error)
+            result.set_result(operation())
+        except Exception as error:  # noqa: BLE001 — whatever it is, who waits gets it
+            result.set_exception(error)
 
     threading.Thread(target=run, name="local-weights", daemon=True).start()
     try:
         async with asyncio.timeout(timeout_s):
-            return await result
+            return await asyncio.wrap_future(result)
     except TimeoutError as error:
         raise ServerGoneError(f"local: could not {what} within {timeout_s:g} s") from error
     except RuntimeError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -109,12 +111,17 @@ async def complete(
     return [stream.completion for stream in streams]
 
 
+@functools.cache
+def _reference(model_dir: Path) -> Any:
+    family = json.loads((model_dir / "config.json").read_text())["model_type"]
+    return model_class(family).from_pretrained(model_dir, dtype=torch.float32)
+
+
 def reference_logprobs(
     model_dir: Path, input_ids: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
 ) -> np.ndarray:
     """[R] log_softmax(logits / T) of sampled tokens, by one forward pass of transformers."""
-    family = "qwen3" if "qwen3" in model_dir.name else "llama" if "llama" in model_dir.name else "qwen2"
-    model = model_class(family).from_pretrained(model_dir, dtype=torch.float32)
+    model = _reference(model_dir)
     with torch.no_grad():
         logits = model(torch.tensor([[*input_ids, *tokens]])).logits[0, len(input_ids) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(dim=-1)

@@ -54,8 +54,7 @@ def test_logprobs_are_those_of_transformers(
     )
     for given, completion in zip(requests, completions, strict=True):
         assert_reference(directory, given, completion)
-    reasons = {completion.finish_reason for completion in completions}
-    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    assert sum(len(completion.token_ids) for completion in completions) > 300
 
 
 def test_width_grows_and_rows_become_fewer_while_long_responses_go_on(model_dir: Path) -> None:
