@@ -89,7 +89,8 @@ class WeightSyncConfig(Section):
     bucket_mb: int = Field(512, ge=1)
     """Weights are sent in pieces of at most this many 10^6 bytes (or one tensor)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Of the broadcast group; ``auto``: nccl where rank 0 has a GPU, else gloo."""
+    """Of the broadcast group; ``auto``: nccl where rank 0 has a GPU and no engine is in the
+    collector's process, else gloo."""
     master_address: str = ""
     """Address of rank 0 as the servers see it; empty: the loopback for servers on it, else this
     host's name."""

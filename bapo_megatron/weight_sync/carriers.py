@@ -109,7 +109,7 @@ class BroadcastCarrier:
             device: Where the buckets are.
         """
         self._config = config
-        self._backend = choose_backend(config.backend, device)
+        self._device = device
         self._group: WeightGroup | None = None
         self._stuck: list[Future[None]] = []
 
@@ -119,12 +119,13 @@ class BroadcastCarrier:
             return
         self.give_up()
         address = rank_zero_address(opened.addresses, self._config.master_address)
-        self._group = group = WeightGroup(address, self._backend, self._config.timeout_s)
+        backend = choose_backend(self._config.backend, self._device, opened.addresses)
+        self._group = group = WeightGroup(address, backend, self._config.timeout_s)
         place = Join(
             group_name=group.name,
             master_address=group.address,
             master_port=group.port,
-            backend=self._backend,
+            backend=backend,
         )
         joined = collector.start(JOIN, place)
         formed = group.form(1 + sum(opened.num_ranks))

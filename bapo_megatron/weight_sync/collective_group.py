@@ -46,20 +46,30 @@ def rank_zero_address(servers: Sequence[str], configured: str) -> str:
     """Address of this process as the servers see it.
 
     Args:
-        servers: Their addresses, ``http://host:port``.
+        servers: Their addresses, ``http://host:port``; an engine in the collector's process has no
+            host.
         configured: ``rollout.weight_sync.master_address``; may be empty.
     """
     if configured:
         return configured
-    hosts = [urlsplit(server).hostname or "" for server in servers]
+    hosts = [urlsplit(server).hostname or LOOPBACK for server in servers]
     return LOOPBACK if all(_is_loopback(host) for host in hosts) else socket.gethostname()
 
 
-def choose_backend(configured: str, device: torch.device) -> Backend:
-    """The backend that ``rollout.weight_sync.backend`` means here."""
-    if configured == "nccl" or (configured == "auto" and device.type == "cuda"):
-        return "nccl"
-    return "gloo"
+def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> Backend:
+    """The backend that ``rollout.weight_sync.backend`` means.
+
+    NCCL has no two members on one GPU, and an engine in the collector's process may be on rank 0's.
+
+    Args:
+        configured: The key.
+        device: Rank 0's.
+        servers: As in ``rank_zero_address``.
+    """
+    if configured != "auto":
+        return "nccl" if configured == "nccl" else "gloo"
+    are_elsewhere = all(urlsplit(server).hostname for server in servers)
+    return "nccl" if device.type == "cuda" and are_elsewhere else "gloo"
 
 
 class WeightGroup:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.data.context import TOKEN_FIELDS, shard_context
+from bapo_megatron.torchvision_names import declare_torchvision_operators
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
@@ -52,14 +53,7 @@ def load_reference(family: str, directory: Path) -> Any:
 
 
 def model_class(family: str) -> Any:
-    # torchvision's wheel is built for CUDA. Without CUDA its operators are missing, and its import
-    # (by transformers) fails for want of these two; declaring them is enough.
-    # Beside a CUDA build of torch it brings them itself.
-    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)  # its definitions end with it
+    declare_torchvision_operators()
     import transformers
 
     return {
@@ -67,9 +61,6 @@ def model_class(family: str) -> Any:
         "qwen3": transformers.Qwen3ForCausalLM,
         "llama": transformers.LlamaForCausalLM,
     }[family]
-
-
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def _config(family: str, changes: dict[str, Any]) -> Any:

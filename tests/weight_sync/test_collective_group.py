@@ -51,17 +51,24 @@ def test_a_configured_address_of_rank_zero_is_used() -> None:
     assert rank_zero_address(LOCAL, "10.0.0.5") == "10.0.0.5"
 
 
+def test_an_engine_in_the_collectors_process_meets_rank_zero_on_the_loopback() -> None:
+    assert rank_zero_address(("local",), "") == "127.0.0.1"
+
+
 @pytest.mark.parametrize(
-    ("configured", "device", "backend"),
+    ("configured", "device", "servers", "backend"),
     [
-        ("auto", "cpu", "gloo"),
-        ("auto", "cuda", "nccl"),
-        ("gloo", "cuda", "gloo"),
-        ("nccl", "cpu", "nccl"),
+        ("auto", "cpu", LOCAL, "gloo"),
+        ("auto", "cuda", LOCAL, "nccl"),
+        ("auto", "cuda", ("local",), "gloo"),  # on rank 0's GPU
+        ("gloo", "cuda", LOCAL, "gloo"),
+        ("nccl", "cpu", LOCAL, "nccl"),
     ],
 )
-def test_the_backend_follows_the_device(configured: str, device: str, backend: str) -> None:
-    assert choose_backend(configured, torch.device(device)) == backend
+def test_the_backend_follows_the_devices(
+    configured: str, device: str, servers: tuple[str, ...], backend: str
+) -> None:
+    assert choose_backend(configured, torch.device(device), servers) == backend
 
 
 @pytest.mark.parametrize(("address", "hosts"), [("127.0.0.1", {"127.0.0.1"}), ("node7", {"::"})])

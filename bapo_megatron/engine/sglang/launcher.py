@@ -33,6 +33,7 @@ import torch
 from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
 from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
+from bapo_megatron.torchvision_names import declare_torchvision_operators
 
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
@@ -49,31 +50,19 @@ _SGL_KERNEL_NAMES = (
 """What sglang's CPU engine imports at module level; only speculative decoding calls them."""
 
 
-def _install_cpu_shims() -> torch.library.Library | None:
+def _install_cpu_shims() -> None:
     """Make sglang importable where there is no GPU.
 
-    * The index has torchvision for CUDA only. Beside a CPU build of torch its operators do not
-      load, and its import fails because it registers fake kernels for two of them; their schemas
-      are defined here. Beside a CUDA build it defines them itself, and a second time would abort.
-    * The index has no CPU build of ``sgl_kernel``; a module with the names that are imported
-      stands in, and a call of one of them is an error.
-
-    Returns:
-        The operator library, if one is needed; the schemas vanish with it, so the caller keeps it.
+    The index has no CPU build of ``sgl_kernel``; a module with the names that are imported stands
+    in, and a call of one of them is an error.
     """
-    library = None
-    if torch.version.cuda is None:
-        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for operator in ("nms", "qnms"):
-            schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            library.define(schema)  # type: ignore[no-untyped-call]
+    declare_torchvision_operators()
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     for name in _SGL_KERNEL_NAMES:
         setattr(kernels, name, _unavailable(name))
     sys.modules.setdefault("sgl_kernel", kernels)
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    return library
 
 
 def _fork_children() -> None:
@@ -110,7 +99,7 @@ def main(arguments: list[str]) -> None:
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
     _keep_out_of_log(list(keys.values()))
     if not torch.cuda.is_available():
-        _torchvision_operators = _install_cpu_shims()
+        _install_cpu_shims()
         _fork_children()
 
     from sglang.launch_server import run_server

@@ -1,0 +1,386 @@
+"""The decode loop: which responses are rows of a step, and the step itself.
+
+Everything here is a function of the responses' order and of the steps made, never of the clock, so
+that the same requests repeat bit for bit, in whatever bursts the steps are asked for.
+
+A step gives every row one token. A response waits for its turn, first come, first served. All but
+the last of its tokens are computed in a prefill, the last one by its first step like any other.
+Rows whose response ended stay, as padding, until rows are put together anew (``_regroup``).
+
+Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps on the tape; P = positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bapo_megatron.engine.local.cache import CacheSpec, KeyValues, Placed, Prefill
+from bapo_megatron.engine.local.sampling import BLOCK, Filters, Uniforms, sample
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from bapo_megatron.engine.base import SamplingSettings
+
+MULTIPLE = 8
+"""Rows of a step, and positions of a prefill: matrix products with fewer take other kernels, and
+their results differ by more."""
+_TAPE_STEPS = 64
+_MIN_FREE_COLUMNS = 64
+_PREFILL_TOKENS = 16384
+"""Of one forward pass, with padding; a longer input has one of its own."""
+_SCORED_POSITIONS = 512
+"""Whose logits are there at once."""
+_ADMITTED_SHARE = 8
+"""Of ``max_rows``: the fewest that are admitted together while others wait."""
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One response, from its request to its end."""
+
+    number: int
+    """Counts requests: their order."""
+    label: str
+    token_ids: list[int]
+    """The input, and what was sampled."""
+    settings: SamplingSettings
+    uniforms: Uniforms
+    position: int
+    """Of the next token in the response, over all its requests."""
+    remaining: int
+    """How many tokens may still be sampled."""
+    reason: FinishReason | None = None
+    """Why it ended."""
+    is_cancelled: bool = False
+    """Nobody waits for it any more."""
+    _sampled: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def add(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Take what was sampled."""
+        self._sampled.append((token_ids, logprobs))
+        self.token_ids += token_ids.tolist()
+        self.position += len(token_ids)
+        self.remaining -= len(token_ids)
+
+    def take(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return tokens (int32) and log-probs (float32) since the last call."""
+        taken, self._sampled = self._sampled, []
+        return taken
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of a step. What is on the device is a tensor."""
+
+    responses: Sequence[Response]
+    """The first rows; those after them are padding."""
+    cache: KeyValues
+    is_active_B: np.ndarray
+    """Whether the row's response goes on."""
+    first_B: np.ndarray
+    """Column of the row's first token."""
+    position_B: np.ndarray
+    """Position of the next token in its response."""
+    remaining_B: np.ndarray
+    uniform_BK: np.ndarray
+    """The block that holds the number of ``position_B``."""
+    token_B1: Tensor
+    """The last token of each row, which the next step begins with."""
+    place_B1: Tensor
+    """Its position in the sequence."""
+    mask_B11W: Tensor
+    """0, or -inf before a row's first column."""
+    filters: Filters
+    is_ragged: bool = True
+    """Whether columns that count are padding of some row."""
+    tape_K2B: np.ndarray = field(init=False)
+    """Tokens and log-probs that responses have not got yet, float64."""
+    num_taped_B: np.ndarray = field(init=False)
+    num_taped: int = 0
+
+    def __post_init__(self) -> None:
+        num_rows = len(self.is_active_B)
+        self.tape_K2B = np.zeros((_TAPE_STEPS, 2, num_rows))
+        self.num_taped_B = np.zeros(num_rows, dtype=np.int64)
+        self.look_at_active()
+
+    def look_at_active(self) -> None:
+        """Find what follows from which rows are active."""
+        first = self.first_B[self.is_active_B]
+        if len(first):
+            self.cache.first = int(first.min())
+            self.is_ragged = int(first.max()) > self.cache.first
+
+    def flush(self) -> None:
+        """Give the responses what is on the tape."""
+        for row in np.flatnonzero(self.num_taped_B).tolist():
+            tape_K2 = self.tape_K2B[: self.num_taped_B[row], :, row]
+            token_ids, logprobs = tape_K2[:, 0].astype(np.int32), tape_K2[:, 1].astype(np.float32)
+            response = self.responses[row]
+            if not np.isfinite(logprobs).all():
+                raise RolloutError(
+                    f"local: a log-prob is {logprobs[~np.isfinite(logprobs)][0]}: the weights, or "
+                    f"their numerics, are broken; see the metrics of the steps before, and "
+                    f"continue from an earlier checkpoint (request: {response.label})"
+                )
+            response.add(token_ids, logprobs)
+        self.num_taped_B[:] = 0
+        self.num_taped = 0
+
+
+class Decoder:
+    """The model and the responses that it works on; one thread at a time."""
+
+    def __init__(self, model: Any, stop_ids: Iterable[int], max_rows: int) -> None:
+        """Without responses.
+
+        Args:
+            model: Of transformers, loaded with ``cache.ATTENTION``.
+            stop_ids: End-of-sequence tokens.
+            max_rows: Most responses in a step.
+        """
+        self._decoder = model.get_decoder()
+        self._head = model.get_output_embeddings()
+        self._spec = CacheSpec.of_model(model)
+        self._is_stop_V = np.zeros(self._head.weight.shape[0], dtype=bool)
+        self._is_stop_V[[token for token in stop_ids if token < len(self._is_stop_V)]] = True
+        self._max_rows = max_rows
+        self._waiting: list[Response] = []
+        self._rows: _Rows | None = None
+        self._num_active = 0
+
+    def add(self, responses: Sequence[Response]) -> None:
+        """Let responses wait for their turn."""
+        self._waiting += responses
+
+    def drop_cancelled(self) -> None:
+        """Forget responses that nobody waits for."""
+        self._waiting = [response for response in self._waiting if not response.is_cancelled]
+        if self._rows is not None:
+            for row, response in enumerate(self._rows.responses):
+                if response.is_cancelled:
+                    self._rows.is_active_B[row] = False
+            self._note_active(self._rows)
+
+    def retract(self) -> None:
+        """Forget keys and values; all responses wait for their turn again, in their order."""
+        if self._rows is not None:
+            self._waiting = [*self._active(self._rows), *self._waiting]
+            self._waiting.sort(key=lambda response: response.number)
+        self._rows, self._num_active = None, 0
+
+    def clear(self) -> None:
+        """Forget all responses."""
+        self._waiting, self._rows, self._num_active = [], None, 0
+
+    def run(self, max_steps: int) -> int:
+        """Make so many steps, or fewer if no response is left; returns how many.
+
+        Raises:
+            RolloutError: A log-prob is not finite.
+        """
+        num_steps = 0
+        with torch.inference_mode():
+            while num_steps < max_steps and (rows := self._next_rows()) is not None:
+                self._step(rows)
+                num_steps += 1
+        if self._rows is not None:
+            self._rows.flush()
+            if not self._num_active:
+                self._rows = None
+        return num_steps
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of all tokens but the first, at T = 1."""
+        with torch.inference_mode():
+            padding = [0] * (-len(token_ids) % MULTIPLE)
+            tokens_1P = torch.tensor([[*token_ids, *padding]], device=self._spec.device)
+            hidden_PD = self._forward(tokens_1P, Prefill())[0]
+            scored: list[float] = []
+            targets = tokens_1P[0, 1 : len(token_ids)]
+            for start in range(0, len(targets), _SCORED_POSITIONS):
+                target = targets[start : start + _SCORED_POSITIONS]
+                logits = self._head(hidden_PD[start : start + _SCORED_POSITIONS]).float()
+                logprob_PV = logits[: len(target)].log_softmax(dim=-1)
+                scored += logprob_PV.gather(1, target[:, None])[:, 0].tolist()
+            return scored
+
+    def _active(self, rows: _Rows) -> list[Response]:
+        return [rows.responses[row] for row in np.flatnonzero(rows.is_active_B).tolist()]
+
+    def _note_active(self, rows: _Rows) -> None:
+        rows.look_at_active()
+        self._num_active = int(rows.is_active_B.sum())
+
+    def _next_rows(self) -> _Rows | None:
+        """The rows of the next step, put together anew where that pays; None: there are none."""
+        num_waiting = len(self._waiting)
+        num_new = min(num_waiting, self._max_rows - self._num_active)
+        # A few at a time would cost a prefill in almost every step.
+        if num_new and (num_new == num_waiting or num_new * _ADMITTED_SHARE >= self._max_rows):
+            return self._regroup(num_new)
+        rows = self._rows
+        if rows is None or not self._num_active:
+            return None
+        is_full = rows.cache.end == rows.cache.num_columns
+        num_needed = _round_up(self._num_active)
+        if is_full or 4 * num_needed <= 3 * len(rows.is_active_B):
+            return self._regroup(0)
+        return rows
+
+    def _regroup(self, num_new: int) -> _Rows:
+        """Put active rows and new ones together, without columns that all rows lack."""
+        old, kept_rows, kept = self._rows, [], []
+        if old is not None:
+            old.flush()
+            kept_rows, kept = np.flatnonzero(old.is_active_B).tolist(), self._active(old)
+        new = self._waiting[:num_new]
+        placed = self._prefill(new, len(kept))
+        responses = [*kept, *new]
+        lengths = [len(response.token_ids) - 1 for response in responses]
+        end = max(lengths)
+        num_needed = max(
+            length + response.remaining for length, response in zip(lengths, responses, strict=True)
+        )
+        num_columns = min(num_needed, end + max(end, _MIN_FREE_COLUMNS))
+        num_rows = _round_up(len(responses))
+        self._rows = None  # nothing of the old cache stays where it was copied
+        cache = KeyValues.build(
+            self._spec,
+            None if old is None else old.cache,
+            kept_rows,
+            placed,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            end=end,
+        )
+        self._waiting = self._waiting[num_new:]
+        self._rows = rows = self._make_rows(responses, lengths, cache, num_rows)
+        self._num_active = len(responses)
+        return rows
+
+    def _make_rows(
+        self, responses: list[Response], lengths: list[int], cache: KeyValues, num_rows: int
+    ) -> _Rows:
+        device = self._spec.device
+
+        def column(values: list[int]) -> np.ndarray:
+            return np.array(values + [0] * (num_rows - len(values)), dtype=np.int64)
+
+        first_B = column([cache.end - length for length in lengths])
+        position_B = column([response.position for response in responses])
+        uniform_BK = np.zeros((num_rows, BLOCK))
+        for row, response in enumerate(responses):
+            uniform_BK[row] = response.uniforms.block(response.position // BLOCK)
+        tokens = column([response.token_ids[-1] for response in responses])
+        is_padding_BW = np.arange(cache.num_columns) < first_B[:, None]
+        mask_BW = torch.zeros(is_padding_BW.shape, dtype=self._spec.dtype, device=device)
+        mask_BW.masked_fill_(torch.from_numpy(is_padding_BW).to(device), float("-inf"))
+        return _Rows(
+            responses=responses,
+            cache=cache,
+            is_active_B=column([1] * len(responses)).astype(bool),
+            first_B=first_B,
+            position_B=position_B,
+            remaining_B=column([response.remaining for response in responses]),
+            uniform_BK=uniform_BK,
+            token_B1=torch.from_numpy(tokens).to(device)[:, None],
+            place_B1=torch.from_numpy(cache.end - first_B).to(device)[:, None],
+            mask_B11W=mask_BW[:, None, None],
+            filters=Filters.of_rows([r.settings for r in responses], num_rows, device),
+        )
+
+    def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Placed]:
+        """Compute all but the last token of each; equal inputs, as those of a group, once."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, response in enumerate(responses, start=first_row):
+            rows_of.setdefault(tuple(response.token_ids[:-1]), []).append(row)
+        inputs = sorted((tokens for tokens in rows_of if tokens), key=len)
+        placed = []
+        while inputs:
+            # The longest first: what follows them is padded least.
+            width = _round_up(len(inputs[-1]))
+            num_inputs = max(_PREFILL_TOKENS // width, 1)
+            batch, inputs = inputs[-num_inputs:], inputs[:-num_inputs]
+            tokens_RP = torch.tensor(
+                [[*tokens, *[0] * (width - len(tokens))] for tokens in batch],
+                device=self._spec.device,
+            )
+            prefill = Prefill()
+            self._forward(tokens_RP, prefill)
+            rows = [(row, place) for place, tokens in enumerate(batch) for row in rows_of[tokens]]
+            placed.append(
+                Placed(
+                    layers=prefill.layers,
+                    rows=[row for row, _ in rows],
+                    inputs=[place for _, place in rows],
+                    lengths=[len(batch[place]) for _, place in rows],
+                )
+            )
+        return placed
+
+    def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
+        """[R, P, D] last hidden states of whole inputs; causal, so padding on the right is free."""
+        places_1P = torch.arange(tokens_RP.shape[1], device=tokens_RP.device)[None]
+        answer = self._decoder(
+            input_ids=tokens_RP, position_ids=places_1P, past_key_values=cache, use_cache=True
+        )
+        hidden: Tensor = answer.last_hidden_state
+        return hidden
+
+    def _step(self, rows: _Rows) -> None:
+        """Sample one token of every row."""
+        cache = rows.cache
+        column_B = rows.position_B % BLOCK
+        uniform_B = rows.uniform_BK[np.arange(len(column_B)), column_B]
+        mask = rows.mask_B11W[..., cache.first : cache.end + 1] if rows.is_ragged else None
+        hidden_B1D = self._decoder(
+            input_ids=rows.token_B1,
+            position_ids=rows.place_B1,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        logits_BV = self._head(hidden_B1D[:, 0])
+        uniform_B1 = torch.from_numpy(uniform_B).to(logits_BV.device)[:, None]
+        token_B, logprob_B = sample(logits_BV, uniform_B1, rows.filters)
+        drawn_2B = torch.stack((token_B.double(), logprob_B.double())).cpu().numpy()
+        rows.token_B1 = token_B[:, None]
+        rows.place_B1 += 1
+        cache.end += 1
+        self._keep(rows, drawn_2B)
+
+    def _keep(self, rows: _Rows, drawn_2B: np.ndarray) -> None:
+        """Note what a step has sampled, and which responses ended."""
+        active_B = rows.is_active_B
+        rows.tape_K2B[rows.num_taped] = drawn_2B
+        rows.num_taped += 1
+        rows.num_taped_B += active_B
+        rows.position_B += 1
+        rows.remaining_B -= 1
+        stops_B = self._is_stop_V[drawn_2B[0].astype(np.int64)]
+        ends_B = active_B & (stops_B | (rows.remaining_B == 0))
+        for row in np.flatnonzero(ends_B).tolist():
+            reason = FinishReason.STOP if stops_B[row] else FinishReason.LENGTH
+            rows.responses[row].reason = reason
+        if ends_B.any():
+            rows.is_active_B = active_B & ~ends_B
+            self._note_active(rows)
+        for row in np.flatnonzero(rows.is_active_B & (rows.position_B % BLOCK == 0)).tolist():
+            number = int(rows.position_B[row]) // BLOCK
+            rows.uniform_BK[row] = rows.responses[row].uniforms.block(number)
+        if rows.num_taped == _TAPE_STEPS:
+            rows.flush()
+
+
+def _round_up(number: int) -> int:
+    return -(-number // MULTIPLE) * MULTIPLE

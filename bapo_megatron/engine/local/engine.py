@@ -1,0 +1,358 @@
+"""The model in this process as an ``Engine``; see ``base``."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from bapo_megatron.engine.base import (
+    START_VERSION,
+    Capabilities,
+    Completion,
+    join,
+    sample_seed,
+)
+from bapo_megatron.engine.local.decoder import Decoder, Response
+from bapo_megatron.engine.local.sampling import Uniforms
+from bapo_megatron.engine.local.weights import LocalWeights
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
+from bapo_megatron.names import shown
+from bapo_megatron.types import FinishReason, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from bapo_megatron.engine.base import (
+        CompletionSink,
+        GenerateRequest,
+        MemoryPart,
+        Needs,
+        PauseMode,
+        Stepper,
+        WeightControl,
+    )
+    from bapo_megatron.engine.local.backend import LoadedModel
+
+CAPABILITIES = Capabilities(
+    num_ranks=1,
+    in_flight=frozenset({"abort", "retract"}),
+    methods=frozenset({"broadcast", "disk"}),
+)
+ADDRESS = "local"
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request that has not ended."""
+
+    request: GenerateRequest
+    sink: CompletionSink
+    response: Response
+    ended: asyncio.Future[None]
+    parts: list[Completion] = field(default_factory=list)
+    """What the sink has not got: pieces that may be given at the end only."""
+    has_begun: bool = False
+
+    def hand_out(self, version: int, reason: FinishReason | None) -> None:
+        """Give the sink what was sampled; with a reason it is the last piece.
+
+        Raises:
+            ServerError: The sink does not know the version.
+        """
+        for token_ids, logprobs in self.response.take():
+            if not self.request.return_logprobs:
+                logprobs = np.empty(0, dtype=np.float32)
+            spans = (VersionSpan(version, len(token_ids)),)
+            self.parts.append(Completion(token_ids, logprobs, spans, FinishReason.ABORT))
+        if self.parts and not self.sink.is_known(version):
+            raise ServerError(
+                f"{ADDRESS}: sampled with weights version {version}, which this run did not give "
+                "it; give each run an engine of its own"
+            )
+        if self.parts and not self.has_begun:
+            self.has_begun = True
+            self.sink.first_tokens(0)
+        if reason is not None or (self.parts and self.request.version is not None):
+            parts, self.parts = self.parts, []
+            self.sink.take(join(parts, reason or FinishReason.ABORT))
+        if reason is not None:
+            self.end(None)
+
+    def end(self, error: Exception | None) -> None:
+        """Let ``stream`` return, or raise."""
+        self.response.is_cancelled = True
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+
+class LocalEngine:
+    """One model; belongs to the event loop that uses it.
+
+    It samples while somebody waits for ``decode``, in a thread. Decode steps, new weights and
+    scoring take turns; whoever is cancelled meanwhile waits for the thread.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_rows: int) -> None:
+        """Take a model; nothing is computed."""
+        self._model = loaded
+        self._decoder = Decoder(loaded.model, loaded.stop_ids, max_rows)
+        self._weights = LocalWeights(self, loaded.model)
+        self._version = START_VERSION
+        self._flights: dict[int, _Flight] = {}
+        self._arrived: list[Response] = []
+        self._numbers = itertools.count()
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-engine")
+        self._is_paused = False
+        self._is_closed = False
+        self._decoding_since_s: float | None = None
+
+    @property
+    def address(self) -> str:
+        """Names the engine: it is in this process."""
+        return ADDRESS
+
+    @property
+    def stepper(self) -> Stepper | None:
+        """Itself: it samples in ``decode`` only."""
+        return self
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._flights)
+
+    @property
+    def silence_s(self) -> float:
+        """For how long the running ``decode`` has handed out nothing."""
+        if self._decoding_since_s is None or not self._flights:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._decoding_since_s
+
+    async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
+        """Sample once; ``decode`` hands out the pieces."""
+        self._check(request)
+        number, sampling = next(self._numbers), request.sampling
+        seed = sample_seed(ADDRESS, number) if sampling.seed is None else sampling.seed
+        response = Response(
+            number=number,
+            label=request.label,
+            token_ids=list(request.input_ids),
+            settings=sampling,
+            uniforms=Uniforms(seed),
+            position=request.sampled_tokens,
+            remaining=sampling.max_new_tokens,
+        )
+        flight = _Flight(request, sink, response, asyncio.get_running_loop().create_future())
+        self._flights[number] = flight
+        self._arrived.append(response)
+        try:
+            await flight.ended
+        finally:
+            self._flights.pop(number, None)
+            response.is_cancelled = True
+
+    async def decode(self, max_steps: int) -> int:
+        """Sample up to so many tokens of each request; none while paused.
+
+        Raises:
+            RolloutError: The model failed, and every request with it; or it holds a part of new
+                weights.
+        """
+        if self._is_paused:
+            await asyncio.sleep(0)  # who asks in a loop lets others run
+            return 0
+        async with self._turn:
+            self._weights.require_whole()
+            arrived, self._arrived = self._arrived, []
+            self._decoder.add(arrived)
+            self._decoder.drop_cancelled()
+            self._decoding_since_s = asyncio.get_running_loop().time()
+            try:
+                return await self._compute(lambda: self._decoder.run(max_steps))
+            except RolloutError as error:
+                self._decoder.clear()
+                self._end_all(error)
+                raise
+            finally:
+                self._decoding_since_s = None
+                for flight in self._open_flights():
+                    self._hand_out(flight, flight.response.reason)
+
+    async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
+        """Log-probs of all tokens but the first, at T = 1."""
+        self._check_tokens(token_ids, 0, "(log-probs of given tokens)")
+        async with _within(timeout_s, "score"), self._turn:
+            return await self._compute(lambda: self._decoder.score(token_ids))
+
+    async def abort(self, timeout_s: float) -> None:
+        """End every request with what there is, after the running ``decode``."""
+        try:
+            async with _within(timeout_s, "abort"), self._turn:
+                for flight in self._open_flights():
+                    self._hand_out(flight, FinishReason.ABORT)
+        except ServerGoneError as error:
+            self._end_all(error)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Make no steps until ``resume``; returns when the running ``decode`` has ended."""
+        if mode not in CAPABILITIES.in_flight:
+            raise RolloutError(_not_possible("pause", "retract", mode))
+        self._is_paused = True
+        async with self._turn:
+            self._decoder.retract()
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._is_paused = False
+
+    def give_up(self, reason: str) -> None:
+        """End every request at once."""
+        self._end_all(ServerGoneError(f"{ADDRESS}: {reason}"))
+
+    async def version(self, timeout_s: float | None = None) -> str:
+        """Return the version of the weights; at once."""
+        return str(self._version)
+
+    async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
+        """Return what it can do; at once."""
+        return CAPABILITIES
+
+    async def check(self, needs: Needs) -> None:
+        """Look at what the run wants of it."""
+        if needs.in_flight not in CAPABILITIES.in_flight:
+            raise RolloutError(
+                _not_possible("rollout.weight_sync.in_flight", "abort or retract", needs.in_flight)
+            )
+
+    async def weights(self, timeout_s: float) -> WeightControl:
+        """Return its calls for new weights."""
+        return self._weights
+
+    async def release_memory(self, timeout_s: float) -> None:
+        """Refuse: the model stays in this process."""
+        raise RolloutError(_not_possible("rollout.colocated", "false", "true"))
+
+    async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
+        """Refuse, as ``release_memory``."""
+        raise RolloutError(_not_possible("rollout.colocated", "false", "true"))
+
+    async def close(self) -> None:
+        """End what is in flight; the model can be freed."""
+        self._is_closed = True
+        self.give_up("closed")
+        async with self._turn:
+            self._decoder.clear()
+            self._weights.close()
+        self._thread.shutdown()
+
+    async def change_weights(self, change: Callable[[], None], version: int | None) -> None:
+        """Run what loads weights, in the thread; a version is that of whole new weights.
+
+        Raises:
+            RolloutError: ``change`` failed.
+        """
+        async with self._turn:
+            # Before the change: a part of new weights is as bad as all of them.
+            self._decoder.retract()
+            await self._compute(change)
+            if version is not None:
+                self._version = version
+
+    def _check(self, request: GenerateRequest) -> None:
+        where = f"(request: {request.label})"
+        if self._is_closed:
+            raise ServerGoneError(f"{ADDRESS}: closed {where}")
+        if request.sampling.max_new_tokens < 1:
+            raise RolloutError(
+                f"{ADDRESS}: max_new_tokens must be at least 1, got "
+                f"{request.sampling.max_new_tokens}; correct it {where}"
+            )
+        self._check_tokens(request.input_ids, request.sampling.max_new_tokens, where)
+
+    def _check_tokens(self, token_ids: Sequence[int], num_new: int, where: str) -> None:
+        limit, size = self._model.max_positions, self._model.vocab_size
+        if len(token_ids) + num_new > limit:
+            raise RolloutError(
+                f"{ADDRESS}: {len(token_ids)} input tokens and {num_new} new ones exceed the "
+                f"model's context length of {limit} tokens; lower max_response_tokens or "
+                f"data.max_prompt_tokens {where}"
+            )
+        if not len(token_ids):
+            raise RolloutError(f"{ADDRESS}: needs at least one input token, got none {where}")
+        if not 0 <= min(token_ids) <= max(token_ids) < size:
+            raise RolloutError(
+                f"{ADDRESS}: input tokens must be below the vocabulary's size of {size}, got "
+                f"{min(token_ids)} to {max(token_ids)}; use the model's own tokenizer {where}"
+            )
+
+    def _open_flights(self) -> list[_Flight]:
+        return [flight for flight in self._flights.values() if not flight.ended.done()]
+
+    def _hand_out(self, flight: _Flight, reason: FinishReason | None) -> None:
+        try:
+            flight.hand_out(self._version, reason)
+        except Exception as error:  # noqa: BLE001 — of this request's sink: not that of the others
+            flight.end(error)
+
+    def _end_all(self, error: RolloutError) -> None:
+        """End every request by an error; the decoder forgets them before its next step."""
+        for flight in self._open_flights():
+            flight.end(type(error)(str(error)))
+
+    async def _compute(self, work: Callable[[], _T]) -> _T:
+        """Run work in the thread; cancelled, wait for it.
+
+        Raises:
+            RolloutError: It failed.
+        """
+        if self._is_closed:
+            raise ServerGoneError(f"{ADDRESS}: closed")
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            while not running.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
+            raise
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise RolloutError(_explain(error)) from error
+
+
+@asynccontextmanager
+async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Limit a time; what computes is waited for nevertheless."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise ServerGoneError(f"{ADDRESS}: no {what} within {timeout_s:g} s") from error
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
+        remedy = "lower rollout.local.max_rows or max_response_tokens"
+    else:
+        remedy = "see the error above"
+    return f"{ADDRESS}: the model failed ({shown(error)}); {remedy}"
+
+
+def _not_possible(key: str, possible: str, value: str) -> str:
+    return (
+        f"{key}: must be {possible} with the engine local, got {value}; set it, or use "
+        "rollout.engine=sglang"
+    )

@@ -1,0 +1,86 @@
+"""What ``rollout.engine: local`` is to the commands; imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from bapo_megatron.config.load import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bapo_megatron.config.rollout import RolloutConfig
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.base import Backend
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
+"""All layers of these keep keys and values of all positions, which is what ``cache`` holds."""
+_OTHER_ENGINE = "leave it out, or use rollout.engine=sglang"
+
+
+class LocalKind:
+    """The model in the collector's process: no server, and repeats bit for bit."""
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what it cannot do."""
+        for key, wanted, value, reason in _broken_rules(config.rollout):
+            raise ConfigError(
+                f"{key}: must be {wanted} with rollout.engine=local, got {value}: {reason}; "
+                f"{_OTHER_ENGINE}"
+            )
+        hf_config = json.loads((config.model.path / "config.json").read_text())
+        for field, wanted, value in _unknown_cache(hf_config):
+            raise ConfigError(
+                f"model.path: {field} must be {wanted} with rollout.engine=local, got {value}: its "
+                "cache holds keys and values of all positions; choose another model, or use "
+                "rollout.engine=sglang"
+            )
+
+    def open(self, config: RunConfig, device: str) -> Backend:
+        """Prepare the model; nothing is loaded."""
+        from bapo_megatron.engine.local.backend import LocalBackend  # imports torch
+
+        return LocalBackend(config.model, config.rollout.local, device)
+
+    def serve(self, config: RunConfig, show: Callable[[str], None]) -> NoReturn:
+        """Refuse."""
+        raise ConfigError(
+            "rollout.engine: must have servers for serve, got local, which samples in the "
+            "trainer's process; set rollout.engine=sglang"
+        )
+
+
+def _broken_rules(rollout: RolloutConfig) -> Iterator[tuple[str, str, object, str]]:
+    """Key, rule, value and reason of every setting that cannot be kept."""
+    sync, server = rollout.weight_sync, rollout.server
+    no_server = "it has no server"
+    if rollout.servers:
+        yield "rollout.servers", "empty", ", ".join(rollout.servers), no_server
+    if rollout.colocated:
+        yield "rollout.colocated", "false", "true", "its memory is the collector's"
+    if server.count > 1:
+        yield "rollout.server.count", "1", server.count, no_server
+    if server.tensor > 1:
+        yield "rollout.server.tensor", "1", server.tensor, "the model is on one device"
+    if sync.in_flight == "in_place":
+        reason = "keys and values of old weights are never kept"
+        yield "rollout.weight_sync.in_flight", "abort or retract", sync.in_flight, reason
+    if sync.method == "tensor":
+        reason = "it takes weights through a group or a directory"
+        yield "rollout.weight_sync.method", "broadcast or disk", sync.method, reason
+    if sync.backend == "nccl":
+        reason = "NCCL has no two members on one GPU"
+        yield "rollout.weight_sync.backend", "auto or gloo", sync.backend, reason
+
+
+def _unknown_cache(hf_config: dict[str, Any]) -> Iterator[tuple[str, str, object]]:
+    """Field, rule and value of what makes the model's cache another one."""
+    model_type = hf_config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        yield "model_type", f"one of {', '.join(MODEL_TYPES)}", model_type
+    if hf_config.get("use_sliding_window"):
+        yield "use_sliding_window", "false", "true"
+    others = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        yield "layer_types", "full_attention only", ", ".join(others)

@@ -1,0 +1,154 @@
+"""Small random models, an engine on one of them, and transformers' own log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import LocalConfig
+from bapo_megatron.engine.base import Completion, CompletionSink, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.local.backend import LocalBackend
+from bapo_megatron.tiny.tokenizer import build_tokenizer
+from tests.policy.tiny_models import make_model, model_class
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from bapo_megatron.engine.local.engine import LocalEngine
+
+MAX_POSITIONS = 256
+EOS = 1
+SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
+
+_T = TypeVar("_T")
+
+
+def make_model_dir(directory: Path, family: str = "qwen2") -> Path:
+    """Write a random model whose logits are far from uniform, with the tiny tokenizer."""
+    tokenizer = build_tokenizer(MAX_POSITIONS)
+    make_model(
+        family,
+        directory,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=MAX_POSITIONS,
+        eos_token_id=EOS,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def use_engine(
+    model_dir: Path, use: Callable[[LocalEngine], Awaitable[_T]], *, max_rows: int = 256
+) -> _T:
+    """Run ``use`` with a float32 engine on the CPU, in an event loop of its own."""
+
+    async def run() -> _T:
+        model = ModelConfig(path=model_dir, dtype="float32")
+        [engine] = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect()
+        try:
+            async with asyncio.timeout(120):
+                return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def request(input_ids: Sequence[int], settings: SamplingSettings, **fields: Any) -> GenerateRequest:
+    """A request for weights version 0."""
+    values = {"input_ids": input_ids, "sampling": settings, "label": "sample 3", "version": 0}
+    return GenerateRequest(**{**values, **fields})
+
+
+class Stream:
+    """A request in flight, and what it has got."""
+
+    def __init__(self, engine: LocalEngine, given: GenerateRequest) -> None:
+        self.sink = CompletionSink()
+        self.request = given
+        self.task = asyncio.create_task(engine.stream(given, self.sink))
+
+    @property
+    def completion(self) -> Completion:
+        """What came so far."""
+        return self.sink.completion()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that came so far."""
+        return self.completion.token_ids.tolist()
+
+
+async def start(engine: LocalEngine, *requests: GenerateRequest) -> list[Stream]:
+    """Send requests, in this order."""
+    streams = [Stream(engine, given) for given in requests]
+    await asyncio.sleep(0)
+    return streams
+
+
+async def finish(engine: LocalEngine, streams: Sequence[Stream], burst: int = 8) -> None:
+    """Decode until all have ended."""
+    while not all(stream.task.done() for stream in streams):
+        await engine.decode(burst)
+    for stream in streams:
+        await stream.task
+
+
+async def complete(
+    engine: LocalEngine, *requests: GenerateRequest, burst: int = 8
+) -> list[Completion]:
+    """Sample all of them."""
+    streams = await start(engine, *requests)
+    await finish(engine, streams, burst)
+    return [stream.completion for stream in streams]
+
+
+@functools.cache
+def _reference(model_dir: Path) -> Any:
+    family = json.loads((model_dir / "config.json").read_text())["model_type"]
+    return model_class(family).from_pretrained(model_dir, dtype=torch.float32)
+
+
+def reference_logprobs(
+    model_dir: Path, input_ids: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
+) -> np.ndarray:
+    """[R] log_softmax(logits / T) of sampled tokens, by one forward pass of transformers."""
+    model = _reference(model_dir)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*input_ids, *tokens]])).logits[0, len(input_ids) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(dim=-1)
+    return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+
+
+def assert_reference(
+    model_dir: Path, given: GenerateRequest, completion: Completion, tolerance: float = 1e-4
+) -> None:
+    """The log-probs are those of transformers."""
+    expected = reference_logprobs(
+        model_dir, given.input_ids, completion.token_ids.tolist(), given.sampling.temperature
+    )
+    np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=tolerance)
+
+
+def ragged_requests(
+    number: int, *, max_new_tokens: int = 40, longest: int = 60, **fields: Any
+) -> list[GenerateRequest]:
+    """Requests with inputs of one token and more, and a seed each."""
+    draw = np.random.default_rng(7)
+    return [
+        request(
+            draw.integers(3, 90, size=1 + int(draw.integers(longest)) * (n % 5 > 0)).tolist(),
+            SamplingSettings(0.8, max_new_tokens, seed=n),
+            label=f"sample {n}",
+            **fields,
+        )
+        for n in range(number)
+    ]

@@ -1,0 +1,102 @@
+"""What the engine cannot do is refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.load import load_kind
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def _config(model_dir: Path, tmp_path: Path, rollout: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": tmp_path,
+            "model": {"path": model_dir},
+            "rollout": {"engine": "local", **rollout},
+        }
+    )
+
+
+def test_what_it_can_do_is_accepted(model_dir: Path, tmp_path: Path) -> None:
+    for rollout in ({}, {"weight_sync": {"in_flight": "retract", "method": "disk"}}):
+        load_kind("local").check(_config(model_dir, tmp_path, rollout))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"servers": ["http://a:1"]}, r"^rollout\.servers: must be empty .* got http://a:1"),
+        ({"colocated": True}, r"^rollout\.colocated: must be false .* got true"),
+        ({"server": {"count": 2}}, r"^rollout\.server\.count: must be 1 .* got 2"),
+        ({"server": {"tensor": 4}}, r"^rollout\.server\.tensor: must be 1 .* got 4"),
+        (
+            {"weight_sync": {"in_flight": "in_place"}},
+            r"^rollout\.weight_sync\.in_flight: must be abort or retract .* got in_place",
+        ),
+        (
+            {"weight_sync": {"method": "tensor"}},
+            r"^rollout\.weight_sync\.method: must be broadcast or disk .* got tensor",
+        ),
+        (
+            {"weight_sync": {"backend": "nccl"}},
+            r"^rollout\.weight_sync\.backend: must be auto or gloo .* got nccl",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    model_dir: Path, tmp_path: Path, rollout: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message + r".*; .*rollout\.engine=sglang$"):
+        load_kind("local").check(_config(model_dir, tmp_path, rollout))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen3_next"}, "model_type must be one of qwen2, .* got qwen3_next"),
+        ({"use_sliding_window": True}, "use_sliding_window must be false .* got true"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types must be full_attention only .* got linear_attention",
+        ),
+    ],
+)
+def test_models_with_another_cache_are_refused(
+    model_dir: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    fields = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**fields, **change}))
+    with pytest.raises(ConfigError, match=rf"^model\.path: {message}"):
+        load_kind("local").check(_config(other, tmp_path, {}))
+
+
+def test_it_serves_nobody(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: must have servers .* got local"):
+        load_kind("local").serve(_config(model_dir, tmp_path, {}), print)
+
+
+def test_opening_it_starts_no_server(model_dir: Path, tmp_path: Path) -> None:
+    backend = load_kind("local").open(_config(model_dir, tmp_path, {}), "cpu")
+    assert list(backend.servers) == []
+
+
+def test_importing_it_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, bapo_megatron.engine.local.kind;"
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)

@@ -1,0 +1,303 @@
+"""New weights, from rank 0's group and from a directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.engine.base import BucketLayout, GroupPlace, SamplingSettings
+from bapo_megatron.errors import RolloutError, ServerGoneError
+from bapo_megatron.types import VersionSpan
+from bapo_megatron.weight_sync.collective_group import WeightGroup
+from tests.engine.local.setting import (
+    complete,
+    finish,
+    make_model_dir,
+    reference_logprobs,
+    request,
+    start,
+    use_engine,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.engine.local.engine import LocalEngine
+
+PROMPT = [3, 20, 77, 4]
+LONG = SamplingSettings(temperature=1.5, max_new_tokens=40, seed=41)
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def changed_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with other weights, in two files."""
+    return _changed(model_dir, tmp_path_factory.mktemp("changed") / "qwen2", 1.5)
+
+
+def _changed(model_dir: Path, directory: Path, factor: float) -> Path:
+    shutil.copytree(model_dir, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= factor
+    tensors["model.norm.weight"] *= factor
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files: dict[str, str] = {}
+    for number, part in enumerate((names[:9], names[9:]), start=1):
+        files |= dict.fromkeys(part, f"model-0000{number}-of-00002.safetensors")
+        content = {name: tensors[name] for name in part}
+        save_file(content, directory / files[part[0]], metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def _weights(directory: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+async def _load(engine: LocalEngine, directory: Path, version: int) -> None:
+    weights = await engine.weights(LIMIT_S)
+    await weights.load(directory, version=version, flush_cache=True, timeout_s=LIMIT_S)
+
+
+class _Trainer:
+    """Rank 0's side of a push, its blocking calls in threads of the group."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._group = WeightGroup("127.0.0.1", "gloo", LIMIT_S)
+
+    async def join(self) -> None:
+        weights = await self._engine.weights(LIMIT_S)
+        assert weights.tensor_ranks == 1
+        weights.require_tensor_ranks_only()
+        place = GroupPlace(
+            name=self._group.name,
+            master_address=self._group.address,
+            master_port=self._group.port,
+            backend="gloo",
+            first_rank=1,
+            world_size=2,
+        )
+        formed = asyncio.wrap_future(self._group.form(2))
+        await asyncio.gather(formed, weights.join_group(place, LIMIT_S))
+
+    async def send(self, tensors: Mapping[str, Tensor], version: int | None) -> None:
+        weights = await self._engine.weights(LIMIT_S)
+        bucket = BucketLayout(
+            names=tuple(tensors),
+            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in tensors.values()),
+            shapes=tuple(tuple(t.shape) for t in tensors.values()),
+        )
+        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
+        sent = asyncio.wrap_future(self._group.broadcast(flat))
+        received = weights.receive(
+            bucket, self._group.name, version=version, flush_cache=True, timeout_s=LIMIT_S
+        )
+        outcome, _ = await asyncio.gather(received, sent, return_exceptions=True)
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+    async def leave(self) -> None:
+        weights = await self._engine.weights(LIMIT_S)
+        await weights.leave_group(self._group.name, LIMIT_S)
+        assert self._group.close() is None
+
+
+def _assert_of(directory: Path, completion: Completion, prompt: list[int] = PROMPT) -> None:
+    tokens = completion.token_ids.tolist()
+    expected = reference_logprobs(directory, prompt, tokens, LONG.temperature)
+    np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_a_directory_is_loaded(model_dir: Path, changed_dir: Path) -> None:
+    async def use(engine: LocalEngine) -> list[Completion]:
+        before = await complete(engine, request(PROMPT, LONG))
+        await _load(engine, changed_dir, 7)
+        assert await engine.version() == "7"
+        return before + await complete(engine, request(PROMPT, LONG, version=7))
+
+    before, after = use_engine(model_dir, use)
+    _assert_of(model_dir, before)
+    _assert_of(changed_dir, after)
+    assert [span.version for span in (*before.versions, *after.versions)] == [0, 7]
+
+
+def test_a_group_brings_them_in_parts_again_and_again(model_dir: Path, changed_dir: Path) -> None:
+    async def use(engine: LocalEngine) -> list[Completion]:
+        trainer = _Trainer(engine)
+        await trainer.join()
+        weights = await engine.weights(LIMIT_S)
+        completions = []
+        for version, directory in ((1, changed_dir), (2, model_dir)):
+            await weights.open_session(LIMIT_S)
+            tensors = list(_weights(directory).items())
+            await trainer.send(dict(tensors[:7]), None)
+            assert await engine.version() == str(version - 1)
+            await trainer.send(dict(tensors[7:]), version)
+            await weights.close_session(LIMIT_S)
+            await weights.flush_idle(LIMIT_S)
+            assert await engine.version() == str(version)
+            completions += await complete(engine, request(PROMPT, LONG, version=version))
+        await trainer.leave()
+        return completions
+
+    first, second = use_engine(model_dir, use)
+    _assert_of(changed_dir, first)
+    _assert_of(model_dir, second)
+
+
+def test_a_request_in_flight_has_the_version_of_every_token(
+    model_dir: Path, changed_dir: Path
+) -> None:
+    async def use(engine: LocalEngine) -> Completion:
+        [stream] = await start(engine, request(PROMPT, LONG))
+        await engine.decode(11)
+        await engine.pause("retract")
+        await _load(engine, changed_dir, 4)
+        await engine.resume()
+        await finish(engine, [stream])
+        return stream.completion
+
+    completion = use_engine(model_dir, use)
+    assert completion.versions == (VersionSpan(0, 11), VersionSpan(4, 29))
+    tokens = completion.token_ids.tolist()
+    old = reference_logprobs(model_dir, PROMPT, tokens, LONG.temperature)
+    new = reference_logprobs(changed_dir, PROMPT, tokens, LONG.temperature)
+    assert np.abs(old - new).max() > 0.01
+    np.testing.assert_allclose(completion.logprobs[:11], old[:11], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(completion.logprobs[11:], new[11:], rtol=0, atol=1e-4)
+
+
+def test_tied_embeddings_come_under_one_name(tmp_path: Path) -> None:
+    directory = make_model_dir(tmp_path / "llama", "llama")
+    tensors = load_file(directory / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["model.embed_tokens.weight"] *= 1.3
+    changed = tmp_path / "changed"
+    shutil.copytree(directory, changed)
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+
+    async def use(engine: LocalEngine) -> list[Completion]:
+        await _load(engine, changed, 1)
+        return await complete(engine, request(PROMPT, LONG, version=1))
+
+    _assert_of(changed, use_engine(directory, use)[0])
+
+
+def test_a_missing_weight_is_named_and_nothing_is_sampled_with_a_part(
+    model_dir: Path, changed_dir: Path
+) -> None:
+    async def use(engine: LocalEngine) -> list[Completion]:
+        trainer = _Trainer(engine)
+        await trainer.join()
+        tensors = _weights(changed_dir)
+        left_out = {n: t for n, t in tensors.items() if n != "model.layers.0.mlp.up_proj.weight"}
+        with pytest.raises(RolloutError, match=r"lack 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+            await trainer.send(left_out, 3)
+        assert await engine.version() == "0"
+        [stream] = await start(engine, request(PROMPT, LONG))
+        with pytest.raises(RolloutError, match="holds a part of new weights"):
+            await engine.decode(1)
+        await (await engine.weights(LIMIT_S)).open_session(LIMIT_S)
+        await trainer.send(tensors, 3)
+        await finish(engine, [stream])
+        await trainer.leave()
+        return [stream.completion]
+
+    [completion] = use_engine(model_dir, use)
+    assert completion.versions == (VersionSpan(3, 40),)
+    _assert_of(changed_dir, completion)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lm_head.weight": torch.zeros(3, 32)}, r"'lm_head\.weight' must have the shape \[267, 3"),
+        ({"lm_head.bias": torch.zeros(3)}, r"the model has no weight 'lm_head\.bias'"),
+    ],
+)
+def test_a_weight_of_another_model_is_named_and_changes_nothing(
+    model_dir: Path, tmp_path: Path, change: dict[str, Tensor], message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    save_file(_weights(model_dir) | change, other / "model.safetensors", metadata={"format": "pt"})
+
+    async def use(engine: LocalEngine) -> list[Completion]:
+        with pytest.raises(RolloutError, match=message):
+            await _load(engine, other, 3)
+        return await complete(engine, request(PROMPT, LONG))
+
+    _assert_of(model_dir, use_engine(model_dir, use)[0])
+
+
+def test_a_missing_directory_is_an_error_and_the_engine_lives(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async def use(engine: LocalEngine) -> None:
+        [stream] = await start(engine, request(PROMPT, LONG))
+        await engine.decode(3)
+        with pytest.raises(RolloutError, match=r"nothing' has no \*\.safetensors"):
+            await _load(engine, tmp_path / "nothing", 3)
+        assert await engine.version() == "0"
+        await finish(engine, [stream])
+
+    use_engine(model_dir, use)
+
+
+def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
+    async def use(engine: LocalEngine) -> None:
+        group = WeightGroup("127.0.0.1", "gloo", LIMIT_S)
+        place = GroupPlace(group.name, group.address, group.port, "gloo", 1, 2)
+        weights = await engine.weights(LIMIT_S)
+        with pytest.raises((RolloutError, ServerGoneError), match="could not join the group"):
+            await weights.join_group(place, 0.5)
+        group.close()
+        with pytest.raises(RolloutError, match="has not joined the group"):
+            await weights.receive(
+                BucketLayout((), (), ()), group.name, version=1, flush_cache=True, timeout_s=1
+            )
+
+    use_engine(model_dir, use)
+
+
+def test_nccl_and_shared_memory_are_refused(model_dir: Path) -> None:
+    async def use(engine: LocalEngine) -> None:
+        weights = await engine.weights(LIMIT_S)
+        with pytest.raises(RolloutError, match=r"backend: must be gloo .* got nccl"):
+            await weights.join_group(GroupPlace("a", "127.0.0.1", 1, "nccl", 1, 2), LIMIT_S)
+        with pytest.raises(RolloutError, match=r"method: must be broadcast or disk .* got tensor"):
+            await weights.take((), version=1, flush_cache=True, timeout_s=1)
+
+    use_engine(model_dir, use)
+
+
+def test_weights_wait_for_the_running_burst(model_dir: Path, changed_dir: Path) -> None:
+    async def use(engine: LocalEngine) -> Completion:
+        [stream] = await start(engine, request(PROMPT, replace(LONG, max_new_tokens=30)))
+        decoding = asyncio.create_task(engine.decode(20))
+        await asyncio.sleep(0)
+        await _load(engine, changed_dir, 1)
+        assert await decoding == 20
+        await finish(engine, [stream])
+        return stream.completion
+
+    assert use_engine(model_dir, use).versions == (VersionSpan(0, 20), VersionSpan(1, 10))
