@@ -55,6 +55,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         _check_replay(config.replay.dumps, config.train.steps)
     else:
         _check_batch(config)
+        _check_lag(config)
         check_train_data(config.data, "unless replay is set")
         check_rendering(config.data)
         _check_budget(config)
@@ -152,6 +153,25 @@ def _check_batch(config: RunConfig) -> None:
         raise ConfigError(
             "algorithm.updates_per_batch: must divide rollout.groups_per_step, got "
             f"{updates} with {groups} groups; choose a divisor of {groups}"
+        )
+
+
+def _check_lag(config: RunConfig) -> None:
+    """Nothing contradicts the age that ``rollout.fixed_lag`` gives to every token."""
+    lag, max_age = config.rollout.fixed_lag, config.rollout.staleness.max_age
+    if lag is None:
+        return
+    if config.replay.batches:
+        raise ConfigError(
+            f"replay.batches: must be 0 with rollout.fixed_lag, got {config.replay.batches}: "
+            "groups of earlier batches are older; leave one of them out"
+        )
+    age = lag * config.algorithm.updates_per_batch * config.algorithm.epochs
+    if max_age is not None and max_age < age:
+        raise ConfigError(
+            "rollout.staleness.max_age: must be at least the age that rollout.fixed_lag gives to "
+            f"every token, {age} updates (fixed lag × updates per batch × epochs), got {max_age}; "
+            "raise it, or leave one of them out"
         )
 
 

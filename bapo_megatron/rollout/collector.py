@@ -251,6 +251,8 @@ class Collector:
             RolloutError: Generation failed, or a file cannot be written.
         """
         assert self._pool is not None, "connect comes first"
+        if self._batches is not None:
+            await self._batches.wait_for_ahead()
         num_lost = self._pool.num_lost_requests
         evaluation = asyncio.create_task(
             self._evaluator.evaluate(
@@ -273,6 +275,7 @@ class Collector:
     async def state(self, _: GetState) -> SourceState:
         """Tell data position and buffer."""
         assert self._batches is not None, "opened for training"
+        await self._batches.wait_for_ahead()
         return SourceState(values=self._batches.state())
 
     async def restore(self, state: SourceState) -> None:

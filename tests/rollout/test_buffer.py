@@ -134,5 +134,5 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
 
 
 def test_a_state_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="its format is 0, this version reads 3"):
+    with pytest.raises(ValueError, match="its format is 0, this version reads 4"):
         buffer_from_json(RolloutBuffer(), {"format": 0, "next_group_id": 0, "groups": []})

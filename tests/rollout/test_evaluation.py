@@ -40,6 +40,7 @@ class Pool:
     version: int = 7
     requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
     affinities: dict[str, int] = field(default_factory=dict)
+    stepper: None = None
 
     def reopen(self) -> None: ...
 
