@@ -62,9 +62,7 @@ def test_every_decision_is_eight_decode_steps_after_the_one_before() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize(
-    ("local", "num_steps"), [({}, 50), ({"decode_steps_ahead": 19}, 19)]
-)
+@pytest.mark.parametrize(("local", "num_steps"), [({}, 50), ({"decode_steps_ahead": 19}, 19)])
 def test_a_fixed_number_of_decode_steps_is_made_beside_the_training(
     local: dict[str, int], num_steps: int
 ) -> None:
