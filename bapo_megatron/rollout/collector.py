@@ -34,9 +34,6 @@ from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import log_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
-from bapo_megatron.engine.sglang.client import ApiKeys
-from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.votes import votes_pool
@@ -70,9 +67,12 @@ from bapo_megatron.rollout.messages import (
     SourceState,
     SyncWeights,
 )
+from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.push_limit import PushLimit
 from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.rollout.step_files import write_samples, write_timeline
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver

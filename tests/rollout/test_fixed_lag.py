@@ -97,8 +97,8 @@ def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
         await setup.batches.resume()
         state = setup.batches.state()
         message = (
-            r"^rollout\.fixed_lag: all groups must be complete before new weights are pushed, got 1 "
-            r"unfinished ones of version 0 with version 1: .*; continue from an earlier checkpoint"
+            r"^rollout\.fixed_lag: all groups must be complete before new weights are pushed, got "
+            r"1 unfinished ones of version 0 with version 1: .*; continue from an earlier checkpoint"
         )
         with pytest.raises(RolloutError, match=message):
             await setup.batches.collect(1, deliver)
