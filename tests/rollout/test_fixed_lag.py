@@ -98,7 +98,7 @@ def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
         state = setup.batches.state()
         message = (
             r"^rollout\.fixed_lag: all groups must be complete before new weights are pushed, got "
-            r"1 unfinished ones of version 0 with version 1: .*; continue from an earlier checkpoint"
+            r"1 unfinished ones of version 0 with version 1: .*; continue from an earlier "
         )
         with pytest.raises(RolloutError, match=message):
             await setup.batches.collect(1, deliver)
