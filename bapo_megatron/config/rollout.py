@@ -245,9 +245,10 @@ class RolloutConfig(Section):
         for name, value in others.items():
             if self.fixed_lag is not None and value:
                 raise ValueError(
-                    f"{name} must be left out with fixed_lag: {self.fixed_lag}, got {value}: the "
-                    "groups of each step are drawn when its weights are pushed, and completed by "
-                    f"them while the trainer trains; leave {name} or fixed_lag out"
+                    f"{name} must be left out with fixed_lag: {self.fixed_lag}, got "
+                    f"{str(value).lower()}: each step's groups, and no others, are completed by "
+                    "the weights of one push, beside the training; leave "
+                    f"{name} or fixed_lag out"
                 )
         return self
 

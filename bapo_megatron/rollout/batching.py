@@ -44,7 +44,7 @@ class _Totals:
     lost_requests: int = 0
     reward_timeouts: int = 0
     reward_errors: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def since(self, before: _Totals) -> _Totals:
         """What was counted after ``before``."""

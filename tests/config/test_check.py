@@ -14,6 +14,7 @@ def test_a_runnable_configuration_passes(check):
     check("parallel.tensor=2", "parallel.sequence=true", world_size=4)
     check("algorithm.bapo.scope=micro_batch", "algorithm.updates_per_batch=4")
     check("train.max_tokens_per_micro_batch=500")
+    check("rollout.fixed_lag=2", "rollout.staleness.max_age=2")
 
 
 def test_replay_needs_neither_prompts_nor_their_lengths(check):
@@ -111,6 +112,24 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             1,
             "algorithm.updates_per_batch: must divide rollout.groups_per_step, got 5 with 12 "
             "groups; choose a divisor of 12",
+        ),
+        (
+            ["rollout.fixed_lag=2", "replay.batches=1"],
+            1,
+            "replay.batches: must be 0 with rollout.fixed_lag, got 1: groups of earlier batches "
+            "are older; leave one of them out",
+        ),
+        (
+            [
+                "rollout.fixed_lag=2",
+                "rollout.staleness.max_age=11",
+                "algorithm.updates_per_batch=2",
+                "algorithm.epochs=3",
+            ],
+            1,
+            "rollout.staleness.max_age: must be at least the age that rollout.fixed_lag gives to "
+            "every token, 12 updates (fixed lag × updates per batch × epochs), got 11; raise it, "
+            "or leave one of them out",
         ),
         (
             ["train.max_tokens_per_micro_batch=499"],

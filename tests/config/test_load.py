@@ -210,6 +210,30 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "filter, so ratios would be biased; set top_p: 1.0",
         ),
         (
+            "rollout: {fixed_lag: 2, partial: false}",
+            "'rollout' partial must be true with fixed_lag: 2, got false: responses must be kept "
+            "for later steps; set partial: true, or leave fixed_lag out",
+        ),
+        *(
+            (
+                f"rollout: {{fixed_lag: 2, {name}: {value}}}",
+                f"'rollout' {key} must be left out with fixed_lag: 2, got {got}: each step's "
+                "groups, and no others, are completed by the weights of one push, beside the "
+                f"training; leave {key} or fixed_lag out",
+            )
+            for name, value, key, got in (
+                ("async_steps", "1", "async_steps", "1"),
+                ("oversample_groups", "3", "oversample_groups", "3"),
+                ("tokens_per_step", "99", "tokens_per_step", "99"),
+                ("dynamic_sampling", "{enabled: true}", "dynamic_sampling.enabled", "true"),
+                ("colocated", "true", "colocated", "true"),
+            )
+        ),
+        (
+            "rollout: {engine: vllm}",
+            "'rollout.engine' must be sglang, local or package.module:Class, got 'vllm'",
+        ),
+        (
             "algorithm: {bapo: {lower: {start: 0.1}}}",
             "'algorithm.bapo' needs 0.5 <= lower.start <= lower.max <= 1, got 0.1 and 0.9",
         ),

@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapo_megatron.data.version_spans import spans_of
 from bapo_megatron.engine.base import Completion, SamplingSettings
+from bapo_megatron.errors import ServerGoneError
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-_STOP_SHARE = 12
-"""One token in so many ends its response."""
 
 
 @dataclass(eq=False)
@@ -40,12 +38,14 @@ class SteppedRequest:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def sample(self, version: int, row: int, batch: Sequence[int | None]) -> None:
+    def sample(
+        self, version: int, row: int, batch: Sequence[int | None], stop_interval: int
+    ) -> None:
         token = zlib.crc32(repr((self.seed, self.position, version, row, batch)).encode())
         self.tokens.append(token >> 2)
         self.position += 1
         self.num_remaining -= 1
-        if token % _STOP_SHARE == 0:
+        if token % stop_interval == 0:
             self.finish_reason = FinishReason.STOP
         elif not self.num_remaining:
             self.finish_reason = FinishReason.LENGTH
@@ -62,14 +62,14 @@ class SteppedPool:
     """The part of ``EnginePool`` that generation and evaluation use; its own stepper."""
 
     def __init__(
-        self, version: int = 0, *, max_rows: int = 5, ends_late: bool = False, delay_seed: int = 0
+        self, version: int = 0, *, max_rows: int = 5, is_slow: bool = False, delay_seed: int = 0
     ) -> None:
         """Make an engine without requests.
 
         Args:
             version: Of its weights.
             max_rows: Responses in a decode step.
-            ends_late: A request counts as in flight until its task has gone on.
+            is_slow: Requests need further turns of the event loop to come in, and to be gone.
             delay_seed: Of the time that a decode step takes.
         """
         self.version = version
@@ -84,14 +84,17 @@ class SteppedPool:
         """Of all requests, in the order in which they came."""
         self.calls: list[str] = []
         self.burst_s = 0.0
+        """How long a call takes; 0: not at all, or for a moment."""
+        self.stop_interval = 12
+        """One token in so many ends its response."""
         self._max_rows = max_rows
-        self._ends_late = ends_late
+        self._num_turns = 2 * is_slow
         self._delays = random.Random(delay_seed)
         self._is_draining = False
 
     @property
     def num_in_flight(self) -> int:
-        return sum(self._ends_late or not request.ended.done() for request in self.requests)
+        return len(self.requests)
 
     async def generate(
         self,
@@ -104,19 +107,33 @@ class SteppedPool:
         return_logprobs: bool = True,
         on_part: Callable[[Completion], None],
     ) -> Completion | None:
-        while self.needs_weights and not self._is_draining:
-            await asyncio.sleep(0.01)
-        if self._is_draining:
-            return None
-        request = SteppedRequest(
-            label, sampling.seed, sampled_tokens, sampling.max_new_tokens, on_part
-        )
-        self.requests.append(request)
-        self.labels.append(label)
-        try:
-            return await request.ended
-        finally:
-            self.requests.remove(request)
+        while True:
+            while self.needs_weights and not self._is_draining:
+                await asyncio.sleep(0.01)
+            await self._turn()
+            if self._is_draining:
+                return None
+            request = SteppedRequest(
+                label, sampling.seed, sampled_tokens, sampling.max_new_tokens, on_part
+            )
+            self.requests.append(request)
+            self.labels.append(label)
+            try:
+                completion = await request.ended
+                await self._turn()
+                return completion
+            except ServerGoneError:
+                sampled_tokens = request.position
+                sampling = replace(sampling, max_new_tokens=request.num_remaining)
+            finally:
+                self.requests.remove(request)
+
+    def lose(self) -> None:
+        """The engine comes back at once, without its weights."""
+        self.needs_weights = True
+        for request in self.requests:
+            if not request.ended.done():
+                request.ended.set_exception(ServerGoneError("it is gone"))
 
     async def decode(self, most_steps: int) -> int:
         """``engine.base.Stepper``."""
@@ -127,7 +144,7 @@ class SteppedPool:
             rows = running[: self._max_rows]
             batch = [request.seed for request in rows]
             for row, request in enumerate(rows):
-                request.sample(self.version, row, batch)
+                request.sample(self.version, row, batch, self.stop_interval)
             running = [r for r in running if r.finish_reason is FinishReason.ABORT]
             num_steps += 1
         for request in list(self.requests):
@@ -138,6 +155,10 @@ class SteppedPool:
                     request.ended.set_result(part)
         self.bursts.append(num_steps)
         return num_steps
+
+    async def _turn(self) -> None:
+        for _ in range(self._num_turns):
+            await asyncio.sleep(0)
 
     async def drain(self) -> None:
         self.calls.append("drain")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.types import RolloutBatch
+    from tests.fakes.stepped_pool import SteppedRequest
 
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(50)]
 TOTAL_STEPS = 10
@@ -28,7 +29,7 @@ class Rewards:
     num_timeouts = num_errors = 0
 
     def __init__(self, equal: Sequence[int]) -> None:
-        self._equal = equal
+        self.equal = equal
         self.held: dict[int, asyncio.Event] = {}
         """Scores of these groups wait."""
 
@@ -36,7 +37,7 @@ class Rewards:
         sample = pending.sample
         if sample.group_id in self.held:
             await self.held[sample.group_id].wait()
-        sample.reward = 0.0 if sample.group_id in self._equal else float(sample.index == 0)
+        sample.reward = 0.0 if sample.group_id in self.equal else float(sample.index == 0)
         pending.response_text = "scored"
 
 
@@ -93,7 +94,7 @@ class Setup:
         await settle()
 
 
-def group_of(request: Request) -> int:
+def group_of(request: Request | SteppedRequest) -> int:
     return int(request.label.split("group ")[1].split(",")[0])
 
 

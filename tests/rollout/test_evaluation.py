@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.sets import EvalSet
 from bapo_megatron.evaluation.settings import ResultsError
-from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.base import RewardError, Score
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
+from tests.fakes.stepped_pool import SteppedPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,9 +80,22 @@ class EvenIsRight:
         return str(number), Score(reward=reward, answer_found=True, extracted=str(number % 2))
 
 
+class SlowGrader(EvenIsRight):
+    """Takes a random time."""
+
+    def __init__(self, seed: int) -> None:
+        self._delays = random.Random(seed)
+
+    async def grade(
+        self, token_ids: np.ndarray, prompt: Prompt, finish_reason: FinishReason
+    ) -> tuple[str, Score]:
+        await asyncio.sleep(self._delays.choice((0, 0.0002, 0.002)))
+        return str(token_ids.tolist()), Score(reward=float(token_ids[0] % 2), answer_found=True)
+
+
 def evaluate(
     run_dir: Path,
-    pool: Pool,
+    pool: Pool | SteppedPool,
     *,
     evaluator: Evaluator | None = None,
     resume: bool = False,
@@ -93,7 +108,7 @@ def evaluate(
         raise group.exceptions[0] from None
 
 
-def make_evaluator(run_dir: Path, **eval_: Any) -> Evaluator:
+def make_evaluator(run_dir: Path, grader: EvenIsRight | None = None, **eval_: Any) -> Evaluator:
     config = RunConfig.model_validate(
         {
             "name": "test",
@@ -116,7 +131,7 @@ def make_evaluator(run_dir: Path, **eval_: Any) -> Evaluator:
         )
         for (name, size), dataset in zip(SETS.items(), config.eval.sets, strict=True)
     ]
-    return Evaluator(EvenIsRight(), TextEquality(), sets, config, lambda _: None)
+    return Evaluator(grader or EvenIsRight(), TextEquality(), sets, config, lambda _: None)
 
 
 def keys(run_dir: Path, name: str) -> list[tuple[str, int]]:
@@ -199,19 +214,15 @@ def test_each_set_is_sampled_by_its_own_settings_and_each_sample_with_its_own_se
             {"path": "s.jsonl", "name": "products", "max_response_tokens": 9, **own},
         ],
     )
-    by_set = {
-        name: [s.to_json_dict() for label, s in pool.requests if f" of {name}," in label]
-        for name in SETS
-    }
+    by_set = {name: [s for label, s in pool.requests if f" of {name}," in label] for name in SETS}
     assert [len(requests) for requests in by_set.values()] == [20, 6]
-    common = {"min_p": 0.0, "repetition_penalty": 1.0}
     for request in by_set["sums"]:
-        assert request.items() >= {"temperature": 0.6, "top_p": 1.0, "top_k": -1, **common}.items()
-        assert request["max_new_tokens"] == 4096
+        assert (request.temperature, request.top_p, request.top_k) == (0.6, 1.0, -1)
+        assert request.max_new_tokens == 4096
     for request in by_set["products"]:
-        assert request.items() >= {"temperature": 1.5, "top_p": 0.9, "top_k": 20, **common}.items()
-        assert request["max_new_tokens"] == 9
-    seeds = [request["sampling_seed"] for requests in by_set.values() for request in requests]
+        assert (request.temperature, request.top_p, request.top_k) == (1.5, 0.9, 20)
+        assert request.max_new_tokens == 9
+    seeds = [request.seed for requests in by_set.values() for request in requests]
     assert len(set(seeds)) == 26
 
 
@@ -224,3 +235,34 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").write_text("not a directory")
     with pytest.raises(RolloutError, match=r"cannot write the evaluation results to .*sums.jsonl"):
         evaluate(tmp_path, Pool())
+
+
+def test_with_an_engine_that_is_driven_an_evaluation_repeats(tmp_path: Path) -> None:
+    responses, results = [], []
+    for seed in (1, 2):
+        pool = SteppedPool(delay_seed=seed, is_slow=seed == 2)
+        run_dir = tmp_path / str(seed)
+        evaluator = make_evaluator(run_dir, SlowGrader(seed))
+        found = evaluate(run_dir, pool, evaluator=evaluator)
+        results.append([replace(result, wall_s=0.0, tokens_per_s=0.0) for result in found])
+        responses.append(
+            {
+                (name, sample.key): sample.response
+                for name in SETS
+                for sample in iterate_samples(run_dir / "eval" / f"{name}.jsonl")
+            }
+        )
+        assert [label for label in pool.labels if "sums" in label] == [
+            f"evaluation of sums, sums:{row}, sample {i}" for row in range(5) for i in range(4)
+        ]
+    assert responses[0] == responses[1]
+    assert results[0] == results[1]
+
+
+def test_a_grader_that_fails_ends_an_evaluation_that_is_driven(tmp_path: Path) -> None:
+    class Failing(SlowGrader):
+        async def grade(self, *arguments: Any) -> tuple[str, Score]:
+            raise RewardError("the grader is gone")
+
+    with pytest.raises(RewardError, match="the grader is gone"):
+        evaluate(tmp_path, SteppedPool(), evaluator=make_evaluator(tmp_path, Failing(0)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +63,14 @@ class Case:
 
     rollout: dict[str, Any]
     replay: dict[str, Any]
-    ends_late: bool
+    is_slow: bool
 
     def play(self, delay_seed: int, state: str | None = None, first_step: int = 0) -> Run:
         return asyncio.run(self._play(delay_seed, state, first_step))
 
     async def _play(self, delay_seed: int, state: str | None, first_step: int) -> Run:
         delays, run = random.Random(delay_seed), Run()
-        pool = SteppedPool(first_step * UPDATES, ends_late=self.ends_late, delay_seed=delay_seed)
+        pool = SteppedPool(first_step * UPDATES, is_slow=self.is_slow, delay_seed=delay_seed)
         config = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
         batches = BatchCollector(
             SlowRewards(delay_seed),
@@ -151,19 +150,17 @@ NOT_PARTIAL = RULES.map(
 LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
 
 
-@settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     rollout=st.one_of(PARTIAL, PARTIAL, PARTIAL, NOT_PARTIAL, LAG),
     replay=st.sampled_from([{}, {"batches": 2}]),
-    ends_late=st.booleans(),
+    is_slow=st.booleans(),
     stopped_after=st.integers(1, TOTAL_STEPS - 1),
 )
 def test_neither_delays_nor_a_resumption_change_a_run(
-    rollout: dict[str, Any], replay: dict[str, Any], ends_late: bool, stopped_after: int
+    rollout: dict[str, Any], replay: dict[str, Any], is_slow: bool, stopped_after: int
 ) -> None:
-    case = Case(rollout, {} if "fixed_lag" in rollout else replay, ends_late)
+    case = Case(rollout, {} if "fixed_lag" in rollout else replay, is_slow)
     first, second = case.play(1), case.play(2)
     assert first.batches == second.batches
     assert first.states == second.states
