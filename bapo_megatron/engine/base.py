@@ -208,7 +208,8 @@ class Engine(Protocol):
     async def abort(self, timeout_s: float) -> None:
         """Have every request end with what there is; their ``stream`` returns.
 
-        Repeat it until ``num_in_flight`` is 0: one that is still on its way may be missed.
+        Repeat it until ``num_in_flight`` is 0: one that is still on its way may be missed. Those
+        that are paused in place may end only after ``resume``.
 
         Args:
             timeout_s: Requests that have not ended by then count as lost.

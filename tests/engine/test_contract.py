@@ -216,18 +216,15 @@ def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: 
     play(case, pause)
 
 
-@EACH_PAUSE
-def test_a_request_that_is_aborted_during_a_pause_has_its_tokens_once(
-    case: Case, mode: PauseMode
-) -> None:
+def test_a_request_that_is_aborted_while_it_is_retracted_has_its_tokens_once(case: Case) -> None:
     async def pause_and_abort(engine: Engine) -> None:
-        await require(engine, mode)
+        await require(engine, "retract")
         attempt, reason = 0, FinishReason.STOP
         while reason is not FinishReason.ABORT:  # it may end before
             response = Response(engine, seed=attempt)
             attempt += 1
             await response.is_on_its_way()
-            await engine.pause(mode)
+            await engine.pause("retract")
             await abort_all(engine)
             await engine.resume()
             reason = (await response.end()).finish_reason
