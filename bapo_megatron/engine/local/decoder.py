@@ -128,9 +128,8 @@ class _Rows:
             response = self.responses[row]
             if not np.isfinite(logprobs).all():
                 raise RolloutError(
-                    f"local: a log-prob is {logprobs[~np.isfinite(logprobs)][0]}: the weights, or "
-                    f"their numerics, are broken; see the metrics of the steps before, and "
-                    f"continue from an earlier checkpoint (request: {response.label})"
+                    f"local: a log-prob of '{response.label}' is not finite: the weights, or their "
+                    "numerics, are broken; continue from an earlier checkpoint"
                 )
             response.add(token_ids, logprobs)
         self.num_taped_B[:] = 0

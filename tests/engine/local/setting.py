@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,14 +30,16 @@ SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 _T = TypeVar("_T")
 
 
-def make_model_dir(directory: Path, family: str = "qwen2") -> Path:
+def make_model_dir(
+    directory: Path, family: str = "qwen2", max_positions: int = MAX_POSITIONS
+) -> Path:
     """Write a random model whose logits are far from uniform, with the tiny tokenizer."""
-    tokenizer = build_tokenizer(MAX_POSITIONS)
+    tokenizer = build_tokenizer(max_positions)
     make_model(
         family,
         directory,
         vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         eos_token_id=EOS,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -46,12 +48,16 @@ def make_model_dir(directory: Path, family: str = "qwen2") -> Path:
 
 
 def use_engine(
-    model_dir: Path, use: Callable[[LocalEngine], Awaitable[_T]], *, max_rows: int = 256
+    model_dir: Path,
+    use: Callable[[LocalEngine], Awaitable[_T]],
+    *,
+    max_rows: int = 256,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> _T:
-    """Run ``use`` with a float32 engine on the CPU, in an event loop of its own."""
+    """Run ``use`` with an engine on the CPU, in an event loop of its own."""
 
     async def run() -> _T:
-        model = ModelConfig(path=model_dir, dtype="float32")
+        model = ModelConfig(path=model_dir, dtype=dtype)
         [engine] = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect()
         try:
             async with asyncio.timeout(120):
