@@ -84,9 +84,9 @@ def generate(
 def serve(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere."""
     run_config = _load(config, overrides)
-    from bapo_megatron.engine.sglang.serve import serve as run_servers
+    from bapo_megatron.engine.load import load_kind
 
-    run_servers(run_config, show=typer.echo)
+    load_kind(run_config.rollout.engine).serve(run_config, typer.echo)
 
 
 @app.command()

@@ -17,3 +17,8 @@ class ServerGoneError(ServerError):
 
 class BrokenConnectionError(ServerGoneError):
     """The connection could not be made, or broke; the server may live."""
+
+
+def describe_cause(error: BaseException) -> str:
+    """The error's text, or its kind where it has none."""
+    return str(error) or type(error).__name__

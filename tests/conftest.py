@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.sglang.server import SglangServer
+    from tests.engine.helpers import MakeConfig
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -56,3 +66,57 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
+    from tests.engine.helpers import make_model_dir
+
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A real server; tests leave no request behind, and give it back the weights it had."""
+    from tests.engine.sglang.servers import make_server, running
+
+    with running(make_server(model_dir, tmp_path_factory.mktemp("server"))) as server:
+        yield server
+
+
+@pytest.fixture
+def make_config(model_dir: Path, tmp_path: Path) -> MakeConfig:
+    """Builds a configuration in ``tmp_path``; arguments change its rollout section."""
+    from bapo_megatron.config.schema import RunConfig
+    from tests.engine.sglang.servers import SERVER
+
+    prompts = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+
+    def make(**rollout: Any) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "name": "test",
+                "run_dir": tmp_path / "run",
+                "model": {"path": model_dir, "dtype": "float32"},
+                "data": {"train": {"path": train}, "max_prompt_tokens": 32},
+                "rollout": {
+                    "groups_per_step": 3,
+                    "samples_per_group": 2,
+                    "max_response_tokens": 40,
+                    "server": SERVER,
+                    **rollout,
+                },
+                "reward": {"workers": 1},
+                "eval": {
+                    "sets": [{"path": train, "name": "sums"}],
+                    "max_prompts": 5,
+                    "samples_per_prompt": 2,
+                    "max_response_tokens": 12,
+                },
+            }
+        )
+
+    return make

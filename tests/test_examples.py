@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from bapo_megatron.telemetry.sinks import read_metrics
+from tests.engine.helpers import descendants
 from tests.launch import REPOSITORY, free_port
-from tests.rollout.helpers import descendants
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
 
 if TYPE_CHECKING:

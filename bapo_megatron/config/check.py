@@ -1,7 +1,7 @@
 """Rules that cross sections of the configuration, or need the files it names.
 
 They run once, before anything is started, so that no run ends after an hour with an error that
-was there from the beginning.
+was there from the beginning. Rules about one kind of engine are with the engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from bapo_megatron.config.check_model import (
     check_positions,
 )
 from bapo_megatron.config.check_reward import check_rewards, check_shaping
-from bapo_megatron.config.check_rollout import (
-    check_own_servers,
-    check_servers,
-    check_weight_sync,
-)
+from bapo_megatron.config.check_rollout import check_weight_sync
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.multiples import packing_multiples
 
@@ -59,11 +55,11 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         _check_replay(config.replay.dumps, config.train.steps)
     else:
         _check_batch(config)
+        _check_lag(config)
         check_train_data(config.data, "unless replay is set")
         check_rendering(config.data)
         _check_budget(config)
         check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-        check_servers(hf_config, config.rollout)
         check_weight_sync(config.rollout, config.parallel)
         check_rewards(config.reward.functions)
         check_shaping(config.reward, config.rollout.max_response_tokens)
@@ -82,7 +78,6 @@ def check_eval_config(config: RunConfig) -> None:
         ConfigError: As by ``check_config``.
     """
     hf_config = check_model(config.model)
-    check_servers(hf_config, config.rollout)
     check_rendering(config.data)
     if not config.eval.sets:
         raise ConfigError(
@@ -109,32 +104,8 @@ def check_generate_config(config: RunConfig) -> None:
     check_rendering(config.data)
     hf_config = check_model(config.model)
     check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-    check_servers(hf_config, config.rollout)
     check_rewards(config.reward.functions)
     check_shaping(config.reward, config.rollout.max_response_tokens)
-
-
-def check_serve_config(config: RunConfig) -> None:
-    """Hold the rules of servers without a trainer.
-
-    Args:
-        config: A validated configuration; only model and servers are looked at.
-
-    Raises:
-        ConfigError: As by ``check_config``.
-    """
-    hf_config = check_model(config.model)
-    if config.rollout.colocated:
-        raise ConfigError(
-            "rollout.colocated: must be false for serve, got true: only the trainer's own servers "
-            "share its GPUs; leave it out"
-        )
-    if config.rollout.server.host in ("", "0.0.0.0", "::"):
-        raise ConfigError(
-            "rollout.server.host: must be one address, which the trainer can use, got "
-            f"'{config.rollout.server.host}'; give this node's"
-        )
-    check_own_servers(hf_config, config.rollout)
 
 
 def _check_apex() -> None:
@@ -182,6 +153,25 @@ def _check_batch(config: RunConfig) -> None:
         raise ConfigError(
             "algorithm.updates_per_batch: must divide rollout.groups_per_step, got "
             f"{updates} with {groups} groups; choose a divisor of {groups}"
+        )
+
+
+def _check_lag(config: RunConfig) -> None:
+    """Nothing contradicts the age that ``rollout.fixed_lag`` gives to every token."""
+    lag, max_age = config.rollout.fixed_lag, config.rollout.staleness.max_age
+    if lag is None:
+        return
+    if config.replay.batches:
+        raise ConfigError(
+            f"replay.batches: must be 0 with rollout.fixed_lag, got {config.replay.batches}: "
+            "groups of earlier batches are older; leave one of them out"
+        )
+    age = lag * config.algorithm.updates_per_batch * config.algorithm.epochs
+    if max_age is not None and max_age < age:
+        raise ConfigError(
+            "rollout.staleness.max_age: must be at least the age that rollout.fixed_lag gives to "
+            f"every token, {age} updates (fixed lag × updates per batch × epochs), got {max_age}; "
+            "raise it, or leave one of them out"
         )
 
 

@@ -125,7 +125,7 @@ class LocalConfig(Section):
     """Responses in a decode step; others wait for their turn."""
     decode_steps_ahead: int | None = Field(None, ge=1)
     """Decode steps made while the trainer trains, with ``async_steps``; none: half of
-    ``max_response_tokens``. They are counted, so that a run repeats bit for bit."""
+    ``max_response_tokens``. The next push waits for them (docs/rollout.md)."""
 
 
 class RolloutConfig(Section):
@@ -162,8 +162,8 @@ class RolloutConfig(Section):
     """How many steps generation may be ahead of training; 0: nothing is generated meanwhile."""
     fixed_lag: int | None = Field(None, ge=1)
     """Every response of a step is sampled with the weights of exactly this many steps before, for
-    studies of staleness; none: with the newest that are there. (Those of the first steps: with
-    ``model.path``.)"""
+    studies of staleness; those of the first steps with the first weights. A push waits until all
+    are complete. None: with the newest weights that are there."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups that teach nothing."""
     staleness: StalenessConfig = StalenessConfig()
@@ -193,13 +193,21 @@ class RolloutConfig(Section):
     timeline: bool = False
     """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps generation may be ahead of training."""
+        return self.async_steps if self.fixed_lag is None else self.fixed_lag
+
+    @property
+    def decode_steps_ahead(self) -> int:
+        """Decode steps beside the training of one batch, by an engine that is driven."""
+        return self.local.decode_steps_ahead or -(-self.max_response_tokens // 2)
+
     @field_validator("engine")
     @classmethod
     def _known_engine(cls, name: str) -> str:
         if name not in ENGINES and not _OWN_ENGINE.fullmatch(name):
-            raise ValueError(
-                f"must be {', '.join(ENGINES)} or package.module:Class, got '{name}'"
-            )
+            raise ValueError(f"must be {', '.join(ENGINES)} or package.module:Class, got '{name}'")
         return name
 
     @model_validator(mode="after")
@@ -215,12 +223,31 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _partial_is_needed(self) -> Self:
-        for name in ("async_steps", "tokens_per_step", "max_carries"):
+        for name in ("async_steps", "tokens_per_step", "max_carries", "fixed_lag"):
             value = getattr(self, name)
             if value and not self.partial:
                 raise ValueError(
-                    f"partial must be true with {name}: {value}, got false: unfinished responses "
-                    f"must be kept; set partial: true, or leave {name} out"
+                    f"partial must be true with {name}: {value}, got false: responses must be kept "
+                    f"for later steps; set partial: true, or leave {name} out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lag_is_fixed(self) -> Self:
+        """Each step gets the groups drawn for it, so all of them must be complete at its push."""
+        others = {
+            "async_steps": self.async_steps,
+            "oversample_groups": self.oversample_groups,
+            "tokens_per_step": self.tokens_per_step,
+            "dynamic_sampling.enabled": self.dynamic_sampling.enabled,
+            "colocated": self.colocated,
+        }
+        for name, value in others.items():
+            if self.fixed_lag is not None and value:
+                raise ValueError(
+                    f"{name} must be left out with fixed_lag: {self.fixed_lag}, got {value}: the "
+                    "groups of each step are drawn when its weights are pushed, and completed by "
+                    f"them while the trainer trains; leave {name} or fixed_lag out"
                 )
         return self
 

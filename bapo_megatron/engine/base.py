@@ -248,8 +248,9 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Give weights and cache away; nothing is in flight, and nothing is sampled until both are
-        back and new weights have come.
+        """Give weights and cache away, when nothing is in flight.
+
+        Nothing is sampled until both are back and new weights have come.
 
         Raises:
             RolloutError: It is still busy, and has released nothing.
@@ -410,7 +411,7 @@ class EngineServer(Protocol):
 
     @property
     def name(self) -> str:
-        """For people, such as ``the SGLang server at http://127.0.0.1:30000``."""
+        """For people, with its address."""
         ...
 
     @property

@@ -1,14 +1,13 @@
 """Child processes that never outlive their owner, and the logs they leave.
 
 Each child runs in a session of its own, so that Ctrl-C reaches the owner only, which then ends its
-children in order. Standard library only: the server's launcher imports this.
+children in order. Standard library only: launchers of servers import this.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections import deque
@@ -31,9 +30,6 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 _TORCHRUN_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
-# SGLang's load metrics, and semaphores of Python's multiprocessing: a kill leaves them for ever.
-_SHARED_FILES = ("sglang_loads_*", "sem.mp-*")
-_MAPPED_INODE = re.compile(r" (\d+) +/dev/shm/")
 
 
 def child_environment() -> dict[str, str]:
@@ -61,30 +57,6 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-def unlink_shared_files(group_id: int) -> None:
-    """Take the names of a server's files in /dev/shm away; call it before its group is killed.
-
-    The names do not tell whose they are, so what the group's processes have mapped is looked at:
-    the inodes, since a semaphore is mapped before it gets its name. The processes lose nothing: a
-    mapped file lives on without its name.
-
-    Args:
-        group_id: A group whose processes share these files with no other.
-    """
-    inodes: set[int] = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
-            if os.getpgid(int(entry.name)) == group_id:
-                inodes.update(map(int, _MAPPED_INODE.findall((entry / "maps").read_text())))
-    for pattern in _SHARED_FILES:
-        for path in Path("/dev/shm").glob(pattern):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino in inodes:
-                    path.unlink()
 
 
 def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:

@@ -1,27 +1,22 @@
-"""Keeps the SGLang servers of this host running: starts, watches, restarts and ends them."""
+"""Keeps the engine servers of this host running: starts, watches, restarts and ends them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import httpx
-
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.engine.base import Readiness
 from bapo_megatron.engine.processes import tail
-from bapo_megatron.engine.sglang.client import ApiKeys
-from bapo_megatron.engine.sglang.server import LOOPBACK, SglangServer
+from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-    from bapo_megatron.config.megatron import ModelConfig
     from bapo_megatron.config.rollout import RolloutConfig
+    from bapo_megatron.engine.base import EngineServer
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -36,80 +31,42 @@ _MOST_DOUBLINGS = 30
 class _Supervised:
     """A server and what became of it."""
 
-    server: SglangServer
+    server: EngineServer
     is_ready: bool = False
     num_failures: int = 0
     """How often it ended in a row without having been ready for long."""
     last_end: str = ""
 
-    @property
-    def name(self) -> str:
-        return f"the SGLang server at {self.server.address}"
-
     def failure(self) -> str:
         """How it ended, and the last lines of its log."""
+        server = self.server
         times = f", {self.num_failures} times in a row" if self.num_failures > 1 else ""
         return (
-            f"{self.name} {self.last_end}{times}; the last lines of {self.server.log_path} say "
-            f"why:\n{tail(self.server.log_path)}"
+            f"{server.name} {self.last_end}{times}; the last lines of {server.log_path} say why:\n"
+            f"{tail(server.log_path)}"
         )
 
 
 class ServerSupervisor:
     """The servers that one process owns; belongs to its event loop."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: RolloutConfig,
-        *,
-        run_dir: Path,
-        seed: int,
-        device: str,
-        host: str = LOOPBACK,
-        keys: ApiKeys | None = None,
-    ) -> None:
-        """Prepare ``config.server.count`` servers; nothing is started.
+    def __init__(self, servers: Sequence[EngineServer], config: RolloutConfig) -> None:
+        """Take servers that were not started yet.
 
         Args:
-            model: The model that they load first.
-            config: The servers, and when one that does not answer counts as lost.
-            run_dir: Their logs go to ``<run_dir>/logs``.
-            seed: Seed of their samplers.
-            device: ``cuda`` or ``cpu``.
-            host: Address to listen on.
-            keys: Keys that they want; none: random ones.
+            servers: At least one.
+            config: When one that does not answer counts as lost, and how it is started again.
         """
-        self.keys = keys or ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+        self.servers = servers
+        """Their addresses are known after ``start``."""
         self._config = config.server
         self._hang_s = _HANG_FACTOR * config.health.timeout_s
-        self._supervised = [
-            _Supervised(
-                SglangServer(
-                    model,
-                    config.server,
-                    run_dir=run_dir,
-                    seed=seed,
-                    device=device,
-                    index=index,
-                    host=host,
-                    keys=self.keys,
-                    releases_memory=config.colocated,
-                )
-            )
-            for index in range(config.server.count)
-        ]
-        timeout_s = min(config.health.timeout_s, _LONGEST_ASK_S)
-        self._http = httpx.AsyncClient(trust_env=False, timeout=timeout_s)
+        self._ask_timeout_s = min(config.health.timeout_s, _LONGEST_ASK_S)
+        self._supervised = [_Supervised(server) for server in servers]
         self._tasks: list[asyncio.Task[None]] = []
         self._may_restart = asyncio.Event()
         self._may_restart.set()
         self._started_s = 0.0
-
-    @property
-    def servers(self) -> Sequence[SglangServer]:
-        """The servers; their addresses are known after ``start``."""
-        return [supervised.server for supervised in self._supervised]
 
     def start(self) -> None:
         """Start every server and return at once.
@@ -138,11 +95,10 @@ class ServerSupervisor:
             waited_s = time.monotonic() - self._started_s
             num_ready = sum(each.is_ready for each in self._supervised)
             if len(self._supervised) == 1:
-                report(f"starting the SGLang server: {waited_s:.0f} s")
+                report(f"starting {self.servers[0].name}: {waited_s:.0f} s")
             else:
                 report(
-                    f"starting {len(self._supervised)} SGLang servers: {num_ready} ready, "
-                    f"{waited_s:.0f} s"
+                    f"starting {len(self._supervised)} servers: {num_ready} ready, {waited_s:.0f} s"
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -179,7 +135,6 @@ class ServerSupervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(server.close) for server in self.servers))
-        await self._http.aclose()
 
     def _raise_if_over(self) -> None:
         for task in self._tasks:
@@ -205,7 +160,7 @@ class ServerSupervisor:
             wait_s = restart_wait_s(supervised.num_failures, self._config.max_restart_wait_s)
             _LOG.warning(
                 "%s %s; it is started again%s (%s)",
-                supervised.name,
+                supervised.server.name,
                 supervised.last_end,
                 f" in {wait_s:g} s" if wait_s else "",
                 supervised.server.log_path,
@@ -231,18 +186,18 @@ class ServerSupervisor:
         if end is not None:
             supervised.last_end = end
             return None
-        _LOG.info("%s is ready", supervised.name)
+        _LOG.info("%s is ready", supervised.server.name)
         ready_since_s = time.monotonic()
         supervised.is_ready = True
         supervised.last_end = await self._follow(supervised.server)
         supervised.is_ready = False
         return time.monotonic() - ready_since_s
 
-    async def _follow_start(self, server: SglangServer) -> str | None:
+    async def _follow_start(self, server: EngineServer) -> str | None:
         """How a server ended before it took requests; none as soon as it does."""
         limit_s = self._config.start_timeout_s
         deadline_s = time.monotonic() + limit_s
-        while await self._ask(server) != httpx.codes.OK:
+        while await server.ask(self._ask_timeout_s) is not Readiness.READY:
             if (reason := server.exit_reason()) is not None:
                 return f"died ({reason})"
             if time.monotonic() > deadline_s:
@@ -253,14 +208,13 @@ class ServerSupervisor:
             await asyncio.sleep(_POLL_S)
         return None
 
-    async def _follow(self, server: SglangServer) -> str:
+    async def _follow(self, server: EngineServer) -> str:
         """How a server ended that took requests."""
         silent_since_s: float | None = None
         next_ask_s = 0.0
         while (reason := server.exit_reason()) is None:
             if time.monotonic() >= next_ask_s:
-                # Any answer counts: a server that is paused for new weights is not ready.
-                is_silent = await self._ask(server) is None
+                is_silent = await server.ask(self._ask_timeout_s) is Readiness.SILENT
                 now_s = time.monotonic()
                 silent_since_s = (silent_since_s or now_s) if is_silent else None
                 if silent_since_s is not None and now_s - silent_since_s > self._hang_s:
@@ -268,16 +222,6 @@ class ServerSupervisor:
                 next_ask_s = now_s + _ASK_INTERVAL_S
             await asyncio.sleep(_POLL_S)
         return f"died ({reason})"
-
-    async def _ask(self, server: SglangServer) -> int | None:
-        """HTTP status of /ready, if there is an answer; /health would generate a token."""
-        try:
-            reply = await self._http.get(
-                f"{server.address}/ready", headers=server.keys.headers(admin=False)
-            )
-        except httpx.TransportError:
-            return None
-        return reply.status_code
 
 
 def restart_wait_s(num_failures: int, longest_s: float) -> float:

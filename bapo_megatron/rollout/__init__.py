@@ -1,1 +1,1 @@
-"""Everything that generates: SGLang servers, their client, the collector process, replay."""
+"""Everything that generates: a pool of engines, the collector process around it, replay."""

@@ -1,25 +1,28 @@
 """Forms the batches: draws prompts, waits for their groups, acts on what ``Selection`` decides.
 
 Where ``async_steps`` is 0, nothing is in flight between two calls of ``collect``; else generation
-for later steps goes on, never further ahead than that many.
+for later steps goes on, never further ahead than that many. With ``fixed_lag``, and with an engine
+that is driven (``driving``), it goes on to an end of its own, which every later call waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import DropReason, RolloutBuffer
 from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.driving import BURST, Driver, reporting, wait_for_news
 from bapo_megatron.rollout.generation import Generation
 from bapo_megatron.rollout.selection import Selection, merge
 from bapo_megatron.types import RolloutBatch, RolloutStats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from typing import Any
 
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
@@ -30,21 +33,32 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.selection import BatchPlan, LeftOver
     from bapo_megatron.types import SampleText
 
-_REPORT_INTERVAL_S = 0.5
 
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What was counted so far; what a batch cost is the difference from the batch before."""
 
-@dataclass(slots=True)
-class _Marks:
-    """Totals when the work on a batch began; what it cost is counted from here."""
-
-    started_s: float = 0.0
     generated_tokens: int = 0
     resumed_samples: int = 0
     regenerated_samples: int = 0
     lost_requests: int = 0
     reward_timeouts: int = 0
     reward_errors: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def since(self, before: _Totals) -> _Totals:
+        """What was counted after ``before``."""
+        numbers = {
+            each.name: getattr(self, each.name) - getattr(before, each.name)
+            for each in fields(self)
+            if each.name != "dropped"
+        }
+        dropped = {
+            reason: count - before.dropped.get(reason, 0)
+            for reason, count in self.dropped.items()
+            if count > before.dropped.get(reason, 0)
+        }
+        return _Totals(**numbers, dropped=dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,8 @@ class _Formed:
     texts: tuple[SampleText, ...]
     chosen: list[PendingGroup]
     left_over: LeftOver
-    totals: _Marks
+    totals: _Totals
+    at_s: float
 
 
 class BatchCollector:
@@ -89,14 +104,26 @@ class BatchCollector:
         self._selection = Selection(self._buffer, config, replay, plan)
         self._pool: EnginePool
         self._generation: Generation
+        self._is_attached = False
+        self._driver: Driver | None = None
+        self._ahead: asyncio.Task[None] | None = None
+        """Generates until an end of its own; its failure is that of the next ``collect``."""
+        self._sampled_version: int | None = None
+        """Weights of the latest tokens."""
         self._num_regenerated = 0
         self._is_paused = False
-        self._marks = _Marks()
+        self._started_s = 0.0
+        self._before = _Totals()
+        """When the last batch was formed."""
 
     def attach(self, pool: EnginePool) -> None:
         """Sample from these servers."""
-        self._pool = pool
+        self._pool, self._is_attached = pool, True
         self._generation = Generation(pool, self._grader, self._config, self._plan.seed)
+        if pool.stepper is not None:
+            self._driver = Driver(
+                pool.stepper, pool, self._generation.is_settled, self._generation.news
+            )
 
     @property
     def finished_samples(self) -> int:
@@ -105,7 +132,18 @@ class BatchCollector:
 
     async def close(self) -> None:
         """End every task."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.gather(self._ahead, return_exceptions=True)
         await self._generation.close()
+
+    async def wait_for_ahead(self) -> None:
+        """Wait until what is generated ahead has come to its end, if it has one.
+
+        A push, a checkpoint and an evaluation come after it, so that what they find was counted.
+        """
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])
 
     async def collect(
         self,
@@ -133,29 +171,36 @@ class BatchCollector:
         replayed = self._selection.replayed(step, version)
         num_new = self._config.groups_per_step - len(replayed)
         ahead = max(0, self._selection.steps_ahead(step)) * self._config.groups_per_step
-        if not self._generation.is_running:
-            self._mark()
-        self._give_up_stale(version)
-        self._go_on(num_new + ahead)
-        while not (chosen := self._choose(num_new, replayed)):
-            if self._pool.needs_weights:
-                return None
-            self._report(f"rollout {step}: {self._describe()}")
-            await self._wait_for_news()
+        has_end = self._driver is not None or self._config.fixed_lag is not None
+        if not self._generation.is_running and self._ahead is None:
+            self._started_s = time.monotonic()  # generation starts: time counts from now
+        with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
+            await self._end_ahead()
+            self._check_lag(version)
+            num_wanted = num_new if self._config.fixed_lag is not None else num_new + ahead
             self._give_up_stale(version)
-            self._go_on(num_new + ahead)
-        generation_s = time.monotonic() - self._marks.started_s
-        if not ahead:
-            await self._generation.stop()
-            # Older groups may have got their scores meanwhile: they come first, if young enough.
-            self._give_up_stale(version)
-            chosen = self._choose(num_new, replayed)
-        while not all(group.is_scored for group in chosen):
-            await self._wait_for_news()
+            self._go_on(num_wanted)
+            while not (chosen := self._choose(num_new, replayed)):
+                if self._pool.needs_weights:
+                    return None
+                await self._advance()
+                self._give_up_stale(version)
+                self._go_on(num_wanted)
+            generation_s = time.monotonic() - self._started_s
+            if not ahead:
+                await self._stop()
+                # Older groups may have got their scores meanwhile: they come first, if young
+                # enough.
+                self._give_up_stale(version)
+                chosen = self._choose(num_new, replayed)
+            while not all(group.is_scored for group in chosen):
+                await self._advance()
         formed = self._form(step, version, chosen, replayed, generation_s)
         await hand_over(formed.batch, formed.texts)
         self._commit(formed)
-        if ahead:
+        if ahead and has_end:
+            self._ahead = asyncio.create_task(self._generate_ahead(ahead, version))
+        elif ahead:
             self._go_on(ahead)
         return formed.batch
 
@@ -165,6 +210,7 @@ class BatchCollector:
         Returns:
             Whether generation was running.
         """
+        await self.wait_for_ahead()
         if self._generation.is_running:
             self._is_paused = True
             await self._generation.pause()
@@ -180,11 +226,17 @@ class BatchCollector:
 
     def leave_out_lost(self, num_requests: int) -> None:
         """Lost requests that do not belong to batches: they were counted during an evaluation."""
-        self._marks.lost_requests += num_requests
+        lost = self._before.lost_requests + num_requests
+        self._before = replace(self._before, lost_requests=lost)
 
     def state(self) -> dict[str, Any]:
-        """Data position and buffer as JSON values."""
-        return {"prompts": self._prompts.state(), "buffer": buffer_to_json(self._buffer)}
+        """Data position, buffer, and what was counted since the last batch, as JSON values."""
+        return {
+            "prompts": self._prompts.state(),
+            "buffer": buffer_to_json(self._buffer),
+            "counted": asdict(self._totals().since(self._before)),
+            "sampled_version": self._sampled_version,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` returned.
@@ -194,7 +246,9 @@ class BatchCollector:
         """
         self._prompts.restore(state["prompts"])
         buffer_from_json(self._buffer, state["buffer"])
-        self._marks.dropped = dict(self._buffer.dropped)
+        nothing = _Totals(dropped=dict(self._buffer.dropped))
+        self._before = nothing.since(_Totals(**state["counted"]))
+        self._sampled_version = state["sampled_version"]
         size, longest = self._config.samples_per_group, self._config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
         for saved in (*self._buffer, *earlier):
@@ -212,7 +266,7 @@ class BatchCollector:
                 )
 
     def _choose(self, num_new: int, replayed: Sequence[PendingGroup]) -> list[PendingGroup]:
-        spent_tokens = self._generation.generated_tokens - self._marks.generated_tokens
+        spent_tokens = self._generation.generated_tokens - self._before.generated_tokens
         return self._selection.choose(num_new, len(replayed), spent_tokens)
 
     def _go_on(self, num_groups: int) -> None:
@@ -238,20 +292,73 @@ class BatchCollector:
             self._generation.cancel(pending)
         self._buffer.drop(group, reason)
 
-    async def _wait_for_news(self) -> None:
-        """Until a sample has finished or was scored, or for a moment.
+    async def _advance(self) -> None:
+        """Until there is something to decide on, or for a moment.
 
         Raises:
             RolloutError: No server could go on.
             RewardError: Grading failed.
         """
-        news = self._generation.news
-        with contextlib.suppress(TimeoutError):
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
-            async with asyncio.timeout(_REPORT_INTERVAL_S):
-                await news.wait()
-        news.clear()
+        if self._driver is not None:
+            await self._driver.drive(BURST)
+            return
+        await wait_for_news(self._generation.news)
         self._generation.raise_failure()
+
+    async def _stop(self) -> None:
+        await self._generation.stop()
+        if self._driver is not None:
+            await self._driver.settle()
+
+    async def _generate_ahead(self, num_groups: int, version: int) -> None:
+        """Generate for later steps beside the training, and end by oneself, with nothing in flight.
+
+        With a fixed lag all groups are completed by the weights that are there; an engine that is
+        driven makes a fixed number of decode steps, or fewer where no request is left.
+        """
+        self._go_on(num_groups)
+        if self._config.fixed_lag is not None:
+            while not all(group.is_finished for group in self._buffer):
+                if self._pool.needs_weights:
+                    break  # ``_check_lag`` says it, unless the same weights come again
+                await self._advance()
+        else:
+            assert self._driver is not None, "others go on until they are paused"
+            remaining = self._config.decode_steps_ahead
+            while remaining and (made := await self._driver.drive(min(BURST, remaining))):
+                remaining -= made
+                self._give_up_stale(version)
+                self._go_on(num_groups)
+        await self._stop()
+
+    async def _end_ahead(self) -> None:
+        """Wait for what was generated ahead.
+
+        Raises:
+            RolloutError: No server could go on.
+            RewardError: Grading failed.
+        """
+        await self.wait_for_ahead()
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            ahead.result()
+
+    def _check_lag(self, version: int) -> None:
+        """With a fixed lag, responses are continued by the weights that began them.
+
+        Raises:
+            RolloutError: These are gone.
+        """
+        before, self._sampled_version = self._sampled_version, version
+        if self._config.fixed_lag is None or before in (None, version):
+            return
+        if unfinished := [group for group in self._buffer if not group.is_finished]:
+            raise RolloutError(
+                f"rollout.fixed_lag: all groups must be complete before new weights are pushed, "
+                f"got {len(unfinished)} unfinished ones of version {before} with version "
+                f"{version}: no server held these weights any more; continue from an earlier "
+                "checkpoint, or without rollout.fixed_lag"
+            )
 
     def _form(
         self,
@@ -263,34 +370,36 @@ class BatchCollector:
     ) -> _Formed:
         """The batch, of groups that stay in the buffer until ``_commit``."""
         left_over = self._selection.left_over(chosen)
-        totals, before = self._totals(), self._marks
-        for _, reason in left_over.given_up:
-            totals.dropped[reason] = totals.dropped.get(reason, 0) + 1
-        dropped = {
-            reason: count - before.dropped.get(reason, 0)
-            for reason, count in totals.dropped.items()
-            if count > before.dropped.get(reason, 0)
-        }
+        given_up = Counter(reason.value for _, reason in left_over.given_up)
+        totals = self._totals(given_up)
+        new = totals.since(self._before)
         is_dynamic = self._selection.is_dynamic
         num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
         stats = RolloutStats(
-            generated_tokens=totals.generated_tokens - before.generated_tokens,
+            generated_tokens=new.generated_tokens,
             generation_s=generation_s,
-            resumed_samples=totals.resumed_samples - before.resumed_samples,
+            resumed_samples=new.resumed_samples,
             unfinished_samples=left_over.num_unfinished_samples,
-            reward_timeouts=totals.reward_timeouts - before.reward_timeouts,
-            reward_errors=totals.reward_errors - before.reward_errors,
+            reward_timeouts=new.reward_timeouts,
+            reward_errors=new.reward_errors,
             replayed_groups=len(replayed),
-            equal_reward_groups=dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
+            equal_reward_groups=new.dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
             filled_groups=num_filled,
-            dropped_groups=dropped,
-            regenerated_samples=totals.regenerated_samples - before.regenerated_samples,
-            lost_requests=totals.lost_requests - before.lost_requests,
+            dropped_groups=new.dropped,
+            regenerated_samples=new.regenerated_samples,
+            lost_requests=new.lost_requests,
         )
         merged = merge(chosen, replayed)
         groups = tuple(group.to_group() for group in merged)
         texts = tuple(pending.text() for group in merged for pending in group.samples)
-        return _Formed(RolloutBatch(step, version, groups, stats), texts, chosen, left_over, totals)
+        return _Formed(
+            RolloutBatch(step, version, groups, stats),
+            texts,
+            chosen,
+            left_over,
+            totals,
+            time.monotonic(),
+        )
 
     def _commit(self, formed: _Formed) -> None:
         """The trainer has the batch: its groups leave, and so do those that are given up."""
@@ -300,28 +409,27 @@ class BatchCollector:
         for group in formed.left_over.carried:
             group.carries += 1
         self._buffer.check()
-        self._marks = formed.totals
+        self._before, self._started_s = formed.totals, formed.at_s
 
-    def _totals(self) -> _Marks:
-        return _Marks(
-            started_s=time.monotonic(),
+    def _totals(self, given_up: Mapping[str, int] | None = None) -> _Totals:
+        """What was counted so far; ``given_up`` counts as dropped."""
+        dropped = dict(self._buffer.dropped + Counter(given_up))
+        if not self._is_attached:
+            return _Totals(dropped=dropped)
+        return _Totals(
             generated_tokens=self._generation.generated_tokens,
             resumed_samples=self._generation.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
             reward_timeouts=self._grader.num_timeouts,
             reward_errors=self._grader.num_errors,
-            dropped=dict(self._buffer.dropped),
+            dropped=dropped,
         )
-
-    def _mark(self) -> None:
-        """Generation starts: time counts from now."""
-        self._marks.started_s = time.monotonic()
 
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""
-        duration_s = time.monotonic() - self._marks.started_s
-        tokens = self._generation.generated_tokens - self._marks.generated_tokens
+        duration_s = time.monotonic() - self._started_s
+        tokens = self._generation.generated_tokens - self._before.generated_tokens
         ready = len(self._selection.ready())
         rate = tokens / max(duration_s, 1e-9)
         return f"{ready}/{self._config.groups_per_step} groups, {rate:.0f} tokens/s"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import RolloutBuffer
     from bapo_megatron.types import PromptTokens
 
-_FORMAT = 3
+_FORMAT = 4
 _ARRAYS = {"response_token_ids": "<i4", "behaviour_logprobs": "<f4"}
 
 

@@ -34,6 +34,9 @@ from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.overlap import log_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.votes import votes_pool
@@ -67,12 +70,9 @@ from bapo_megatron.rollout.messages import (
     SourceState,
     SyncWeights,
 )
-from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.rollout.push_limit import PushLimit
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.rollout.step_files import write_samples, write_timeline
-from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
@@ -83,7 +83,8 @@ if TYPE_CHECKING:
     from bapo_megatron.calls import Reply, Request
     from bapo_megatron.config.reward import RewardConfig
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.rollout.engine import Engine
+    from bapo_megatron.engine.base import Backend
+    from bapo_megatron.rollout.pooled_engine import PooledEngine
     from bapo_megatron.types import Prompt, RolloutBatch, SampleText
 
 _LOG = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class Collector:
         self.timeline: Timeline = NullTimeline()
         """Has every call as a slice, and every request."""
         self._stack = contextlib.AsyncExitStack()
+        self._backend: Backend
         self._supervisor: ServerSupervisor | None = None
         self._colocated: ColocatedServers | None = None
         self._pool: EnginePool | None = None
@@ -126,7 +128,7 @@ class Collector:
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
         self._pushes = PushLimit()
-        self._weights: WeightReceiver[Engine]
+        self._weights: WeightReceiver[PooledEngine]
         self._wire_dir: Path
 
     async def close(self) -> None:
@@ -150,10 +152,9 @@ class Collector:
             rewards = await self._start_rewards(run.reward)
         if run.rollout.timeline:
             self.timeline = Timeline()
-        if not run.rollout.servers:  # early, because they take longest
-            self._supervisor = ServerSupervisor(
-                run.model, run.rollout, run_dir=run.run_dir, seed=run.seed, device=request.device
-            )
+        self._backend = load_kind(run.rollout.engine).open(run, request.device)
+        if self._backend.servers:  # early, because they take longest
+            self._supervisor = ServerSupervisor(self._backend.servers, run.rollout)
             self._stack.push_async_callback(self._supervisor.close)
             self._supervisor.start()
         self._wire_dir = Path(
@@ -184,32 +185,29 @@ class Collector:
         return rewards
 
     async def connect(self, request: Connect) -> None:
-        """Reach every server and probe its temperature convention before training.
+        """Reach every engine, and check it before training.
 
         Raises:
-            RolloutError: A server does not start or answer, or follows another convention.
+            RolloutError: A server does not start or answer, or an engine cannot be used.
         """
         rollout = self._config.rollout
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
-            addresses = [server.address for server in self._supervisor.servers]
-            keys = self._supervisor.keys
-        else:
-            addresses, keys = list(rollout.servers), ApiKeys.from_environment()
-        self._pool = EnginePool(addresses, keys, rollout, request.version, self.timeline)
+        engines = await self._backend.connect()
+        self._pool = EnginePool(engines, rollout, request.version, self.timeline)
         self._stack.push_async_callback(self._pool.close)
         if self._batches is not None:
             self._batches.attach(self._pool)
             self._stack.push_async_callback(self._batches.close)
         contexts = [prompt.token_ids for prompt in self._probe_prompts]
-        await self._pool.check(rollout.temperature, contexts)
+        await self._pool.states.wait_for_engines(contexts)
         if rollout.colocated:
             assert self._supervisor is not None, "colocated servers are the run's own"
             self._colocated = ColocatedServers(
                 self._supervisor, self._pool, self._batches, rollout.weight_sync.timeout_s
             )
         self._weights = WeightReceiver(
-            self._pool, rollout, self._colocated or self._batches, contexts
+            self._pool.states, rollout, self._colocated or self._batches, contexts
         )
         self._weights.bind_to(self.answers)
         self._stack.push_async_callback(self._weights.close)
@@ -253,6 +251,8 @@ class Collector:
             RolloutError: Generation failed, or a file cannot be written.
         """
         assert self._pool is not None, "connect comes first"
+        if self._batches is not None:
+            await self._batches.wait_for_ahead()
         num_lost = self._pool.num_lost_requests
         evaluation = asyncio.create_task(
             self._evaluator.evaluate(
@@ -275,6 +275,7 @@ class Collector:
     async def state(self, _: GetState) -> SourceState:
         """Tell data position and buffer."""
         assert self._batches is not None, "opened for training"
+        await self._batches.wait_for_ahead()
         return SourceState(values=self._batches.state())
 
     async def restore(self, state: SourceState) -> None:
@@ -297,7 +298,7 @@ class Collector:
         own = () if self._supervisor is None else self._supervisor.servers
         logs = ", ".join(str(server.log_path) for server in own) or "their logs"
         num_samples += self._evaluator.num_samples
-        self._pushes.count(num_samples, self._pool.describe(), logs)
+        self._pushes.count(num_samples, self._pool.states.describe(), logs)
 
     def lost_servers(self, error: BaseException) -> str:
         """What belongs behind ``error``: why own servers do not come back, if that is its cause."""

@@ -27,6 +27,14 @@ from bapo_megatron.calls import (
     encode,
 )
 from bapo_megatron.data.dump import read_encoded
+from bapo_megatron.engine.base import START_VERSION
+from bapo_megatron.engine.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    open_log,
+    tail,
+)
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.messages import (
     COLLECT,
@@ -46,14 +54,6 @@ from bapo_megatron.rollout.messages import (
     SourceState,
     SyncWeights,
 )
-from bapo_megatron.engine.processes import (
-    child_environment,
-    describe_exit,
-    end_group,
-    open_log,
-    tail,
-)
-from bapo_megatron.engine.sglang.server import START_VERSION
 from bapo_megatron.weight_sync.messages import RESUME
 
 if TYPE_CHECKING:

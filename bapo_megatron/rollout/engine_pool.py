@@ -1,20 +1,24 @@
-"""All servers of a run as one engine: spreads requests, continues those of lost servers elsewhere.
+"""All engines of a run as one: spreads requests, continues those of lost engines elsewhere.
 
-``engine_states`` says which servers may be used.
+``engine_states`` says which engines may be used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.engine.base import GenerateRequest
-from bapo_megatron.rollout.engine import Balancer, Engine, EngineState, Job
+from bapo_megatron.errors import (
+    BrokenConnectionError,
+    RolloutError,
+    ServerError,
+    ServerGoneError,
+    describe_cause,
+)
 from bapo_megatron.rollout.engine_states import EngineStates
-from bapo_megatron.engine.sglang.http import describe_cause
+from bapo_megatron.rollout.pooled_engine import Balancer, Job
 from bapo_megatron.rollout.timeline import NullTimeline
 from bapo_megatron.types import FinishReason
 
@@ -22,8 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import Completion, SamplingSettings
-    from bapo_megatron.engine.sglang.client import ApiKeys
+    from bapo_megatron.engine.base import (
+        Completion,
+        Engine,
+        PauseMode,
+        SamplingSettings,
+    )
+    from bapo_megatron.rollout.pooled_engine import PooledEngine
     from bapo_megatron.rollout.timeline import Timeline
 
 _ABORT_INTERVAL_S = 0.1
@@ -36,35 +45,62 @@ _MOST_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
 
 
-class EnginePool(EngineStates):
-    """Servers that hold the same weights version."""
+class EnginePool:
+    """Engines that hold the same weights version."""
 
     def __init__(
         self,
-        addresses: Sequence[str],
-        keys: ApiKeys,
+        engines: Sequence[Engine],
         config: RolloutConfig,
         version: int | None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Prepare the clients; nothing is sent.
+        """Take the engines; nothing is sent.
 
         Args:
-            addresses: At least one ``http://host:port``.
-            keys: Keys of all servers.
+            engines: At least one; one that has a ``stepper`` is alone.
             config: Connections, time limits, and the length of streamed pieces.
-            version: Weights version that a server must hold to be used; none while there is none.
+            version: Weights version that an engine must hold to be used; none while there is none.
             timeline: Records every request.
         """
-        super().__init__(addresses, keys, config, version)
+        self.states = EngineStates(engines, config, version)
+        """Which engines may be used."""
+        self.stepper = engines[0].stepper
+        """Makes the engine sample, if it does not by itself."""
+        assert len(engines) == 1 or all(engine.stepper is None for engine in engines)
         self.num_lost_requests = 0
-        """How often a request was continued because its server was lost."""
+        """How often a request was continued because its engine was lost."""
+        self._config = config
         self._timeline = timeline or NullTimeline()
-        self._slots = asyncio.Semaphore(config.max_connections)
+        # What drives a stepper must not wait for requests that wait for those before them.
+        self._slots = (
+            asyncio.Semaphore(config.max_connections)
+            if self.stepper is None
+            else contextlib.nullcontext()
+        )
         self._balancer = Balancer()
         self._num_unusable = 0
         self._is_draining = False
         self._is_paused = False
+
+    async def close(self) -> None:
+        """End what is in flight, and close every connection."""
+        await self.states.close()
+
+    @property
+    def version(self) -> int | None:
+        """Weights version that an engine must hold to be used."""
+        return self.states.version
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether no engine is usable, but one would be with the pool's weights."""
+        return self.states.needs_weights
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that engines have got and that have not ended."""
+        return sum(pooled.engine.num_in_flight for pooled in self.states.engines)
 
     async def generate(
         self,
@@ -77,15 +113,15 @@ class EnginePool(EngineStates):
         return_logprobs: bool = True,
         on_part: Callable[[Completion], None] | None = None,
     ) -> Completion | None:
-        """Sample one completion, on one server after the other if they are lost.
+        """Sample one completion, on one engine after the other if they are lost.
 
         Args:
             input_ids: Prompt, and what was sampled before.
             sampling: How to sample.
             label: Names the request in errors.
-            affinity: Requests with the same number go to the same server as long as one of them is
+            affinity: Requests with the same number go to the same engine as long as one of them is
                 on its way, because it has their common prompt in its cache.
-            sampled_tokens: How many of ``input_ids`` were sampled before, for the timeline.
+            sampled_tokens: How many of ``input_ids`` were sampled before.
             return_logprobs: Whether log-probs are wanted.
             on_part: Takes each piece as soon as tokens, log-probs and versions are certain; the
                 finish reason is ABORT until the last one.
@@ -94,22 +130,31 @@ class EnginePool(EngineStates):
             All of it, ABORT where ``drain`` came first; none where nothing was sent before that.
 
         Raises:
-            RolloutError: The request is refused, there was no usable server for
+            RolloutError: The request is refused, there was no usable engine for
                 ``rollout.health.patience_s``, or attempts at this request failed again and again.
         """
-        self.start_monitor()
+        self.states.start_monitor()
         trace = self._timeline.request(label, sampled_tokens)
-        job = Job(input_ids, sampling, self._watched(on_part), self._is_known, trace)
+        request = GenerateRequest(
+            input_ids=input_ids,
+            sampling=sampling,
+            label=label,
+            return_logprobs=return_logprobs,
+            sampled_tokens=sampled_tokens,
+            stream_tokens=self._config.stream_tokens,
+        )
+        job = Job(request, self._watched(on_part), self._is_known, trace)
         try:
             with self._balancer.call(affinity):
                 async with self._slots:
-                    while (engine := await self._next_engine(affinity)) is not None:
-                        engine.num_requests += 1
+                    while usable := await self.states.wait_usable(lambda: self._is_draining):
+                        pooled = self._balancer.choose(usable, affinity)
+                        pooled.num_requests += 1
                         try:
-                            if await self._try(job, engine, label, return_logprobs):
+                            if await self._try(job, pooled):
                                 return job.completion()
                         finally:
-                            engine.num_requests -= 1
+                            pooled.num_requests -= 1
         except BaseException as error:
             trace.ended("cancelled" if isinstance(error, asyncio.CancelledError) else "failed", 0)
             raise
@@ -120,89 +165,77 @@ class EnginePool(EngineStates):
         """Abort everything; returns when every ``generate`` has returned what there was.
 
         Raises:
-            RolloutError: A server refuses the call.
+            RolloutError: An engine refuses the call.
         """
         self._is_draining = True
-        self._announce()
+        self.states.wake()
         await self.resume()
-        await asyncio.gather(*(self._abort_until_quiet(engine) for engine in self.engines))
+        await asyncio.gather(*(self._abort_until_quiet(pooled) for pooled in self.states.engines))
 
     def reopen(self) -> None:
         """Take requests again after ``drain``."""
         self._is_draining = False
 
-    async def pause(self, mode: str) -> None:
-        """Have every server sample nothing until ``resume``; requests stay where they are.
-
-        Args:
-            mode: ``retract`` or ``in_place``, see ``rollout.weight_sync.in_flight``.
-        """
+    async def pause(self, mode: PauseMode) -> None:
+        """Have every engine sample nothing until ``resume``; requests stay where they are."""
         self._is_paused = True
-        answering = [e for e in self.engines if e.state in (EngineState.USABLE, EngineState.STALE)]
-        for engine in answering:
-            engine.is_paused = True
-        await asyncio.gather(*(self._control(e, e.client.pause(mode)) for e in answering))
+        answering = [pooled for pooled in self.states.engines if pooled.is_answering]
+        for pooled in answering:
+            pooled.is_paused = True
+        await asyncio.gather(*(self._control(p, p.engine.pause(mode)) for p in answering))
 
     async def resume(self) -> None:
         """Go on after ``pause``; does nothing where there is no pause."""
-        paused = [engine for engine in self.engines if engine.is_paused]
-        for engine in paused:
-            engine.is_paused = False
-        await asyncio.gather(*(self._control(e, e.client.resume()) for e in paused))
+        paused = [pooled for pooled in self.states.engines if pooled.is_paused]
+        for pooled in paused:
+            pooled.is_paused = False
+        await asyncio.gather(*(self._control(p, p.engine.resume()) for p in paused))
         self._is_paused = False
 
-    async def _try(self, job: Job, engine: Engine, label: str, return_logprobs: bool) -> bool:
-        """Let one server go on with a job; returns whether the job has ended."""
-        assert self._version is not None, "a usable server has the pool's version"
+    async def _try(self, job: Job, pooled: PooledEngine) -> bool:
+        """Let one engine go on with a job; returns whether the job has ended."""
+        assert self.version is not None, "a usable engine has the pool's version"
         if job.num_remaining == 0:
             job.end_at_limit()
             return True
-        request = GenerateRequest(
-            input_ids=job.start(engine, self._version),
-            sampling=replace(job.sampling, max_new_tokens=job.num_remaining),
-            label=label,
-            version=self._version,
-            return_logprobs=return_logprobs,
-            stream_tokens=self._config.stream_tokens,
-        )
-        num_broken = engine.num_broken
+        num_broken = pooled.num_broken
         try:
-            await engine.client.stream(request, job)
+            await pooled.engine.stream(job.start(pooled, self.version), job)
         except ServerError as error:
             job.trace.ended("lost", job.num_received)
             # Connections that break together count once.
-            if isinstance(error, BrokenConnectionError) and engine.num_broken == num_broken:
-                engine.num_broken += 1
-            await self._after_failure(job, engine, error)
+            if isinstance(error, BrokenConnectionError) and pooled.num_broken == num_broken:
+                pooled.num_broken += 1
+            await self._after_failure(job, pooled, error)
             return False
         reason = job.completion().finish_reason
         if reason is FinishReason.ABORT and not self._is_draining:
             job.trace.ended("lost", job.num_received)
             text = (
-                f"{engine.address}: gave up after {job.num_received} tokens ({label}); somebody "
-                "else aborts its requests, or its log says why"
+                f"{pooled.address}: gave up after {job.num_received} tokens ({job.label}); "
+                "somebody else aborts its requests, or its log says why"
             )
-            await self._after_failure(job, engine, ServerError(text))
+            await self._after_failure(job, pooled, ServerError(text))
             return False
         job.trace.ended(reason.value, job.num_received)
         return True
 
-    async def _after_failure(self, job: Job, engine: Engine, error: ServerError) -> None:
-        """Take the server out, unless only the connection broke, and not time and again.
+    async def _after_failure(self, job: Job, pooled: PooledEngine, error: ServerError) -> None:
+        """Take the engine out, unless only the connection broke, and not time and again.
 
         Raises:
             RolloutError: The job has failed too often.
         """
         job.num_failures += 1
-        if engine.state is not EngineState.LOST:
+        if not pooled.is_lost:
             is_broken = isinstance(error, BrokenConnectionError)
-            if is_broken and engine.num_broken < _MOST_BROKEN and await self._still_serves(engine):
+            if is_broken and pooled.num_broken < _MOST_BROKEN and await self._still_serves(pooled):
                 await asyncio.sleep(_RETRY_WAIT_S)
             else:
                 self._num_unusable += not isinstance(error, ServerGoneError)
-                times = f" ({engine.num_broken} in a row)" if engine.num_broken > 1 else ""
-                self.mark_lost(engine, f"{error}{times}")
-        self.num_lost_requests += engine.state is EngineState.LOST
+                times = f" ({pooled.num_broken} in a row)" if pooled.num_broken > 1 else ""
+                self.states.mark_lost(pooled, f"{error}{times}")
+        self.num_lost_requests += pooled.is_lost
         if self._num_unusable >= _MOST_UNUSABLE_ANSWERS:
             raise RolloutError(
                 f"{error}; {self._num_unusable} answers in a row are unusable, so that the fault "
@@ -217,7 +250,7 @@ class EnginePool(EngineStates):
     def _watched(
         self, on_part: Callable[[Completion], None] | None
     ) -> Callable[[Completion], None]:
-        """``on_part``, and a note that servers answer sensibly."""
+        """``on_part``, and a note that engines answer sensibly."""
 
         def take(part: Completion) -> None:
             if len(part.token_ids):
@@ -227,59 +260,36 @@ class EnginePool(EngineStates):
 
         return take
 
-    async def _still_serves(self, engine: Engine) -> bool:
-        """Whether a server answers as the one that it was."""
+    async def _still_serves(self, pooled: PooledEngine) -> bool:
+        """Whether an engine answers as the one that it was."""
         try:
-            version = await engine.client.version(self._config.health.timeout_s)
+            version = await pooled.engine.version(self._config.health.timeout_s)
         except RolloutError:
             return False
-        return version == engine.version
-
-    async def _next_engine(self, affinity: int | None) -> Engine | None:
-        """A server for the next request, as soon as there is one; none while draining."""
-        while not self._is_draining:
-            self._raise_refusal()
-            usable = [e for e in self.engines if e.state is EngineState.USABLE]
-            if usable:
-                return self._balancer.choose(usable, affinity)
-            if self.needs_weights:
-                # They come when the trainer has made its step, however long that takes.
-                await self._news.wait()
-                continue
-            async with self._patience("no usable server", tuple(EngineState)):
-                while self._all_lost and not self._is_draining:
-                    self._raise_refusal()
-                    await self._news.wait()
-        return None
-
-    @property
-    def _all_lost(self) -> bool:
-        """Whether no server answers."""
-        answering = (EngineState.USABLE, EngineState.STALE)
-        return all(engine.state not in answering for engine in self.engines)
+        return version == pooled.version
 
     def _is_known(self, oldest: int, version: int) -> bool:
         """Whether ``version`` may have sampled for a request that was sent at ``oldest``.
 
-        Servers may have a newer one than the pool during a pause, while it is given to them.
+        Engines may have a newer one than the pool during a pause, while it is given to them.
         """
-        newest = None if self._is_paused else self._version
+        newest = None if self._is_paused else self.version
         return oldest <= version and (newest is None or version <= newest)
 
-    async def _abort_until_quiet(self, engine: Engine) -> None:
-        """Abort a server's requests until no call of ``generate`` is left."""
-        # Repeated, because a server forgets the abort of a request that is still on its way.
+    async def _abort_until_quiet(self, pooled: PooledEngine) -> None:
+        """Abort an engine's requests until no call of ``generate`` is left."""
+        # Repeated, because an engine forgets the abort of a request that is still on its way.
         while self._balancer.num_calls:
-            if engine.client.num_in_flight and engine.state is not EngineState.LOST:
+            if pooled.engine.num_in_flight and not pooled.is_lost:
                 # If it does not answer, its requests are given up in time.
                 with contextlib.suppress(ServerError):
-                    await engine.client.abort(self._config.health.timeout_s)
+                    await pooled.engine.abort(self._config.health.timeout_s)
             await asyncio.sleep(_ABORT_INTERVAL_S)
 
-    async def _control(self, engine: Engine, call: Awaitable[None]) -> None:
-        """Await a control call; a server that fails it is lost."""
+    async def _control(self, pooled: PooledEngine, call: Awaitable[None]) -> None:
+        """Await a control call; an engine that fails it is lost."""
         try:
             async with asyncio.timeout(self._config.health.timeout_s):
                 await call
         except (TimeoutError, RolloutError) as error:
-            self.mark_lost(engine, describe_cause(error))
+            self.states.mark_lost(pooled, describe_cause(error))

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bapo_megatron.config.evaluation import eval_reward
+from bapo_megatron.engine.base import SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
 from bapo_megatron.evaluation.settings import eval_settings
 from bapo_megatron.evaluation.summary import summarise
-from bapo_megatron.engine.base import SamplingSettings, sample_seed
+from bapo_megatron.rollout.driving import BURST, Driver, reporting
+from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -26,14 +28,13 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.evaluation import EvalSamplingConfig
     from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.base import Completion, Stepper
     from bapo_megatron.evaluation.sets import EvalSet
     from bapo_megatron.reward.pool import RewardPool
-    from bapo_megatron.engine.base import Completion
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
     from bapo_megatron.types import EvalResult, Prompt
 
-_REPORT_INTERVAL_S = 0.5
 _WAITING_RATIO = 2
 """Samples on their way per connection: while some are graded, others generate."""
 
@@ -79,6 +80,10 @@ class Evaluator:
         """Samples finished so far, in all evaluations."""
         self._num_tokens = 0
         """Received since the present evaluation began to sample."""
+        self._num_sampling = 0
+        """Requests that have not had their last token."""
+        self._news = asyncio.Event()
+        """Set when a sample was made."""
         self._begun: str | None = None
         """The evaluation whose files this process has begun."""
 
@@ -151,24 +156,39 @@ class Evaluator:
         """Make every sample that its journal lacks."""
         jobs = deque(self._jobs(journals))
         num_jobs, began_s = len(jobs), time.monotonic()
-        self._num_tokens = 0
+        self._num_tokens = self._num_sampling = 0
         started_s = time.monotonic() - max((j.elapsed_s for j in journals), default=0.0)
         num_workers = min(num_jobs, _WAITING_RATIO * self._config.rollout.max_connections)
+        before = sum(len(journal.samples) for journal in journals)
 
         async def work() -> None:
             while jobs:
                 await self._make(pool, jobs.popleft(), started_s)
+                self._news.set()
 
-        before = sum(len(journal.samples) for journal in journals)
-        async with asyncio.TaskGroup() as tasks:
-            workers = [tasks.create_task(work()) for _ in range(num_workers)]
-            while any(not worker.done() for worker in workers):
-                num_done = sum(len(journal.samples) for journal in journals)
-                rate = self._num_tokens / max(time.monotonic() - began_s, 1e-9)
-                self._report(
-                    f"evaluation: {num_done}/{before + num_jobs} samples, {rate:.0f} tokens/s"
-                )
-                await asyncio.wait(workers, timeout=_REPORT_INTERVAL_S)
+        def report() -> None:
+            num_done = sum(len(journal.samples) for journal in journals)
+            rate = self._num_tokens / max(time.monotonic() - began_s, 1e-9)
+            self._report(f"evaluation: {num_done}/{before + num_jobs} samples, {rate:.0f} tokens/s")
+
+        with reporting(report):
+            async with asyncio.TaskGroup() as tasks:
+                workers = [tasks.create_task(work()) for _ in range(num_workers)]
+                if pool.stepper is not None:
+                    await self._drive(pool.stepper, pool, workers)
+
+    async def _drive(
+        self, stepper: Stepper, pool: EnginePool, workers: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Have the engine sample until every worker is done."""
+
+        def is_settled() -> bool:
+            num_working = sum(not worker.done() for worker in workers)
+            return num_working == self._num_sampling == pool.num_in_flight
+
+        driver = Driver(stepper, pool, is_settled, self._news)
+        while not all(worker.done() for worker in workers):
+            await driver.drive(BURST)
 
     def _jobs(self, journals: Sequence[SampleJournal]) -> list[_Job]:
         missing: list[_Job] = []
@@ -185,9 +205,11 @@ class Evaluator:
 
     def _count(self, part: Completion) -> None:
         self._num_tokens += len(part.token_ids)
+        self._num_sampling -= part.finish_reason is not FinishReason.ABORT
 
     async def _make(self, pool: EnginePool, job: _Job, started_s: float) -> None:
         prompt, sampling = job.prompt, job.sampling
+        self._num_sampling += 1
         completion = await pool.generate(
             prompt.token_ids,
             SamplingSettings(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.engine.base import Completion
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
 
@@ -40,7 +40,7 @@ class Generation:
         self._config = config
         self._seed = seed
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._sampling: set[asyncio.Task[None]] = set()
+        self._sampling: dict[asyncio.Task[None], PendingSample] = {}
         self._failure: BaseException | None = None
         self.is_running = False
         """Whether requests may be in flight."""
@@ -103,6 +103,22 @@ class Generation:
             failure, self._failure = self._failure, None
             raise failure
 
+    def is_settled(self) -> bool:
+        """Whether every task waits inside the engine for the next tokens.
+
+        None is on its way there, grades, or ends, whether its response did or was given up.
+
+        Raises:
+            RolloutError: No server could go on.
+            RewardError: Grading failed.
+        """
+        self.raise_failure()
+        return (
+            self._sampling.keys() == set(self._tasks.values())
+            and len(self._sampling) == self._pool.num_in_flight
+            and not any(pending.is_finished for pending in self._sampling.values())
+        )
+
     async def close(self) -> None:
         """End every task."""
         tasks = list(self._tasks.values())
@@ -114,11 +130,11 @@ class Generation:
         task = asyncio.create_task(self._advance(pending))
         self._tasks[key] = task
         if not pending.is_finished:
-            self._sampling.add(task)
+            self._sampling[task] = pending
         task.add_done_callback(functools.partial(self._end, key))
 
     def _end(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
-        self._sampling.discard(task)
+        self._sampling.pop(task, None)
         if self._tasks.get(key) is task:
             del self._tasks[key]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -132,7 +148,7 @@ class Generation:
         if pending.is_finished:
             task = asyncio.current_task()
             assert task is not None
-            self._sampling.discard(task)  # ``stop`` does not wait for its score
+            self._sampling.pop(task, None)  # ``stop`` does not wait for its score
             self.news.set()
             await self._grader.score(pending)
 

@@ -68,7 +68,7 @@ class Selection:
 
     def steps_ahead(self, step: int) -> int:
         """For how many steps after ``step`` may be generated while it is trained."""
-        return min(self._config.async_steps, self._plan.total_steps - step - 1)
+        return min(self._config.steps_ahead, self._plan.total_steps - step - 1)
 
     def num_to_draw(self, num_groups: int) -> int:
         """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.config.check import check_eval_config
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.engine.load import load_kind
 from bapo_megatron.evaluation.cost import SetCost, describe_cost
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import iterate_samples, read_samples
@@ -41,6 +42,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         RolloutError: A server failed.
     """
     check_eval_config(config)
+    load_kind(config.rollout.engine).check(config)
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = make_renderer(tokenizer, config.data)
     sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)

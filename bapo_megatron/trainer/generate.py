@@ -13,9 +13,10 @@ from rich.table import Table
 from bapo_megatron.config.check import check_generate_config
 from bapo_megatron.config.rollout import ReplayConfig
 from bapo_megatron.data.dump import decode_batch
+from bapo_megatron.engine.base import START_VERSION
+from bapo_megatron.engine.load import load_kind
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.collector_client import CollectorClient
-from bapo_megatron.engine.sglang.server import START_VERSION
 from bapo_megatron.telemetry.metrics import is_solved
 from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.types import FinishReason
@@ -143,6 +144,7 @@ def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
         RolloutError: Generation failed; earlier batches are kept.
     """
     check_generate_config(config)
+    load_kind(config.rollout.engine).check(config)
     _claim_run_dir(config)
     # Nothing is generated for later steps, nobody else needs the servers' memory, and every group
     # is dumped once.

@@ -25,6 +25,7 @@ from bapo_megatron.distributed import (
     init_distributed,
     shutdown_distributed,
 )
+from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
@@ -116,6 +117,8 @@ class Run:
         """
         rank = int(os.environ.get("RANK", "0"))
         check_config(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
+        if rank == 0 and config.replay.dumps is None:
+            load_kind(config.rollout.engine).check(config)
         # Before anything is started: what the configuration names may not be usable.
         load_objective(config.algorithm)
         Advantages(config.algorithm.advantage)

@@ -19,6 +19,7 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from bapo_megatron.engine.base import BucketLayout
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.collective_group import (
     WeightGroup,
@@ -26,7 +27,6 @@ from bapo_megatron.weight_sync.collective_group import (
     rank_zero_address,
 )
 from bapo_megatron.weight_sync.messages import JOIN, RECEIVE, TAKE, Join, Receive, Take
-from bapo_megatron.weight_sync.servers import BucketLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -222,9 +222,9 @@ def _await_both(
 def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Describe named tensors for one other process of the node, which maps the same memory.
 
-    SGLang unpickles what torch.multiprocessing pickles: on the CPU the name of a file in shared
-    memory, on a GPU a handle of CUDA IPC. Its unpickler admits the classes that torch names there,
-    no others. The result is base64.
+    It is what torch.multiprocessing pickles, as base64: on the CPU the name of a file in shared
+    memory, on a GPU a handle of CUDA IPC. An engine's unpickler need not admit other classes than
+    those that torch names there.
 
     A payload is opened once: torch counts for each who still maps the memory. The tensors are kept
     until it has been.

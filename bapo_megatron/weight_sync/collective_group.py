@@ -1,7 +1,8 @@
 """The collective group through which servers get weights: rank 0 here, all others in servers.
 
-Nothing of the trainer's own process groups is touched. Members meet as SGLang's
-``init_custom_process_group`` does it: at a store of rank 0, under prefixes with the group's name.
+Nothing of the trainer's own process groups is touched. Members meet as in the
+``init_custom_process_group`` that engines have in common: at a store of rank 0, under prefixes with
+the group's name.
 
 A server that ends or hangs leaves rank 0 in a collective that nothing can interrupt (gloo) or that
 has no time limit of its own (NCCL's set-up). Every operation therefore runs in a thread, and a
@@ -152,7 +153,7 @@ class WeightGroup:
     def _connect(self, store: Store, world_size: int) -> Any:
         if self.backend == "gloo":
             gloo = ProcessGroupGloo(store, 0, world_size, timedelta(seconds=self._timeout_s))
-            gloo._set_sequence_number_for_group()  # SGLang's ranks wait for the number
+            gloo._set_sequence_number_for_group()  # the other ranks wait for the number
             return gloo
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a build for the CPU
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.calls import Call
-from bapo_megatron.weight_sync.servers import BucketLayout
+from bapo_megatron.engine.base import BucketLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
+from bapo_megatron.engine.base import GroupPlace
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync.messages import (
     BEGIN,
@@ -36,7 +37,7 @@ from bapo_megatron.weight_sync.messages import (
     Verified,
     Verify,
 )
-from bapo_megatron.weight_sync.servers import GroupPlace, ServerT
+from bapo_megatron.weight_sync.servers import ServerT
 from bapo_megatron.weight_sync.verify import judge, mean_difference
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
     from bapo_megatron.calls import Answers
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.weight_sync.servers import Pausable, ServerPool, WeightControl
+    from bapo_megatron.engine.base import WeightControl
+    from bapo_megatron.weight_sync.servers import Pausable, ServerPool
 
 _POLL_S = 0.2
 _WATCH_S = 0.2
@@ -291,7 +293,7 @@ class WeightReceiver(Generic[ServerT]):
         control = member.control
         if self._has_session:
             await control.close_session(limit_s)
-        reported = await control.reported_version(limit_s)
+        reported = await member.server.engine.version(limit_s)
         if reported != str(self._version):
             raise RolloutError(
                 f"{member.server.address}: got weights version {self._version} but reports "
@@ -341,7 +343,7 @@ class WeightReceiver(Generic[ServerT]):
     async def _prepare(self, server: ServerT) -> Member[ServerT] | None:
         """Ask a server what it is and open a session; one that fails is taken out."""
         try:
-            control = await server.weight_control(self._health.timeout_s)
+            control = await server.engine.weights(self._health.timeout_s)
             if self._has_session:
                 control.require_tensor_ranks_only()
                 await control.open_session(self._health.timeout_s)
@@ -368,7 +370,7 @@ class WeightReceiver(Generic[ServerT]):
         """Mean absolute difference of a server's log-probs; none where it does not answer."""
         try:
             return await mean_difference(
-                member.control, self._probe.sequences, request.expected, self._remaining_s()
+                member.server.engine, self._probe.sequences, request.expected, self._remaining_s()
             )
         except RolloutError as error:
             self._pool.mark_lost(member.server, f"it does not answer the probe: {error}")

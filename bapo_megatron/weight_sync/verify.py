@@ -22,10 +22,10 @@ from bapo_megatron.weight_sync.servers import ServerT
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bapo_megatron.weight_sync.servers import WeightControl
+    from bapo_megatron.engine.base import Engine
 
 TEMPERATURE = 1.0
-"""SGLang reports input tokens at this temperature, whatever the sampling temperature is."""
+"""Engines score given tokens at this temperature, whatever the sampling temperature is."""
 
 
 class TokenScores(NamedTuple):
@@ -82,7 +82,7 @@ def _as_sample(token_ids: Sequence[int]) -> Sample:
 
 
 async def mean_difference(
-    control: WeightControl,
+    engine: Engine,
     sequences: Sequence[Sequence[int]],
     expected: Sequence[Sequence[float]],
     timeout_s: float,
@@ -90,7 +90,7 @@ async def mean_difference(
     """Mean |log-prob of the server − expected| over all tokens of a probe; infinite if not finite.
 
     Args:
-        control: The server.
+        engine: The engine.
         sequences: Token ids.
         expected: As ``trainer_logprobs``.
         timeout_s: Longest time for one sequence.
@@ -100,7 +100,7 @@ async def mean_difference(
     """
     differences: list[float] = []
     for token_ids, expected_row in zip(sequences, expected, strict=True):
-        found = await control.input_logprobs(token_ids, timeout_s)
+        found = await engine.score(token_ids, timeout_s)
         differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
     mean = sum(differences) / len(differences) if differences else 0.0
     return mean if math.isfinite(mean) else math.inf

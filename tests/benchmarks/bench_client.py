@@ -25,8 +25,9 @@ import torch
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import Completion, SamplingSettings
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.engine_pool import EnginePool
-from bapo_megatron.engine.sglang.client import ApiKeys
 from tests.benchmarks import harness
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class Client:
         config = RolloutConfig.model_validate(
             {"max_connections": load.requests, "stream_tokens": case.stream_tokens}
         )
-        self.pool = EnginePool([address], ApiKeys(), config, version=0)
+        client = SglangClient(address, ApiKeys(), request_timeout_s=config.request_timeout_s)
+        self.pool = EnginePool([client], config, version=0)
         self._load = load
         self.num_tokens = 0
         self.num_requests = 0
@@ -197,7 +199,7 @@ class Client:
 
 async def _measure(address: str, case: Case, load: Load, seconds: float) -> Row:
     client = Client(address, case, load)
-    await client.pool.wait_for_servers()
+    await client.pool.states.wait_for_engines()
     tasks = [asyncio.create_task(client.keep_sampling(n)) for n in range(load.requests)]
     await asyncio.sleep(_WARM_UP_S)
     tokens, requests = client.num_tokens, client.num_requests

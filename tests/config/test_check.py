@@ -13,7 +13,6 @@ def test_a_runnable_configuration_passes(check):
     check()
     check("parallel.tensor=2", "parallel.sequence=true", world_size=4)
     check("algorithm.bapo.scope=micro_batch", "algorithm.updates_per_batch=4")
-    check("rollout.servers=[http://a:1, http://a:2]", "rollout.server.tensor=4")
     check("train.max_tokens_per_micro_batch=500")
 
 
@@ -106,12 +105,6 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             ["parallel.tensor=4"],
             4,
             "parallel.tensor: must divide the model's 6 attention heads, got 4; choose a divisor",
-        ),
-        (
-            ["rollout.server.tensor=4"],
-            1,
-            "rollout.server.tensor: must divide the model's 6 attention heads, got 4; "
-            "choose a divisor",
         ),
         (
             ["algorithm.updates_per_batch=5"],
@@ -268,36 +261,6 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             1,
             "replay: 'dumps' must hold a dump for each of train.steps = 4 steps, got no "
             "step_000002.parquet; set train.steps=2, or copy what is missing",
-        ),
-        (
-            ["rollout.servers=[localhost:30000]"],
-            1,
-            "rollout.servers: must be addresses like http://host:port, got 'localhost:30000'; "
-            "did you mean 'http://localhost:30000'?",
-        ),
-        (
-            ["rollout.servers=[http://a:1, http://a:1]"],
-            1,
-            "rollout.servers: must differ, got 'http://a:1' 2 times; keep or rename one",
-        ),
-        (
-            ["rollout.servers=[http://user:password@a:1]"],
-            1,
-            "rollout.servers: must hold no user or password, got an address with '@': it would be "
-            "in config.yaml and in logs; set BAPO_MEGATRON_API_KEY instead (docs/launch.md)",
-        ),
-        *(
-            (
-                [f"rollout.server.extra_args=[{given}]"],
-                1,
-                f"rollout.server.extra_args: must hold no secret, got {name}: it would be in "
-                "config.yaml and in logs; leave it out: the trainer's own servers have one, and "
-                f"serve takes {variable} (docs/launch.md)",
-            )
-            for given, name, variable in (
-                ("--api-key, s3cret", "--api-key", "BAPO_MEGATRON_API_KEY"),
-                ("--admin-api-key=s3cret", "--admin-api-key", "BAPO_MEGATRON_ADMIN_API_KEY"),
-            )
         ),
         (
             ["rollout.weight_sync.backend=nccl", "rollout.servers=[http://a:1]"],

@@ -1,4 +1,4 @@
-"""Stands in for ``sglang_launcher``: a process that answers /ready and ends when its owner does.
+"""Stands in for SGLang's launcher: a process that answers /ready and ends when its owner does.
 
 What it does is read from the file in its argument ``--fate=FILE`` each time it starts: ``serve``,
 ``exit`` with status 3 at once, or ``load`` for ever without ever getting ready.

@@ -58,6 +58,8 @@ class Request:
 class FakePool:
     """The part of ``EnginePool`` that generation uses."""
 
+    stepper = None
+
     def __init__(self, version: int | None = 0, prompt_tokens: int = 2) -> None:
         self.version = version
         self.needs_weights = False

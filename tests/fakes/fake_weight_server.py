@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.keys import ApiKeys
 
 LOGPROB = -1.5
 """Of every input token but the first."""

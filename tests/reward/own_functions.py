@@ -21,6 +21,10 @@ def length(response):
     return len(response)
 
 
+def even_length(response):
+    return float(len(response) % 2 == 0)
+
+
 async def slow_length(response, answer):
     _LOOPS.add(id(asyncio.get_running_loop()))
     await asyncio.sleep(0.01)

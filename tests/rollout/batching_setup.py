@@ -88,7 +88,7 @@ class Setup:
 
     async def sync(self, version: int) -> None:
         await self.batches.pause()
-        self.pool.version = version
+        self.pool.states.version = version
         await self.batches.resume()
         await settle()
 

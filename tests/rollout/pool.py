@@ -11,17 +11,18 @@ import numpy as np
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.version_spans import num_spanned
 from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.engine_pool import EnginePool
-from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from bapo_megatron.engine.base import Completion
-    from bapo_megatron.rollout.engine import Engine
+    from bapo_megatron.rollout.pooled_engine import PooledEngine
 
 T = 0.5
 PROMPT = [1, 2, 3]
@@ -46,12 +47,22 @@ async def pool_of(
         }
     )
     addresses = [server if isinstance(server, str) else server.address for server in servers]
-    pool = EnginePool(addresses, keys or ApiKeys(), config, version, timeline)
+    pool = EnginePool(clients_of(addresses, config, keys), config, version, timeline)
     try:
         async with asyncio.timeout(LIMIT_S):
             yield pool
     finally:
         await pool.close()
+
+
+def clients_of(
+    addresses: Sequence[str], config: RolloutConfig, keys: ApiKeys | None = None
+) -> list[SglangClient]:
+    """Engines at these addresses."""
+    return [
+        SglangClient(address, keys or ApiKeys(), request_timeout_s=config.request_timeout_s)
+        for address in addresses
+    ]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -98,8 +109,8 @@ class Response:
 
 
 def states_of(pool: EnginePool) -> list[str]:
-    return [str(engine.state) for engine in pool.engines]
+    return [str(engine.state) for engine in pool.states.engines]
 
 
-def engine_of(pool: EnginePool, fake: FakeSglang) -> Engine:
-    return next(engine for engine in pool.engines if engine.address == fake.address)
+def engine_of(pool: EnginePool, fake: FakeSglang) -> PooledEngine:
+    return next(engine for engine in pool.states.engines if engine.address == fake.address)

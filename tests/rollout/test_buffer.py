@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from bapo_megatron.engine.base import Completion
 from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
-from bapo_megatron.engine.base import Completion
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 
 PROMPTS = [
@@ -134,5 +134,5 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
 
 
 def test_a_state_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="its format is 0, this version reads 3"):
+    with pytest.raises(ValueError, match="its format is 0, this version reads 4"):
         buffer_from_json(RolloutBuffer(), {"format": 0, "next_group_id": 0, "groups": []})

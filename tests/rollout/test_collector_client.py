@@ -19,16 +19,16 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import decode_batch, read_batch
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.collector_client import CollectorClient
 from bapo_megatron.rollout.messages import COLLECT, Collect
-from bapo_megatron.engine.sglang.client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume, Resumed
+from tests.engine.helpers import descendants, reference_logprobs
 from tests.fakes.fake_sglang import FakeSglang
-from tests.rollout.helpers import descendants, reference_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.sglang.server import SglangServer
-    from tests.rollout.helpers import MakeConfig
+    from tests.engine.helpers import MakeConfig
 
     Open = Callable[[RunConfig], CollectorClient]
 
@@ -147,7 +147,7 @@ def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_l
     client.sync_weights(model, 1)
     assert client.collect(0) is not None
     (model / "model.safetensors").unlink()
-    find_process("sglang_launcher").kill()
+    find_process("sglang.launcher").kill()
     with pytest.raises(RolloutError) as caught, caplog.at_level(logging.WARNING):
         client.collect(1)
     lines = str(caught.value).splitlines()

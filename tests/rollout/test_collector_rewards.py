@@ -12,11 +12,11 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.collector_client import CollectorClient
+from tests.engine.helpers import descendants
 from tests.fakes.fake_sglang import FakeSglang
-from tests.rollout.helpers import descendants
 
 if TYPE_CHECKING:
-    from tests.rollout.helpers import MakeConfig
+    from tests.engine.helpers import MakeConfig
 
 OWN = "tests.reward.own_functions"
 

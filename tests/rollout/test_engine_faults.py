@@ -22,7 +22,7 @@ def test_a_server_that_hangs_is_noticed_by_the_monitor() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as hanging, FakeSglang() as other:
             async with pool_of(hanging, other, request_timeout_s=1000) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 response = Response(pool)
                 await until(lambda: len(response.token_ids) == 5)
                 hanging.is_hanging = True
@@ -38,7 +38,7 @@ def test_a_request_without_tokens_for_too_long_goes_elsewhere() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as stuck, FakeSglang() as other:
             async with pool_of(stuck, other, request_timeout_s=1.0) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 await Response(pool).check(20, FinishReason.LENGTH)
                 reason = engine_of(pool, stuck).reason
         assert "no token of any request within 1 s; raise rollout.request_timeout_s" in reason
@@ -50,7 +50,7 @@ def test_a_request_that_waits_for_its_turn_while_others_get_tokens_is_left_alone
     async def run() -> None:
         with FakeSglang(stalls={3: 5}, token_interval_s=0.05) as fake:
             async with pool_of(fake, request_timeout_s=1.0) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 waiting = Response(pool)
                 busy = Response(pool, 60, prompt=[1, 2, 3, 4])
                 await busy.check(60, FinishReason.LENGTH)  # 3 s
@@ -65,7 +65,7 @@ def test_a_server_whose_scheduler_hangs_is_taken_out_and_one_that_is_full_is_not
     async def run() -> None:
         with FakeSglang(is_full=True) as full, FakeSglang() as stuck:
             async with pool_of(full, stuck, health={"timeout_s": 0.5}) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 stuck.has_stuck_scheduler = True
                 responses = [Response(pool), Response(pool)]
                 await until(lambda: engine_of(pool, stuck).state == "lost")
@@ -84,7 +84,7 @@ def test_a_server_that_breaks_every_connection_is_taken_out_although_it_answers(
         with FakeSglang() as sick, FakeSglang() as other:
             sick.connections_to_drop = 1000
             async with pool_of(sick, other) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 responses = [Response(pool, affinity=1) for _ in range(4)]
                 for response in responses:
                     await response.check(20, FinishReason.LENGTH)
@@ -111,7 +111,7 @@ def test_an_answer_of_another_form_costs_its_server_only(changes: dict[str, Any]
     async def run() -> None:
         with FakeSglang(changes=changes) as bad, FakeSglang() as good:
             async with pool_of(bad, good) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 await asyncio.gather(
                     *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(2))
                 )
@@ -131,7 +131,7 @@ def test_token_ids_that_cannot_be_cost_their_server_only(token_id: int) -> None:
     async def run() -> None:
         with Odd() as bad, FakeSglang() as good:
             async with pool_of(bad, good) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 responses = [Response(pool, return_logprobs=False) for _ in range(2)]
                 for response in responses:
                     completion = await response.task
@@ -145,9 +145,9 @@ def test_token_ids_that_cannot_be_cost_their_server_only(token_id: int) -> None:
 def test_a_server_without_its_memory_is_admitted_without_a_request() -> None:
     async def run() -> None:
         with FakeSglang() as fake:
-            async with pool_of(fake) as pool:
-                await pool.check(T, [[5, 6, 7]])
-                pool.memory_is_away = True
+            async with pool_of(fake, temperature=T) as pool:
+                await pool.states.wait_for_engines([[5, 6, 7]])
+                pool.states.memory_is_away = True
                 fake.crash()
                 await until(lambda: states_of(pool) == ["lost"])
                 fake.requests.clear()
@@ -199,7 +199,7 @@ def test_a_server_that_answers_nonsense_is_not_asked_again(
     async def run() -> None:
         with FakeSglang(**fault) as bad, FakeSglang() as good:
             async with pool_of(bad, good, health={"interval_s": 1000.0}) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 await asyncio.gather(
                     *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4))
                 )
@@ -220,7 +220,7 @@ def test_weights_that_break_every_server_end_the_run() -> None:
                 task = Response(pool).task
                 while not task.done():
                     if pool.needs_weights:
-                        pool.mark_updated(pool.engines[0], 0)
+                        pool.states.mark_updated(pool.states.engines[0], 0)
                     await asyncio.sleep(0.01)
                 with pytest.raises(RolloutError, match="3 answers in a row are unusable"):
                     await task
@@ -246,7 +246,7 @@ def test_a_server_that_is_lost_after_the_last_token_is_not_replaced() -> None:
     async def run() -> None:
         with FakeSglang() as other, Cut(is_incremental=False) as cut:
             async with pool_of(cut, other, timeline=timeline) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 response = Response(pool, 13)
                 await response.check(13, FinishReason.LENGTH)
                 for part in response.parts:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.errors import BrokenConnectionError, RolloutError
+from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.types import FinishReason
+from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.launch import free_port
 from tests.rollout.pool import PROMPT, Response, T, engine_of, pool_of, states_of, until
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
@@ -39,7 +38,7 @@ def test_a_server_that_dies_loses_nothing_that_was_received() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 9}) as dying, FakeSglang() as other:
             async with pool_of(dying, other) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 response = Response(pool)
                 await until(lambda: len(response.token_ids) == 9)
                 dying.crash()
@@ -86,7 +85,7 @@ def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as dying, FakeSglang() as other:
             async with pool_of(dying, other) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 response = Response(pool)
                 await until(lambda: len(response.token_ids) == 5)
                 dying.crash()
@@ -99,7 +98,7 @@ def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
                     *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4))
                 )
                 assert dying.requests == []
-                pool.mark_updated(engine_of(pool, dying), 0)
+                pool.states.mark_updated(engine_of(pool, dying), 0)
                 assert states_of(pool) == ["usable", "usable"]
                 await asyncio.gather(
                     *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4))
@@ -113,14 +112,14 @@ def test_without_a_usable_server_requests_wait_for_weights() -> None:
     async def run() -> None:
         with FakeSglang(version="7") as fake:
             async with pool_of(fake, version=None) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 assert pool.needs_weights
                 response = Response(pool)
                 await asyncio.sleep(0.2)
                 assert fake.requests == []
                 fake.version = "8"
-                pool.version = 8
-                pool.mark_updated(pool.engines[0], 8)
+                pool.states.version = 8
+                pool.states.mark_updated(pool.states.engines[0], 8)
                 assert not pool.needs_weights
                 completion = await response.check(20, FinishReason.LENGTH)
         assert [span.version for span in completion.versions] == [8]
@@ -132,9 +131,9 @@ def test_a_new_version_of_the_pool_leaves_the_servers_stale() -> None:
     async def run() -> None:
         with FakeSglang() as fake:
             async with pool_of(fake) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 assert states_of(pool) == ["usable"]
-                pool.version = 1
+                pool.states.version = 1
                 assert states_of(pool) == ["stale"]
 
     asyncio.run(run())
@@ -144,7 +143,7 @@ def test_all_servers_lost_is_an_error_that_names_each_and_why() -> None:
     async def run() -> str:
         with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
             async with pool_of(one, two, health={"patience_s": 3.0}) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 responses = [Response(pool), Response(pool)]
                 await until(lambda: all(len(r.token_ids) == 5 for r in responses))
                 one.crash()
@@ -170,7 +169,7 @@ def test_servers_that_never_answer_are_named_at_the_start() -> None:
         with FakeSglang() as fake:
             async with pool_of(fake, missing, health={"patience_s": 2.0}) as pool:
                 with pytest.raises(RolloutError) as caught:
-                    await pool.wait_for_servers()
+                    await pool.states.wait_for_engines()
         assert f"{missing} (starting): it never answered" in str(caught.value)
         assert fake.address not in str(caught.value)
 
@@ -182,7 +181,7 @@ def test_servers_may_be_started_after_the_trainer() -> None:
         with FakeSglang() as fake:
             fake.crash()
             async with pool_of(fake) as pool:
-                waiting = asyncio.create_task(pool.wait_for_servers())
+                waiting = asyncio.create_task(pool.states.wait_for_engines())
                 await asyncio.sleep(0.3)
                 assert not waiting.done()
                 fake.start()
@@ -197,7 +196,7 @@ def test_a_refused_key_ends_the_wait_for_servers_at_once() -> None:
         with FakeSglang(api_key="right") as fake:
             async with pool_of(fake, health={"patience_s": 1000.0}) as pool:
                 with pytest.raises(RolloutError, match="set BAPO_MEGATRON_API_KEY"):
-                    await pool.wait_for_servers()
+                    await pool.states.wait_for_engines()
 
     asyncio.run(run())
 
@@ -205,9 +204,9 @@ def test_a_refused_key_ends_the_wait_for_servers_at_once() -> None:
 def test_a_server_of_the_wrong_convention_ends_the_run_at_its_start() -> None:
     async def run() -> None:
         with FakeSglang() as good, FakeSglang(ignores_temperature=True) as bad:
-            async with pool_of(good, bad) as pool:
+            async with pool_of(good, bad, temperature=T) as pool:
                 with pytest.raises(RolloutError, match="ignore the temperature") as caught:
-                    await pool.check(T, [[5, 6, 7], [8, 9]])
+                    await pool.states.wait_for_engines([[5, 6, 7], [8, 9]])
         assert str(caught.value).startswith(bad.address)
 
     asyncio.run(run())
@@ -217,10 +216,10 @@ def test_a_server_that_cannot_retract_is_refused_where_that_is_wanted() -> None:
     async def run() -> None:
         with FakeSglang(sglang_version="0.5.20") as fake:
             async with pool_of(fake, weight_sync={"in_flight": "in_place"}) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
             async with pool_of(fake, weight_sync={"in_flight": "retract"}) as pool:
                 with pytest.raises(RolloutError, match=r"SGLang 0\.5\.20 .*in_flight: abort"):
-                    await pool.wait_for_servers()
+                    await pool.states.wait_for_engines()
 
     asyncio.run(run())
 
@@ -230,7 +229,7 @@ def test_a_request_that_the_server_refuses_is_not_tried_elsewhere() -> None:
         cut_off = {"finish_reason": {"type": "length"}}
         with FakeSglang(stop_at=9, changes=cut_off) as one, FakeSglang() as two:
             async with pool_of(one, two) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 with pytest.raises(RolloutError, match=r"cut off after 7 of 20 tokens"):
                     await Response(pool).task
                 assert states_of(pool) == ["usable", "usable"]
@@ -243,7 +242,7 @@ def test_drain_ends_every_request_with_what_it_has() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 7}) as one, FakeSglang(stalls={3: 7}) as two:
             async with pool_of(one, two, max_connections=4) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 sent = [Response(pool) for _ in range(4)]
                 waiting = Response(pool)
                 await until(lambda: all(len(r.token_ids) == 5 for r in sent))
@@ -267,7 +266,7 @@ def test_drain_ends_although_a_server_hangs_or_ignores_aborts() -> None:
         with FakeSglang(stalls={3: 5}) as hanging, FakeSglang(stalls={3: 5}) as deaf:
             deaf.ignores_aborts = True
             async with pool_of(hanging, deaf) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 responses = [Response(pool), Response(pool)]
                 await until(lambda: all(len(r.token_ids) == 5 for r in responses))
                 hanging.is_hanging = True
@@ -289,8 +288,8 @@ def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) ->
                 assert fake.pause_mode == mode
                 await asyncio.sleep(3.0)  # longer than a request may be silent
                 fake.version = "1"
-                pool.version = 1
-                pool.mark_updated(pool.engines[0], 1)
+                pool.states.version = 1
+                pool.states.mark_updated(pool.states.engines[0], 1)
                 await pool.resume()
                 completion = await response.check(200, FinishReason.LENGTH)
                 assert pool.num_lost_requests == 0
@@ -303,7 +302,7 @@ def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to
     async def run() -> None:
         with FakeSglang(stalls={3: 5, 4: 5}) as one, FakeSglang(stalls={3: 5, 4: 5}) as two:
             async with pool_of(one, two) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 first = [Response(pool, affinity=1) for _ in range(4)]
                 second = [Response(pool, prompt=[1, 2, 3, 4], affinity=2) for _ in range(4)]
                 await until(lambda: all(r.token_ids for r in first + second))
@@ -319,7 +318,7 @@ def test_a_large_group_is_spread_once_its_server_has_much_more_to_do() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
             async with pool_of(one, two) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 responses = [Response(pool, affinity=1) for _ in range(16)]
                 await until(lambda: all(r.token_ids for r in responses))
                 # 0 to 4 others are no reason to move; then the other one takes up to 1.25 × 5 + 4.
@@ -333,10 +332,69 @@ def test_a_server_of_more_ranks_gets_more_requests() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as small, FakeSglang(stalls={3: 5}, num_ranks=3) as large:
             async with pool_of(small, large) as pool:
-                await pool.wait_for_servers()
+                await pool.states.wait_for_engines()
                 responses = [Response(pool) for _ in range(8)]
                 await until(lambda: all(r.token_ids for r in responses))
                 assert (len(small.requests), len(large.requests)) == (2, 6)
                 await pool.drain()
+
+    asyncio.run(run())
+
+
+class NoStepper:
+    """Is there, that is all."""
+
+    async def decode(self, most_steps: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("stepper", [None, NoStepper()])
+def test_requests_wait_for_a_connection_only_where_an_engine_samples_by_itself(
+    stepper: NoStepper | None,
+) -> None:
+    async def run() -> int:
+        engine = FakeEngine(stepper)
+        config = RolloutConfig(max_connections=2, health=HealthConfig(interval_s=0.1))
+        pool = EnginePool([engine], config, version=0)
+        assert pool.stepper is stepper
+        await pool.states.wait_for_engines()
+        responses = [Response(pool) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        num_in_flight = pool.num_in_flight
+        for response in responses:
+            response.task.cancel()
+        await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
+        await pool.close()
+        return num_in_flight
+
+    assert asyncio.run(run()) == (2 if stepper is None else 5)
+
+
+def test_an_engine_with_a_stepper_is_alone() -> None:
+    engines = [FakeEngine(), FakeEngine(NoStepper())]
+
+    async def make() -> None:
+        EnginePool(engines, RolloutConfig(), version=0)
+
+    with pytest.raises(AssertionError):
+        asyncio.run(make())
+
+
+def test_an_engine_is_told_how_much_of_its_input_the_response_has_already() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        pool = EnginePool([engine], RolloutConfig(), version=0)
+        response = Response(pool, prompt=[1, 2, 3, 50, 51], sampled_tokens=2)
+        await until(lambda: len(engine.flights) == 1)
+        engine.flights[0].give([52, 53, 54])
+        engine.flights[0].ended.set_exception(BrokenConnectionError("test"))
+        await until(lambda: len(engine.flights) == 2)
+        engine.flights[1].give([55], FinishReason.STOP)
+        await response.task
+        first, second = (flight.request for flight in engine.flights)
+        assert (list(first.input_ids), first.sampled_tokens) == ([1, 2, 3, 50, 51], 2)
+        assert list(second.input_ids) == [1, 2, 3, 50, 51, 52, 53, 54]
+        assert (second.sampled_tokens, second.sampling.max_new_tokens) == (5, 17)
+        await pool.close()
 
     asyncio.run(run())

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.base import Completion, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.sets import EvalSet
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.reward.base import Score
-from bapo_megatron.engine.base import Completion, sample_seed
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
@@ -40,6 +40,7 @@ class Pool:
     version: int = 7
     requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
     affinities: dict[str, int] = field(default_factory=dict)
+    stepper: None = None
 
     def reopen(self) -> None: ...
 

@@ -19,12 +19,12 @@ from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.types import FinishReason, Prompt, Sample, SampleText
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -77,7 +77,8 @@ class Setup:
             }
         )
         self.lines: list[str] = []
-        self.pool = EnginePool([f.address for f in fakes], ApiKeys(), self.config, version=0)
+        clients = clients_of([fake.address for fake in fakes], self.config)
+        self.pool = EnginePool(clients, self.config, version=0)
         self.collector = self.new_collector(delay_s)
 
     def new_collector(self, delay_s: float = 0.0) -> BatchCollector:

@@ -19,14 +19,16 @@ from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
+from tests.engine.helpers import reference_logprobs
+from tests.engine.sglang.servers import load_weights, with_client
 from tests.fakes.fake_pool import deliver
-from tests.rollout.helpers import load_weights, reference_logprobs, with_client
+from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.engine.sglang.server import SglangServer
+    from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
 
 pytestmark = pytest.mark.sglang
@@ -78,17 +80,18 @@ def _versions(model_dir: Path, directory: Path) -> list[Path]:
 async def _collect(
     server: SglangServer, models: list[Path], config: RolloutConfig
 ) -> list[RolloutBatch]:
-    pool = EnginePool([server.address], server.keys, config, version=None)
+    clients = clients_of([server.address], config, server.keys)
+    pool = EnginePool(clients, config, version=None)
     plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     grader = PatientGrader()
     batches = BatchCollector(grader, stream, config, ReplayConfig(), plan, lambda line: None)
     grader.batches = batches
     batches.attach(pool)
-    weights = WeightReceiver(pool, config, batches)
+    weights = WeightReceiver(pool.states, config, batches)
     made = []
     try:
-        await pool.wait_for_servers()
+        await pool.states.wait_for_engines()
         for step, model in enumerate(models):
             while config.async_steps > 0 and step > 0 and not grader.is_one_in_the_middle():
                 await asyncio.sleep(0.01)

@@ -80,7 +80,7 @@ def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "rollout.sglang_launcher" in " ".join(child.cmdline()):
+            if "engine.sglang.launcher" in " ".join(child.cmdline()):
                 found.append(child)
     return [child for child in found if os.getpgid(child.pid) == child.pid]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.engine.sglang.servers import make_server, running
 from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.rollout.helpers import make_model_dir, make_server, running
 from tests.trainer.dumps import make_random_model
 
 if TYPE_CHECKING:
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of four layers."""
     return make_random_model(tmp_path_factory.mktemp("random_model"))
@@ -31,7 +25,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    """A real server."""
+    """A real server of its own: tests leave it with other weights."""
     with running(make_server(model_dir, tmp_path_factory.mktemp("server"))) as server:
         yield server
 

@@ -16,11 +16,12 @@ from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
-from bapo_megatron.rollout.engine import Engine, EngineState
-from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
+from bapo_megatron.rollout.pooled_engine import EngineState, PooledEngine
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.probe import ProbeScorer
 from bapo_megatron.weight_sync import send
@@ -41,17 +42,17 @@ class StubPool:
     """A ``ServerPool`` whose servers change their states by its calls alone."""
 
     def __init__(self, clients: list[SglangClient]) -> None:
-        self.engines = [Engine(client, EngineState.STALE) for client in clients]
+        self.engines = [PooledEngine(client, EngineState.STALE) for client in clients]
         self.version: int | None = None
         self.reasons: dict[str, str] = {}
 
-    def mark_lost(self, engine: Engine, reason: str) -> None:
-        engine.state = EngineState.LOST
-        self.reasons[engine.address] = reason
+    def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
+        pooled.state = EngineState.LOST
+        self.reasons[pooled.address] = reason
 
-    def mark_updated(self, engine: Engine, version: int) -> None:
+    def mark_updated(self, pooled: PooledEngine, version: int) -> None:
         assert version == self.version
-        engine.state = EngineState.USABLE
+        pooled.state = EngineState.USABLE
 
 
 class StubGeneration:

@@ -7,7 +7,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.sglang.client import ApiKeys, SglangClient
+from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.weight_sync.messages import (
     Begin,
     Finish,
@@ -18,14 +20,14 @@ from bapo_megatron.weight_sync.messages import (
     Resume,
 )
 from bapo_megatron.weight_sync.receive import WeightReceiver
-from bapo_megatron.weight_sync.servers import BucketLayout
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.weight_sync.ranks import StubGeneration, StubPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from bapo_megatron.rollout.engine import Engine
+    from bapo_megatron.rollout.pooled_engine import PooledEngine
+
 
 BUCKET = BucketLayout(names=("w",), dtypes=("float32",), shapes=((2, 3),))
 PROBE = ((3, 1, 4), (1, 5))
@@ -36,7 +38,7 @@ class Setting:
     """A service with what it uses."""
 
     def __init__(
-        self, pool: StubPool, generation: StubGeneration, service: WeightReceiver[Engine]
+        self, pool: StubPool, generation: StubGeneration, service: WeightReceiver[PooledEngine]
     ) -> None:
         self.pool = pool
         self.generation = generation

@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.engine.sglang.client import ApiKeys
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.distributed_launch import run_ranks
-from tests.rollout.helpers import (
-    KEYS,
-    descendants,
-    make_server,
-    reference_logprobs,
-    wait_until_ready,
-    with_client,
-)
+from tests.engine.helpers import descendants, reference_logprobs
+from tests.engine.sglang.servers import KEYS, make_server, wait_until_ready, with_client
 from tests.weight_sync.ranks import Fault, Pushed, Servers, push_changed
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.engine.sglang.client import ApiKeys
 from bapo_megatron.weight_sync.messages import (
     Begin,
     Finish,

@@ -1,60 +1,56 @@
-"""Asynchronous client of one SGLang server: typed answers, every answer checked."""
+"""One SGLang server as an ``Engine``: typed answers, every answer checked.
+
+What SGLang 0.5.20 and 0.5.21 make of memory that is released and taken again:
+
+* A server that is not idle crashes in release, on an assertion. ``/pause_generation`` in its mode
+  ``abort`` answers requests, also those of other clients, with what there is, and lets no new one
+  in; it does not wait until the scheduler is idle. ``/flush_cache?timeout=…`` does, and fails if
+  the scheduler is not idle by then.
+* A second resume of the same memory crashes it, and so does one of memory that was never released,
+  as that of a server which restarted meanwhile. No such call is repeated therefore.
+* The content of released weights is lost, therefore nothing may be generated before new ones.
+* While paused it answers no /generate at all, and 503 to /ready; control calls work.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import math
 import uuid
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
-from bapo_megatron.engine.base import (
-    CompletionSink,
-    GenerateRequest,
-    SamplingSettings,
-)
-from bapo_megatron.engine.sglang.transport import SeparateConnections
+from bapo_megatron.engine.base import MemoryPart
+from bapo_megatron.engine.sglang.bodies import stream_body
+from bapo_megatron.engine.sglang.convention import check_temperature_convention
 from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo, is_supported
-from bapo_megatron.engine.sglang.http import KEEPALIVE_EXPIRY_S, SglangHttp, describe_cause
+from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
+from bapo_megatron.engine.sglang.weights import SglangWeightControl
+from bapo_megatron.errors import (
+    BrokenConnectionError,
+    RolloutError,
+    ServerError,
+    ServerGoneError,
+    describe_cause,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.engine.base import Completion
+    from bapo_megatron.engine.base import (
+        Capabilities,
+        CompletionSink,
+        GenerateRequest,
+        Needs,
+        PauseMode,
+        WeightControl,
+    )
+    from bapo_megatron.engine.sglang.keys import ApiKeys
 
-API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
-"""Environment variable with the key of ``/generate`` for servers in ``rollout.servers``."""
-ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
-"""Environment variable with the key of control calls for servers in ``rollout.servers``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKeys:
-    """Keys of a server; empty where it wants none."""
-
-    api_key: str = field(default="", repr=False)
-    """For generation and the weights version."""
-    admin_api_key: str = field(default="", repr=False)
-    """For control calls: abort, weight updates, how the server was started."""
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        """The keys of servers that somebody else started."""
-        return cls(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_API_KEY_VARIABLE, ""))
-
-    @staticmethod
-    def variable(*, admin: bool) -> str:
-        """The environment variable with the key of one call."""
-        return ADMIN_API_KEY_VARIABLE if admin else API_KEY_VARIABLE
-
-    def headers(self, *, admin: bool) -> dict[str, str]:
-        """The HTTP headers of one call; a server without an admin key takes the other one."""
-        key = (self.admin_api_key or self.api_key) if admin else self.api_key
-        return {"Authorization": f"Bearer {key}"} if key else {}
+_MAX_IDLE_WAIT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +71,10 @@ class _Flight:
             self.scope.reschedule(_now_s() + timeout_s)
 
 
-class SglangClient(SglangHttp):
+class SglangClient:
     """One server; belongs to the event loop that uses it."""
+
+    stepper = None
 
     def __init__(self, address: str, keys: ApiKeys, *, request_timeout_s: float) -> None:
         """Prepare the connections; nothing is sent.
@@ -86,13 +84,16 @@ class SglangClient(SglangHttp):
             keys: Keys of the server.
             request_timeout_s: Longest time without an answer to a call beside generation.
         """
-        super().__init__(address, keys, request_timeout_s)
+        self._http = SglangHttp(address, keys, request_timeout_s)
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
         self._info: ServerInfo | None = None
-        # Of its own, so that other calls never queue behind generation.
-        self._generate_http = self._make_http(None, SeparateConnections(KEEPALIVE_EXPIRY_S))
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``."""
+        return self._http.address
 
     @property
     def num_in_flight(self) -> int:
@@ -110,19 +111,11 @@ class SglangClient(SglangHttp):
 
     async def close(self) -> None:
         """Close every connection; the server aborts what it was still generating for them."""
-        await self._generate_http.aclose()
-        await super().close()
+        await self._http.close()
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once, in pieces; returns when ``sink`` has the last one.
-
-        It may take any time: whether the server still works is seen to by who calls ``give_up``.
-
-        Raises:
-            ServerError: The server is lost, was given up, or answers inconsistently.
-            RolloutError: It refuses the request, as any server would.
-        """
-        info = await self.info()
+        """See ``Engine``."""
+        info = await self._known_info()
         parser = StreamParser(
             max_new_tokens=request.sampling.max_new_tokens,
             has_logprobs=request.return_logprobs,
@@ -140,7 +133,7 @@ class SglangClient(SglangHttp):
                 if not self._in_flight:
                     self._heard_s = _now_s()
                 self._in_flight[rid] = flight
-                await self._receive({"rid": rid, **request.to_json_dict()}, flight)
+                await self._receive({"rid": rid, **stream_body(request)}, flight)
         except TimeoutError as error:
             if not flight.scope.expired():
                 raise
@@ -152,165 +145,154 @@ class SglangClient(SglangHttp):
         if not parser.is_finished:
             raise self._lost(flight, failure) from failure
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: SamplingSettings,
-        *,
-        label: str,
-        return_logprobs: bool = True,
-    ) -> Completion:
-        """Sample one completion, whichever weights version the server holds.
+    async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
+        """See ``Engine``.
 
-        Raises:
-            RolloutError: As ``stream``.
+        Log-probs of input tokens are log_softmax(logits), whatever temperature a request has. None
+        of them comes from cached keys and values.
         """
-        sink = CompletionSink()
-        request = GenerateRequest(
-            input_ids=input_ids, sampling=sampling, label=label, return_logprobs=return_logprobs
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await self._http.send_once(
+            "POST", "/generate", body, admin=False, timeout_s=timeout_s
         )
-        await self.stream(request, sink)
-        return sink.completion()
-
-    async def next_token_logprobs(
-        self,
-        input_ids: Sequence[int],
-        temperature: float,
-        *,
-        token_ids: Sequence[int] = (),
-        num_top: int = 0,
-    ) -> dict[int, float]:
-        """Log-probs of some tokens at the position after ``input_ids``, as the server reports them.
-
-        Args:
-            input_ids: Context.
-            temperature: Sampling temperature of the request.
-            token_ids: Tokens that are wanted in any case.
-            num_top: The most likely tokens that are wanted besides.
-
-        Returns:
-            Log-prob by token id; the token that was sampled is among them.
-
-        Raises:
-            RolloutError: The server refuses, does not answer, or answers inconsistently.
-        """
-        answer = await self._send(
-            "POST",
-            "/generate",
-            {
-                "input_ids": list(input_ids),
-                "sampling_params": SamplingSettings(temperature, 1).to_json_dict(),
-                "return_logprob": True,
-                "top_logprobs_num": num_top,
-                "token_ids_logprob": list(token_ids) or None,
-            },
-            admin=False,
-        )
-        with self.checked("probe of the temperature convention"):
-            meta = answer["meta_info"]
-            rows = [meta["output_token_logprobs"][0]]
-            rows += meta["output_top_logprobs"][0] if num_top else []
-            rows += meta["output_token_ids_logprobs"][0] if token_ids else []
-            found = {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
-            if missing := set(token_ids) - set(found):
-                raise ValueError(f"no log-probs of tokens {sorted(missing)}")
-            return found
+        with self._http.checked("probe of its log-probs"):
+            rows = reply.json()["meta_info"]["input_token_logprobs"]
+            if [row[1] for row in rows] != list(token_ids):
+                raise ValueError(
+                    f"log-probs of {len(rows)} input tokens do not belong to the "
+                    f"{len(token_ids)} that were sent"
+                )
+            return [math.nan if row[0] is None else float(row[0]) for row in rows[1:]]
 
     async def abort(self, timeout_s: float) -> None:
-        """Have the server end every request; their streams then end with what there is.
+        """See ``Engine``.
 
         One call for all, also those of other clients: a server belongs to one run, whose weights
         it gets. Hundreds of calls, one for each request, keep it busy for seconds, and one that
         comes before its request reaches the scheduler is swallowed together with its repetitions.
-        The server forgets requests that it has not seen yet: repeat until ``num_in_flight`` is 0.
-
-        Args:
-            timeout_s: Requests that have not ended by then count as lost.
-
-        Raises:
-            RolloutError: As ``call_once``.
         """
         for flight in self._in_flight.values():
             if not flight.reason:
                 flight.expire_in(timeout_s, f"not aborted within {timeout_s:g} s")
-        await self.call_once(
-            "POST", "/abort_request", {"abort_all": True}, admin=True, timeout_s=timeout_s
-        )
+        await self._control("/abort_request", {"abort_all": True}, timeout_s)
 
-    async def pause(self, mode: str) -> None:
-        """Have the server sample nothing until ``resume``; requests may be silent meanwhile.
-
-        Args:
-            mode: ``retract`` or ``in_place``.
-        """
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``Engine``."""
         self._is_suspended = True
-        await self._send("POST", "/pause_generation", {"mode": mode}, admin=True)
+        await self._http.send("/pause_generation", {"mode": mode}, admin=True)
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
-        await self._send("POST", "/continue_generation", {}, admin=True)
+        """See ``Engine``."""
+        await self._http.send("/continue_generation", {}, admin=True)
         self._is_suspended = False
         self._heard_s = _now_s()
 
     def give_up(self, reason: str) -> None:
-        """End every request in flight at once, with what was received, and forget ``info``.
-
-        Args:
-            reason: What their ``ServerError`` says.
-        """
+        """End every request in flight at once, and forget how the server was started."""
         self._info = None
         self._is_suspended = False
         for flight in self._in_flight.values():
             flight.expire_in(0.0, reason)
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """The weights version that the server reports; free text until a trainer set it.
-
-        The cheapest call that tells whether a server lives; its scheduler is not asked.
-
-        Raises:
-            RolloutError: As ``call_once``.
-        """
+        """See ``Engine``; free text until a trainer set it. The scheduler is not asked."""
         path = "/model_info"
-        answer = await self.call_once("GET", path, None, admin=False, timeout_s=timeout_s)
-        with self.checked(path):
+        answer = await self._http.get(path, admin=False, timeout_s=timeout_s)
+        with self._http.checked(path):
             return str(answer["weight_version"])
 
-    async def info(self) -> ServerInfo:
-        """``ask_info``, asked for once, and again after ``give_up``."""
-        if self._info is None:
-            self._info = await self.ask_info()
-        return self._info
+    async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
+        """See ``Engine``."""
+        return (await self._ask_info(timeout_s)).capabilities
 
-    async def ask_info(self, timeout_s: float | None = None) -> ServerInfo:
-        """How the server was started. Its scheduler answers, so one that hangs is found out.
+    async def check(self, needs: Needs) -> None:
+        """See ``Engine``; a server that a killed trainer left paused goes on."""
+        info = await self._known_info()
+        if needs.in_flight not in info.capabilities.in_flight:
+            raise RolloutError(
+                f"{self.address}: SGLang {info.version} ends when it gets weights while requests "
+                "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
+            )
+        await self.resume()
+        await check_temperature_convention(self._http, needs.temperature, needs.probe_prompts)
+
+    async def weights(self, timeout_s: float) -> WeightControl:
+        """See ``Engine``."""
+        return SglangWeightControl(self._http, await self._ask_info(timeout_s))
+
+    async def release_memory(self, timeout_s: float) -> None:
+        """See ``Engine``."""
+        await self._memory_call("/pause_generation", {"mode": "abort"}, timeout_s)
+        idle_wait_s = min(_MAX_IDLE_WAIT_S, timeout_s / 2)
+        try:
+            await self._control(f"/flush_cache?timeout={idle_wait_s:g}", {}, timeout_s)
+        except ServerError:
+            raise
+        except RolloutError as error:
+            raise RolloutError(
+                f"{self.address}: is still busy {idle_wait_s:g} s after its requests were aborted; "
+                "its memory is not released, which would crash it. See the server's log, and "
+                "continue with resume=true"
+            ) from error
+        tags = [MemoryPart.CACHE.value, MemoryPart.WEIGHTS.value]
+        await self._memory_call("/release_memory_occupation", {"tags": tags}, timeout_s)
+
+    async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
+        """See ``Engine``; with its cache the server goes on."""
+        await self._memory_call("/resume_memory_occupation", {"tags": [part.value]}, timeout_s)
+        if part is MemoryPart.CACHE:
+            await self._memory_call("/continue_generation", {}, timeout_s)
+
+    async def _memory_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        """Send a control call; after a refusal nobody knows which memory the server has.
 
         Raises:
-            RolloutError: As ``call_once``; its SGLang is too old.
+            ServerError: It failed, or refuses.
+        """
+        try:
+            await self._control(path, body, timeout_s)
+        except ServerError:
+            raise
+        except RolloutError as error:
+            raise ServerError(str(error)) from error
+
+    async def _control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        await self._http.send_once("POST", path, body, admin=True, timeout_s=timeout_s)
+
+    async def _known_info(self) -> ServerInfo:
+        """How the server was started; asked for once, and again after ``give_up``."""
+        return self._info or await self._ask_info()
+
+    async def _ask_info(self, timeout_s: float | None = None) -> ServerInfo:
+        """Ask how the server was started. Its scheduler answers, so one that hangs is found out.
+
+        Raises:
+            RolloutError: Its SGLang is too old.
         """
         path = "/server_info"
-        answer = await self.call_once("GET", path, None, admin=True, timeout_s=timeout_s)
-        with self.checked(path):
+        answer = await self._http.get(path, admin=True, timeout_s=timeout_s)
+        with self._http.checked(path):
             info = ServerInfo.parse(answer)
         if not is_supported(info.version):
             raise RolloutError(
                 f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "
                 "update it"
             )
+        self._info = info
         return info
 
     async def _receive(self, body: dict[str, Any], flight: _Flight) -> None:
         """Send a request and hand out what the server streams, until the connection is free."""
-        async with self._generate_http.stream(
-            "POST", "/generate", json=body, headers=self._keys.headers(admin=False)
-        ) as reply:
-            if reply.status_code != httpx.codes.OK:
-                await reply.aread()
-                self._check_status(reply, f"/generate ({flight.label})", admin=False)
+        async with self._http.stream(body, flight.label) as chunks:
             reader = EventReader()
-            async for chunk in reply.aiter_raw():
+            async for chunk in chunks:
                 self._heard_s = _now_s()
-                with self.checked(flight.label):
+                with self._http.checked(flight.label):
                     events = list(reader.feed(chunk))
                 for event in events:
                     self._take(event, flight)
@@ -321,7 +303,7 @@ class SglangClient(SglangHttp):
             return
         had_tokens = parser.cached_tokens is not None
         try:
-            with self.checked(flight.label):
+            with self._http.checked(flight.label):
                 part = parser.feed(event)
         except RefusedError as error:
             raise RolloutError(f"{self.address}: {error} (request: {flight.label})") from error

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.sglang.bodies import sampling_params
 from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.http import SglangHttp
 
 _NUM_TOP = 16
 _SMALLEST_SEPARATION = 0.1
@@ -28,7 +30,7 @@ hide it; ratios are then wrong by no more than that."""
 
 
 async def check_temperature_convention(
-    client: SglangClient, temperature: float, prompts: Sequence[Sequence[int]]
+    http: SglangHttp, temperature: float, prompts: Sequence[Sequence[int]]
 ) -> None:
     """Make sure that a server's log-probs are those of the tempered distribution.
 
@@ -36,7 +38,7 @@ async def check_temperature_convention(
     indifferent between all tokens.
 
     Args:
-        client: The server.
+        http: Calls the server.
         temperature: T of the run.
         prompts: Contexts whose next token is probed; none where only evaluations are made.
 
@@ -47,7 +49,7 @@ async def check_temperature_convention(
         return
     at_run, at_one = [], []
     for prompt in prompts:
-        run_K, one_K = await _contrasts(client, temperature, prompt)
+        run_K, one_K = await _contrasts(http, temperature, prompt)
         at_run.append(run_K)
         at_one.append(one_K)
     run, one = np.concatenate(at_run), np.concatenate(at_one)
@@ -58,12 +60,12 @@ async def check_temperature_convention(
         return
     if from_unscaled < separation / 2:
         raise RolloutError(
-            f"{client.address}: its log-probs ignore the temperature ({temperature:g}), so every "
+            f"{http.address}: its log-probs ignore the temperature ({temperature:g}), so every "
             "importance ratio would be wrong; start the server without "
             "SGLANG_RETURN_ORIGINAL_LOGPROB=1"
         )
     raise RolloutError(
-        f"{client.address}: its log-probs at temperature {temperature:g} belong neither to "
+        f"{http.address}: its log-probs at temperature {temperature:g} belong neither to "
         f"log_softmax(logits / T) (distance {from_scaled:.3g}) nor to log_softmax(logits) "
         f"({from_unscaled:.3g}); start it without logit processors and penalties, and without "
         "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -71,15 +73,57 @@ async def check_temperature_convention(
 
 
 async def _contrasts(
-    client: SglangClient, temperature: float, prompt: Sequence[int]
+    http: SglangHttp, temperature: float, prompt: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """[K] log-probs relative to their mean over the probed tokens, at ``temperature`` and at 1."""
-    at_run = await client.next_token_logprobs(prompt, temperature, num_top=_NUM_TOP)
+    at_run = await next_token_logprobs(http, prompt, temperature, num_top=_NUM_TOP)
     token_ids = sorted(at_run)
-    at_one = await client.next_token_logprobs(prompt, 1.0, token_ids=token_ids)
+    at_one = await next_token_logprobs(http, prompt, 1.0, token_ids=token_ids)
     run_K = np.array([at_run[token_id] for token_id in token_ids])
     one_K = np.array([at_one[token_id] for token_id in token_ids])
     return run_K - run_K.mean(), one_K - one_K.mean()
+
+
+async def next_token_logprobs(
+    http: SglangHttp,
+    input_ids: Sequence[int],
+    temperature: float,
+    *,
+    token_ids: Sequence[int] = (),
+    num_top: int = 0,
+) -> dict[int, float]:
+    """Log-probs of some tokens at the position after ``input_ids``, as the server reports them.
+
+    Args:
+        http: Calls the server.
+        input_ids: Context.
+        temperature: Sampling temperature of the request.
+        token_ids: Tokens that are wanted in any case.
+        num_top: The most likely tokens that are wanted besides.
+
+    Returns:
+        Log-prob by token id; the token that was sampled is among them.
+
+    Raises:
+        RolloutError: The server refuses, does not answer, or answers inconsistently.
+    """
+    body = {
+        "input_ids": list(input_ids),
+        "sampling_params": sampling_params(SamplingSettings(temperature, max_new_tokens=1)),
+        "return_logprob": True,
+        "top_logprobs_num": num_top,
+        "token_ids_logprob": list(token_ids) or None,
+    }
+    reply = await http.send("/generate", body, admin=False)
+    with http.checked("probe of the temperature convention"):
+        meta = reply.json()["meta_info"]
+        rows = [meta["output_token_logprobs"][0]]
+        rows += meta["output_top_logprobs"][0] if num_top else []
+        rows += meta["output_token_ids_logprobs"][0] if token_ids else []
+        found = {int(token_id): float(logprob) for logprob, token_id, *_ in rows}
+        if missing := set(token_ids) - set(found):
+            raise ValueError(f"no log-probs of tokens {sorted(missing)}")
+        return found
 
 
 def _root_mean_square(values: np.ndarray) -> float:

@@ -1,6 +1,6 @@
 """What differs between the supported SGLang versions, in one place.
 
-What was compared (docs and tests hold both to it, ``tests/rollout/test_contract.py``):
+What was compared (docs and tests hold both to it, ``tests/engine/sglang/test_dialect.py``):
 
 | | 0.5.20 | 0.5.21 |
 |---|---|---|
@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
+from bapo_megatron.engine.base import Capabilities
 from bapo_megatron.errors import RolloutError
 
 OLDEST_VERSION = "0.5.20"
@@ -43,9 +44,19 @@ class ServerInfo:
     """Whether events of a stream hold new tokens only."""
 
     @property
-    def num_ranks(self) -> int:
-        """Processes that work on its requests."""
-        return self.tensor_ranks * self.pipeline_ranks * self.data_ranks
+    def capabilities(self) -> Capabilities:
+        """What such a server can do."""
+        in_flight = {"abort", "in_place"}
+        methods = {"disk"}
+        if flushes_retracted(self.version):
+            in_flight.add("retract")
+        if self.pipeline_ranks == self.data_ranks == 1:
+            methods |= {"broadcast", "tensor"}
+        return Capabilities(
+            num_ranks=self.tensor_ranks * self.pipeline_ranks * self.data_ranks,
+            in_flight=frozenset(in_flight),
+            methods=frozenset(methods),
+        )
 
     @classmethod
     def parse(cls, answer: dict[str, Any]) -> Self:

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from bapo_megatron.engine.sglang.stream import RefusedError
+from bapo_megatron.engine.sglang.transport import SeparateConnections
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RolloutError,
     ServerError,
     ServerGoneError,
+    describe_cause,
 )
-from bapo_megatron.engine.sglang.stream import RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
-    from bapo_megatron.engine.sglang.client import ApiKeys
+    from bapo_megatron.engine.sglang.keys import ApiKeys
 
 _MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.25
@@ -30,7 +32,7 @@ _LONGEST_REASON = 300
 
 
 class SglangHttp:
-    """The calls beside generation, and what all calls share."""
+    """Sends what it is told to, and checks the status of what comes back."""
 
     def __init__(self, address: str, keys: ApiKeys, request_timeout_s: float) -> None:
         """Prepare the connections; nothing is sent.
@@ -44,6 +46,8 @@ class SglangHttp:
         self._keys = keys
         self._timeout_s = request_timeout_s
         self._control_http = self._make_http(request_timeout_s)
+        # Of its own, so that other calls never queue behind generation.
+        self._stream_http = self._make_http(None, SeparateConnections(KEEPALIVE_EXPIRY_S))
 
     def _make_http(
         self, read_timeout_s: float | None, transport: httpx.AsyncBaseTransport | None = None
@@ -60,10 +64,33 @@ class SglangHttp:
         )
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; the server aborts what it was still generating for them."""
+        await self._stream_http.aclose()
         await self._control_http.aclose()
 
-    async def call_once(
+    @contextlib.asynccontextmanager
+    async def stream(self, body: dict[str, Any], label: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Send a request to ``/generate``; yields what the server streams, chunk by chunk.
+
+        There is no time limit, and what httpx raises is not translated.
+
+        Args:
+            body: The request.
+            label: Names it in errors.
+
+        Raises:
+            RolloutError: The server refuses it.
+        """
+        path = "/generate"
+        async with self._stream_http.stream(
+            "POST", path, json=body, headers=self._keys.headers(admin=False)
+        ) as reply:
+            if reply.status_code != httpx.codes.OK:
+                await reply.aread()
+                self._check_status(reply, f"{path} ({label})", admin=False)
+            yield reply.aiter_raw()
+
+    async def send_once(
         self,
         method: str,
         path: str,
@@ -71,8 +98,8 @@ class SglangHttp:
         *,
         admin: bool,
         timeout_s: float | None = None,
-    ) -> Any:
-        """Send a call beside generation, without repeating it; returns the answer's JSON.
+    ) -> httpx.Response:
+        """Send a call beside generation, without repeating it.
 
         Args:
             method: ``GET`` or ``POST``.
@@ -103,18 +130,19 @@ class SglangHttp:
                 "log, or correct rollout.servers"
             ) from error
         self._check_status(reply, path, admin=admin)
-        if not reply.content:
-            return None
+        return reply
+
+    async def get(self, path: str, *, admin: bool, timeout_s: float | None = None) -> Any:
+        """GET as ``send_once``; returns the answer's JSON."""
+        reply = await self.send_once("GET", path, None, admin=admin, timeout_s=timeout_s)
         with self.checked(path):
             return reply.json()
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
-    ) -> Any:
-        """Send a call beside generation; repeated where the connection breaks."""
+    async def send(self, path: str, body: dict[str, Any], *, admin: bool) -> httpx.Response:
+        """POST as ``send_once``; repeated where the connection breaks."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                return await self.call_once(method, path, body, admin=admin)
+                return await self.send_once("POST", path, body, admin=admin)
             except BrokenConnectionError:
                 if attempt + 1 == _MAX_ATTEMPTS:
                     raise
@@ -147,11 +175,6 @@ class SglangHttp:
                 f"{self.address}: unusable answer ({label}): {reason}; use an SGLang version that "
                 "this project supports, or see the server's log"
             ) from error
-
-
-def describe_cause(error: Exception) -> str:
-    """The error's text, or its kind where it has none."""
-    return str(error) or type(error).__name__
 
 
 def _reason(reply: httpx.Response) -> str:

@@ -1,15 +1,19 @@
-"""Which key a server wants for which call: an ASGI middleware in place of SGLang's own.
+"""The keys of a server, and which one it wants for which call.
 
-SGLang lets whoever may generate read ``/server_info``, which has all settings, both keys included,
-and call whatever its authors did not mark as control. Here all but a few paths take the admin key.
-The path is the one by which the call is routed, whatever its ``Host`` header says.
+``KeyCheck`` is an ASGI middleware in place of SGLang's own. SGLang lets whoever may generate read
+``/server_info``, which has all settings, both keys included, and call whatever its authors did not
+mark as control. Here all but a few paths take the admin key. The path is the one by which the call
+is routed, whatever its ``Host`` header says.
+
 Standard library only: the launcher imports this.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,11 +23,41 @@ if TYPE_CHECKING:
     Send = Callable[[Message], Awaitable[None]]
     App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
+"""Environment variable with the key of ``/generate`` for servers in ``rollout.servers``."""
+ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
+"""Environment variable with the key of control calls for servers in ``rollout.servers``."""
+
 _GENERATION_PATHS = ("/generate", "/model_info")
 """What the API key opens; without one everybody."""
 _PUBLIC_PATHS = ("/ready", "/health")
 """What everybody may ask."""
 _UNAUTHORIZED = b'{"error": "Unauthorized"}'
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """Keys of a server; empty where it wants none."""
+
+    api_key: str = field(default="", repr=False)
+    """For generation and the weights version."""
+    admin_api_key: str = field(default="", repr=False)
+    """For control calls: abort, weight updates, how the server was started."""
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The keys of servers that somebody else started."""
+        return cls(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_API_KEY_VARIABLE, ""))
+
+    @staticmethod
+    def variable(*, admin: bool) -> str:
+        """The environment variable with the key of one call."""
+        return ADMIN_API_KEY_VARIABLE if admin else API_KEY_VARIABLE
+
+    def headers(self, *, admin: bool) -> dict[str, str]:
+        """The HTTP headers of one call; a server without an admin key takes the other one."""
+        key = (self.admin_api_key or self.api_key) if admin else self.api_key
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class KeyCheck:

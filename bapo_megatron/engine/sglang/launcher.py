@@ -6,9 +6,9 @@ it adds:
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
 * The API keys are no arguments, so that neither a process listing nor the server shows them, and
   are kept out of the log. They are in the variables that the trainer reads too
-  (``sglang_client.ApiKeys``).
-* Which call takes which key is decided by ``server_keys``, not by SGLang.
-* Started by ``sglang_server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
+  (``keys.ApiKeys``).
+* Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang.
+* Started by ``server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
   its standard input instead, and ends the whole process group when the owner is gone, however the
   owner died.
 """
@@ -30,8 +30,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.engine.processes import OWNER_PID_VARIABLE, unlink_shared_files
-from bapo_megatron.engine.sglang.keys import KeyCheck
+from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
+from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
+from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
 from bapo_megatron.torchvision_names import declare_torchvision_operators
 
 _OWNER_POLL_S = 1.0
@@ -122,8 +123,6 @@ def main(arguments: list[str]) -> None:
 
 def _keys_of_environment() -> dict[str, str]:
     """The keys that are set, under the names of the arguments."""
-    from bapo_megatron.engine.sglang.client import ApiKeys
-
     return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
 
 

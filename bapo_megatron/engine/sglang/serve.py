@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bapo_megatron.config.check import check_serve_config
-from bapo_megatron.interruption import run_async
-from bapo_megatron.engine.sglang.client import ApiKeys
-from bapo_megatron.engine.sglang.server import LOOPBACK
+from bapo_megatron.engine.sglang.check import check_served
+from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.server import LOOPBACK, own_servers
 from bapo_megatron.engine.supervisor import ServerSupervisor
+from bapo_megatron.interruption import run_async
 from bapo_megatron.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
 
 
-def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
+def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     """Start ``rollout.server.count`` servers and keep them running until this process is ended.
 
     The keys are those in the environment (``ApiKeys``). Without an admin key there, one is made and
@@ -41,7 +41,7 @@ def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
         RolloutError: A server died before it was ever ready, or a port is in use.
         OSError: ``run_dir`` cannot be written.
     """
-    check_serve_config(config)
+    check_served(config)
     logging.basicConfig(format="%(asctime)s %(message)s")
     config.run_dir.mkdir(parents=True, exist_ok=True)
     keys, exports = ApiKeys.from_environment(), []
@@ -62,20 +62,14 @@ def serve(config: RunConfig, *, show: Callable[[str], None]) -> None:
 
 
 async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]], None]) -> None:
-    supervisor = ServerSupervisor(
-        config.model,
-        config.rollout,
-        run_dir=config.run_dir,
-        seed=config.seed,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        host=config.rollout.server.host,
-        keys=keys,
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    servers = own_servers(config, device, keys, config.rollout.server.host)
+    supervisor = ServerSupervisor(servers, config.rollout)
     try:
         supervisor.start()
         with ProgressLine() as progress:
             await supervisor.wait_ready(progress.update)
-        on_ready([server.address for server in supervisor.servers])
+        on_ready([server.address for server in servers])
         await supervisor.watch()
     finally:
         await supervisor.close()

@@ -1,6 +1,6 @@
 """The process of one SGLang server: its arguments, its start and its end.
 
-The server runs ``sglang_launcher`` in a session of its own. It ends with ``close``, at exit of the
+The server runs ``launcher`` in a session of its own. It ends with ``close``, at exit of the
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
 """
 
@@ -19,28 +19,25 @@ import zlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import httpx
+
+from bapo_megatron.engine.base import START_VERSION, Readiness
+from bapo_megatron.engine.processes import child_environment, describe_exit, end_group, open_log
+from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.engine.processes import (
-    child_environment,
-    describe_exit,
-    end_group,
-    open_log,
-    unlink_shared_files,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.megatron import ModelConfig
     from bapo_megatron.config.rollout import ServerConfig
-    from bapo_megatron.engine.sglang.client import ApiKeys
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.sglang.keys import ApiKeys
 
 LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""
 LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""
-START_VERSION = 0
-"""Weights version that a fresh server reports: the weights of ``model.path``."""
 
 _NUM_SEEDS = 1 << 32
 # Left to itself the server takes its memory fraction of the machine's free memory, in which the
@@ -99,6 +96,10 @@ class SglangServer:
         self._port_holder: socket.socket | None = None
         self.num_starts = 0
         self._closing = threading.Lock()
+        # Keeps no connection, so that there is nothing to close.
+        self._http = httpx.AsyncClient(
+            trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self.keys = keys
         self.port = server.port and server.port + index
         # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
@@ -111,6 +112,11 @@ class SglangServer:
         """The server's ``http://host:port``."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"the SGLang server at {self.address}"
 
     def start(self) -> None:
         """Start the process and return at once; after ``close`` once more, at the same address.
@@ -147,6 +153,16 @@ class SglangServer:
         assert self._process is not None, "start comes first"
         status = self._process.poll()
         return None if status is None else describe_exit(status)
+
+    async def ask(self, timeout_s: float) -> Readiness:
+        """See ``EngineServer``; /ready, because /health would generate a token."""
+        try:
+            reply = await self._http.get(
+                f"{self.address}/ready", headers=self.keys.headers(admin=False), timeout=timeout_s
+            )
+        except httpx.TransportError:
+            return Readiness.SILENT
+        return Readiness.READY if reply.status_code == httpx.codes.OK else Readiness.BUSY
 
     def kill(self) -> None:
         """Have it end at once, without waiting; does nothing if it has ended."""
@@ -217,6 +233,33 @@ class SglangServer:
         """Differs between the servers of all hosts, and is the same in every run."""
         of_host = 0 if self._host == LOOPBACK else zlib.crc32(self._host.encode())
         return (self._seed + self._index + of_host) % _NUM_SEEDS
+
+
+def own_servers(
+    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
+) -> list[SglangServer]:
+    """Prepare the ``rollout.server.count`` servers of this host; nothing is started.
+
+    Args:
+        config: Model, servers, ``run_dir`` and seed.
+        device: ``cuda`` or ``cpu``.
+        keys: Keys that they want.
+        host: Address to listen on.
+    """
+    return [
+        SglangServer(
+            config.model,
+            config.rollout.server,
+            run_dir=config.run_dir,
+            seed=config.seed,
+            device=device,
+            keys=keys,
+            index=index,
+            host=host,
+            releases_memory=config.rollout.colocated,
+        )
+        for index in range(config.rollout.server.count)
+    ]
 
 
 def _hold_port(host: str, port: int) -> socket.socket:

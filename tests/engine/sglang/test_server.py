@@ -17,20 +17,16 @@ import pytest
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout import sglang_server
-from bapo_megatron.engine.processes import (
-    child_environment,
-    end_group,
-    tail,
-    unlink_shared_files,
-)
+from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
+from bapo_megatron.errors import RolloutError
+from tests.engine.helpers import descendants
+from tests.engine.sglang.servers import KEYS
 from tests.launch import free_port
-from tests.rollout.helpers import KEYS, descendants
 
 if TYPE_CHECKING:
-    from tests.rollout.helpers import MakeConfig
+    from tests.engine.helpers import MakeConfig
 
 OWNER = """
 import os, sys, time
@@ -177,17 +173,6 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
         _server(tmp_path, host="no.such.host").start()
 
 
-def test_a_child_does_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    environment = child_environment()
-    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & environment.keys()
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["BAPO_MEGATRON_OWNER_PID"] == str(os.getpid())
-
-
 def test_without_a_gpu_a_server_has_one_thread_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,29 +206,6 @@ def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path:
         process.communicate()
         mine.unlink(missing_ok=True)
         others.unlink()
-
-
-def test_the_last_lines_of_a_log_are_shown_without_progress_bars(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    lines = [f"line {number}" for number in range(20)]
-    log.write_bytes(b"\n".join(line.encode() for line in lines) + b"\n10%\r50%\rdone\n\n\xff\n")
-    shown = tail(log).splitlines()
-    assert shown[0] == "    line 10"
-    assert shown[-2:] == ["    done", "    \ufffd"]
-    assert len(shown) == 12
-    assert tail(tmp_path / "none.log") == "    (no log)"
-
-
-def test_a_group_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
-    script = f"sleep 600 & echo $! > {tmp_path}/child; trap '' TERM; wait"
-    process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
-        time.sleep(0.01)
-    end_group(process, grace_s=0.1)
-    assert process.returncode == -signal.SIGKILL
-    child_pid = int((tmp_path / "child").read_text())
-    if psutil.pid_exists(child_pid):
-        assert psutil.Process(child_pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.sglang

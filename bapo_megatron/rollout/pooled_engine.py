@@ -1,22 +1,20 @@
-"""One server of the pool, and one response on its way over any number of them."""
+"""One engine of the pool, and one response on its way over any number of them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bapo_megatron.engine.base import CompletionSink, join
-from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bapo_megatron.engine.base import Completion, SamplingSettings
-    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.base import Completion, Engine, GenerateRequest
     from bapo_megatron.rollout.timeline import RequestTrace
 
 _MOST_LOAD_RATIO = 1.25
@@ -38,10 +36,10 @@ class EngineState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
-    """One server, as the pool sees it."""
+class PooledEngine:
+    """One engine, as the pool sees it."""
 
-    client: SglangClient
+    engine: Engine
     state: EngineState = EngineState.STARTING
     reason: str = "it has not answered yet"
     """Why it is not usable, for people."""
@@ -58,8 +56,8 @@ class Engine:
 
     @property
     def address(self) -> str:
-        """``http://host:port``."""
-        return self.client.address
+        """Names the engine."""
+        return self.engine.address
 
     @property
     def load(self) -> float:
@@ -81,25 +79,15 @@ class Engine:
         """Whether it was taken out."""
         return self.state is EngineState.LOST
 
-    async def weight_control(self, timeout_s: float) -> SglangWeightControl:
-        """Ask the server how it was started; returns its calls for new weights.
-
-        Raises:
-            ServerError: It does not answer as it should.
-            RolloutError: It refuses, or its SGLang is too old.
-        """
-        return SglangWeightControl(self.client, await self.client.ask_info(timeout_s))
-
 
 class Job(CompletionSink):
     """One response: what was asked for, and what came so far from whichever server."""
 
-    _engine: Engine
+    _pooled: PooledEngine
 
     def __init__(
         self,
-        input_ids: Sequence[int],
-        sampling: SamplingSettings,
+        request: GenerateRequest,
         on_part: Callable[[Completion], None],
         is_known: Callable[[int, int], bool],
         trace: RequestTrace,
@@ -107,16 +95,14 @@ class Job(CompletionSink):
         """Prepare the job.
 
         Args:
-            input_ids: Prompt, and what was sampled before.
-            sampling: How to sample; its length counts over all servers.
+            request: What is wanted of all engines together; ``version`` is not looked at.
             on_part: Takes each piece.
             is_known: Whether the second of two weights versions may have sampled, after the first.
             trace: Records what happens.
         """
         super().__init__()
-        self.sampling = sampling
         self.trace = trace
-        self._input_ids = input_ids
+        self._request = request
         self._on_part = on_part
         self._is_known = is_known
         self._oldest_version = 0
@@ -129,23 +115,35 @@ class Job(CompletionSink):
         """How often a server failed it since the last token came."""
 
     @property
+    def label(self) -> str:
+        """Names it in errors."""
+        return self._request.label
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that may still come."""
-        return self.sampling.max_new_tokens - self.num_tokens
+        return self._request.sampling.max_new_tokens - self.num_tokens
 
     @property
     def num_received(self) -> int:
         """Tokens since it was sent the last time."""
         return self.num_tokens - self._num_before
 
-    def start(self, engine: Engine, version: int) -> list[int]:
-        """It goes to a server with ``version``; returns what that server has to continue."""
-        self._engine = engine
+    def start(self, pooled: PooledEngine, version: int) -> GenerateRequest:
+        """It goes to an engine with ``version``; returns what that one has to do."""
+        self._pooled = pooled
         self._oldest_version = version
         self._num_before = self.num_tokens
         self.was_sent = True
-        self.trace.sent(engine.address, self.num_tokens)
-        return [*self._input_ids, *self.completion().token_ids.tolist()]
+        self.trace.sent(pooled.address, self.num_tokens)
+        request = self._request
+        return replace(
+            request,
+            input_ids=[*request.input_ids, *self.completion().token_ids.tolist()],
+            sampling=replace(request.sampling, max_new_tokens=self.num_remaining),
+            version=version,
+            sampled_tokens=request.sampled_tokens + self.num_tokens,
+        )
 
     def is_known(self, version: int) -> bool:
         """Whether this weights version may have sampled."""
@@ -158,7 +156,7 @@ class Job(CompletionSink):
     def take(self, part: Completion) -> None:
         """Keep a piece and hand it on."""
         if len(part.token_ids):
-            self.num_failures = self._engine.num_broken = 0
+            self.num_failures = self._pooled.num_broken = 0
         self.num_tokens += len(part.token_ids)
         super().take(part)
         self._on_part(part)
@@ -180,7 +178,7 @@ class Balancer:
         self.num_calls = 0
         """Requests on their way."""
         self._num_by_affinity: Counter[int] = Counter()
-        self._engine_by_affinity: dict[int, Engine] = {}
+        self._engine_by_affinity: dict[int, PooledEngine] = {}
 
     @contextlib.contextmanager
     def call(self, affinity: int | None) -> Iterator[None]:
@@ -198,13 +196,13 @@ class Balancer:
                     del self._num_by_affinity[affinity]
                     self._engine_by_affinity.pop(affinity, None)
 
-    def choose(self, usable: Sequence[Engine], affinity: int | None) -> Engine:
-        """The server for a request, out of at least one."""
-        least_busy = min(usable, key=lambda engine: engine.load)
-        engine = None if affinity is None else self._engine_by_affinity.get(affinity)
+    def choose(self, usable: Sequence[PooledEngine], affinity: int | None) -> PooledEngine:
+        """The engine for a request, out of at least one."""
+        least_busy = min(usable, key=lambda pooled: pooled.load)
+        chosen = None if affinity is None else self._engine_by_affinity.get(affinity)
         most_load = _MOST_LOAD_RATIO * least_busy.load + _LOAD_SLACK
-        if engine is None or engine not in usable or engine.load > most_load:
-            engine = least_busy
+        if chosen is None or chosen not in usable or chosen.load > most_load:
+            chosen = least_busy
         if affinity is not None:
-            self._engine_by_affinity[affinity] = engine
-        return engine
+            self._engine_by_affinity[affinity] = chosen
+        return chosen

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from bapo_megatron.engine.sglang.convention import check_temperature_convention, next_token_logprobs
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.engine.sglang.convention import check_temperature_convention
+from tests.engine.sglang.servers import with_http
 from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, V
-from tests.rollout.helpers import with_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.http import SglangHttp
     from bapo_megatron.engine.sglang.server import SglangServer
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 
 
 def _probe(fake: FakeSglang, temperature: float) -> None:
-    async def run(client: SglangClient) -> None:
-        await check_temperature_convention(client, temperature, PROMPTS)
+    async def run(http: SglangHttp) -> None:
+        await check_temperature_convention(http, temperature, PROMPTS)
 
-    with_client(fake.address, run)
+    with_http(fake.address, run)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.9, 1.3])
@@ -72,12 +72,12 @@ def test_logprobs_that_follow_no_convention_are_refused() -> None:
 
 @pytest.mark.sglang
 def test_a_real_server_passes(server: SglangServer) -> None:
-    async def run(client: SglangClient) -> None:
-        await check_temperature_convention(client, 0.6, PROMPTS)
-        at_run = await client.next_token_logprobs(PROMPTS[0], 0.6, num_top=16)
-        at_one = await client.next_token_logprobs(PROMPTS[0], 1.0, token_ids=sorted(at_run))
+    async def run(http: SglangHttp) -> None:
+        await check_temperature_convention(http, 0.6, PROMPTS)
+        at_run = await next_token_logprobs(http, PROMPTS[0], 0.6, num_top=16)
+        at_one = await next_token_logprobs(http, PROMPTS[0], 1.0, token_ids=sorted(at_run))
         # Far enough apart for the probe to decide, so that it passed for a reason.
         spread = np.std([at_one[token_id] for token_id in at_run])
         assert spread * (1 / 0.6 - 1) > 0.1
 
-    with_client(server.address, run, server.keys)
+    with_http(server.address, run, server.keys)

@@ -8,29 +8,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from bapo_megatron.engine.base import Completion, Needs, SamplingSettings
+from bapo_megatron.engine.sglang.convention import next_token_logprobs
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
-from bapo_megatron.engine.base import (
-    Completion,
-    SamplingSettings,
-)
-from bapo_megatron.engine.sglang.client import ApiKeys
-from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.types import FinishReason
+from tests.engine.sglang.servers import sample, with_client, with_http
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.launch import free_port
-from tests.rollout.helpers import with_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
     from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.http import SglangHttp
 
 SAMPLING = SamplingSettings(temperature=0.5, max_new_tokens=4)
 
 
 async def _generate(client: SglangClient) -> Completion:
-    return await client.generate([7, 8, 9], SAMPLING, label="sample 1 of group 5")
+    return await sample(client, [7, 8, 9], SAMPLING, "sample 1 of group 5")
 
 
 def _error(fake: FakeSglang) -> str:
@@ -82,10 +80,10 @@ def test_versions_that_leave_a_token_out_are_refused() -> None:
 def test_a_control_call_is_repeated_where_the_connection_breaks() -> None:
     with FakeSglang(connections_to_drop=2) as fake:
 
-        async def probe(client: SglangClient) -> dict[int, float]:
-            return await client.next_token_logprobs([7, 8], 1.0, num_top=2)
+        async def probe(http: SglangHttp) -> dict[int, float]:
+            return await next_token_logprobs(http, [7, 8], 1.0, num_top=2)
 
-        logprobs = with_client(fake.address, probe)
+        logprobs = with_http(fake.address, probe)
         assert len(fake.requests) == 3
     # The token at position 2 is 102, and the best two of 3 sin(t) are 8 and 14.
     assert set(logprobs) == {102, 8, 14}
@@ -197,18 +195,35 @@ def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_
             yield {"meta_info": {}}
 
     async def use(client: SglangClient) -> None:
-        control = SglangWeightControl(client, await client.ask_info())
-        assert await control.reported_version(10.0) == "0"
+        assert await client.version(10.0) == "0"
         with pytest.raises(ServerError, match=r"unusable answer \(probe of its log-probs\)"):
-            await control.input_logprobs([1, 2], 10.0)
+            await client.score([1, 2], 10.0)
         with pytest.raises(ServerError, match=r"unusable answer \(probe of the temperature"):
-            await client.next_token_logprobs([1, 2], 1.0, token_ids=[5])
+            await client.check(Needs(0.5, "abort", [[1, 2]]))
         fake.is_hanging = True
         with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
-            await control.reported_version(0.5)
+            await client.version(0.5)
         fake.crash()
         with pytest.raises(ServerGoneError, match="no connection"):
-            await control.reported_version(0.5)
+            await client.version(0.5)
 
     with Odd() as fake:
         with_client(fake.address, use)
+
+
+def test_a_server_that_ends_on_new_weights_while_requests_are_retracted_is_refused() -> None:
+    async def check(client: SglangClient) -> None:
+        assert (await client.capabilities()).in_flight == {"abort", "in_place"}
+        await client.check(Needs(1.0, "in_place"))
+        with pytest.raises(RolloutError, match=r"SGLang 0\.5\.20 .*in_flight: abort"):
+            await client.check(Needs(1.0, "retract"))
+
+    with FakeSglang(sglang_version="0.5.20") as fake:
+        with_client(fake.address, check)
+
+
+def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
+    with FakeSglang() as fake:
+        fake.pause_mode = "retract"
+        with_client(fake.address, lambda client: client.check(Needs(1.0, "abort")))
+        assert fake.pause_mode is None

@@ -15,22 +15,22 @@ import httpx
 import psutil
 import pytest
 
-from bapo_megatron.config.check import check_serve_config
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.engine.sglang.client import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.engine.sglang.kind import SglangKind
+from tests.engine.helpers import descendants
 from tests.launch import REPOSITORY, free_port, run
-from tests.rollout.helpers import descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.rollout.helpers import MakeConfig
+    from tests.engine.helpers import MakeConfig
 
     Start = Callable[..., subprocess.Popen[str]]
 
 WITH_FAKE_SERVERS = """
-from bapo_megatron.rollout import sglang_server
+from bapo_megatron.engine.sglang import server as sglang_server
 sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
 from bapo_megatron.cli import main
 main()
@@ -212,4 +212,4 @@ def test_what_cannot_be_served_is_refused(
     make_config: MakeConfig, rollout: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_serve_config(make_config(**rollout))
+        SglangKind().serve(make_config(**rollout), print)

@@ -1,0 +1,99 @@
+"""Rules about servers; see ``config.check``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bapo_megatron.config.check_model import check_heads, check_model
+from bapo_megatron.config.check_rollout import refuse_twice
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import RunConfig
+
+_LAST_PORT = 65535
+_SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
+"""Of SGLang, and the variables that take their place."""
+
+
+def check_servers(config: RunConfig) -> None:
+    """Servers are addresses without secrets, or can be started here.
+
+    Raises:
+        ConfigError: As by ``config.check.check_config``.
+    """
+    rollout = config.rollout
+    if not rollout.servers:
+        _check_own_servers(config)
+    for server in rollout.servers:
+        if "@" in server:
+            raise ConfigError(
+                "rollout.servers: must hold no user or password, got an address with '@': it would "
+                f"be in config.yaml and in logs; set {API_KEY_VARIABLE} instead (docs/launch.md)"
+            )
+        if not server.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"rollout.servers: must be addresses like http://host:port, got '{server}'; "
+                f"did you mean 'http://{server}'?"
+            )
+    refuse_twice("rollout.servers", rollout.servers)
+
+
+def check_served(config: RunConfig) -> None:
+    """Servers can be started here for a trainer elsewhere.
+
+    Raises:
+        ConfigError: As by ``config.check.check_config``.
+    """
+    if config.rollout.colocated:
+        raise ConfigError(
+            "rollout.colocated: must be false for serve, got true: only the trainer's own servers "
+            "share its GPUs; leave it out"
+        )
+    if config.rollout.server.host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            "rollout.server.host: must be one address, which the trainer can use, got "
+            f"'{config.rollout.server.host}'; give this node's"
+        )
+    _check_own_servers(config)
+
+
+def _check_own_servers(config: RunConfig) -> None:
+    """This machine can run the servers, and their command lines hold no secrets."""
+    rollout, server = config.rollout, config.rollout.server
+    for argument in server.extra_args:
+        if (name := argument.partition("=")[0]) in _SECRET_ARGUMENTS:
+            raise ConfigError(
+                f"rollout.server.extra_args: must hold no secret, got {name}: it would be in "
+                "config.yaml and in logs; leave it out: the trainer's own servers have one, and "
+                f"serve takes {_SECRET_ARGUMENTS[name]} (docs/launch.md)"
+            )
+    check_heads(check_model(config.model), "rollout.server.tensor", server.tensor)
+    if server.port and server.port + server.count - 1 > _LAST_PORT:
+        raise ConfigError(
+            f"rollout.server.port: the last of rollout.server.count = {server.count} servers must "
+            f"have at most {_LAST_PORT}, got {server.port} for the first; lower it"
+        )
+    num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
+    if num_gpus and wanted > num_gpus:
+        raise ConfigError(
+            "rollout.server.count: count × tensor must be at most this machine's "
+            f"{num_gpus} visible GPUs, got {server.count} × {server.tensor}; lower one of them"
+        )
+    if not rollout.colocated:
+        return
+    if not num_gpus:
+        raise ConfigError(
+            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
+            "rollout.colocated=false"
+        )
+    sync = rollout.weight_sync
+    if sync.method == "broadcast" and sync.backend != "gloo":
+        raise ConfigError(
+            "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
+            f"broadcast by {sync.backend}: NCCL has no groups with two processes on one GPU; set "
+            "rollout.weight_sync.method=tensor"
+        )

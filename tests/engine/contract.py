@@ -1,0 +1,191 @@
+"""What the contract of ``Engine`` is tested with: an engine of each kind, and requests to it.
+
+R = tokens of one completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
+from tests.engine.helpers import reference_logprobs
+from tests.engine.sglang.servers import SglangRelease
+from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from bapo_megatron.engine.base import Completion, Engine, Stepper
+
+PROMPT = [3, 20, 77, 4]
+LONG = 240
+"""Tokens, nearly as many as the model can hold: there is time to interrupt such a response."""
+LIMIT_S = 300
+"""No test comes near it on a machine that works."""
+_FAKE_STOP = 200
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How an engine is opened, and what is known of it."""
+
+    connect: Callable[[], Awaitable[Sequence[Engine]]]
+    """Makes an engine for the event loop in which it is called."""
+    expected: Callable[[Sequence[int], Sequence[int] | np.ndarray, float], np.ndarray]
+    """[R] log-probs of a response to a prompt, at a temperature."""
+    eos_token_id: int
+    has_model: bool = True
+    """It computes with the model's weights; else tokens and log-probs are made up, and nothing can
+    be said of scores, of the model's limits, or of what new weights change."""
+
+
+@contextlib.contextmanager
+def fake_case(model_dir: Path, directory: Path) -> Iterator[Case]:
+    """The fake SGLang server."""
+
+    def expected(
+        prompt: Sequence[int], response: Sequence[int] | np.ndarray, temperature: float
+    ) -> np.ndarray:
+        return np.array([logprob_of(int(token_id), temperature) for token_id in response])
+
+    with FakeSglang(stop_at=_FAKE_STOP, token_interval_s=0.002) as fake:
+        yield Case(
+            connect=functools.partial(_connect, fake.address, ApiKeys()),
+            expected=expected,
+            eos_token_id=token_at(_FAKE_STOP),
+            has_model=False,
+        )
+
+
+@contextlib.contextmanager
+def sglang_case(model_dir: Path, directory: Path, *, release: SglangRelease) -> Iterator[Case]:
+    """A real SGLang server."""
+    with release.running(model_dir, directory) as server:
+        yield Case(
+            connect=functools.partial(_connect, server.address, server.keys),
+            expected=functools.partial(reference_logprobs, model_dir),
+            eos_token_id=1,
+        )
+
+
+async def _connect(address: str, keys: ApiKeys) -> list[Engine]:
+    return [SglangClient(address, keys, request_timeout_s=60.0)]
+
+
+def play(case: Case, use: Callable[[Engine], Awaitable[_T]]) -> _T:
+    """Run ``use`` with the engine, which is made to sample meanwhile if it does not by itself."""
+
+    async def run() -> _T:
+        (engine,) = await case.connect()
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(use(engine))]
+        if engine.stepper is not None:
+            tasks.append(asyncio.create_task(_drive(engine.stepper)))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks[1:]:
+                assert not task.done() or task.result()
+            return await tasks[0]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await engine.close()
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+async def _drive(stepper: Stepper) -> None:
+    while True:
+        num_steps = await stepper.decode(8)
+        await asyncio.sleep(0 if num_steps else 0.01)
+
+
+class Sink(CompletionSink):
+    """Knows when the first tokens came, and each piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Completion] = []
+        self.has_tokens = asyncio.Event()
+
+    def first_tokens(self, cached_tokens: int) -> None:
+        assert not self.has_tokens.is_set()
+        assert cached_tokens >= 0
+        self.has_tokens.set()
+
+    def take(self, part: Completion) -> None:
+        super().take(part)
+        self.parts.append(part)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(part.token_ids) for part in self.parts)
+
+
+class Response:
+    """A request on its way."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_new_tokens: int = LONG,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        temperature: float = 1.0,
+        seed: int = 0,
+        version: int | None = 0,
+        **options: Any,
+    ) -> None:
+        self.prompt = list(prompt)
+        self.temperature = temperature
+        self.sink = Sink()
+        request = GenerateRequest(
+            input_ids=prompt,
+            sampling=SamplingSettings(temperature, max_new_tokens, seed=seed),
+            label="contract",
+            version=version,
+            **{"stream_tokens": 8, **options},
+        )
+        self.task = asyncio.create_task(engine.stream(request, self.sink))
+
+    async def end(self) -> Completion:
+        """Wait for it; every piece but the last has the reason ABORT."""
+        await self.task
+        assert {part.finish_reason for part in self.sink.parts[:-1]} <= {"abort"}
+        return self.sink.completion()
+
+    async def is_on_its_way(self) -> bool:
+        """Wait for its first tokens; whether more may come."""
+        await self.sink.has_tokens.wait()
+        return not self.task.done()
+
+    def check(self, case: Case) -> Completion:
+        """Tokens, log-probs and versions belong together; returns what came."""
+        completion = self.sink.completion()
+        num_tokens = len(completion.token_ids)
+        assert completion.token_ids.dtype == np.int32
+        assert completion.logprobs.dtype == np.float32
+        assert sum(span.num_tokens for span in completion.versions) == num_tokens
+        if num_tokens:
+            expected = case.expected(self.prompt, completion.token_ids, self.temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+        return completion
+
+
+async def abort_all(engine: Engine) -> None:
+    """Abort until nothing is in flight."""
+    while engine.num_in_flight:
+        await engine.abort(timeout_s=60)
+        await asyncio.sleep(0.01)

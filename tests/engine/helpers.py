@@ -1,0 +1,71 @@
+"""What tests of engines, of what uses them, and of commands have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+import torch
+
+from bapo_megatron.tiny.tokenizer import build_tokenizer
+from tests.policy.tiny_models import load_reference, make_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Any
+
+    import numpy as np
+
+    from bapo_megatron.config.schema import RunConfig
+
+
+class MakeConfig(Protocol):
+    """The ``make_config`` fixture."""
+
+    def __call__(self, **rollout: Any) -> RunConfig: ...
+
+
+MAX_POSITIONS = 256
+"""Of the model."""
+
+
+def make_model_dir(directory: Path) -> Path:
+    """Write a random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
+    tokenizer = build_tokenizer(MAX_POSITIONS)
+    make_model(
+        "qwen2",
+        directory,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=MAX_POSITIONS,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def reference_logprobs(
+    model_dir: Path,
+    prompt: Sequence[int],
+    response: Sequence[int] | np.ndarray,
+    temperature: float,
+) -> np.ndarray:
+    """[R] log_softmax(logits / T) of a response by transformers."""
+    model = load_reference("qwen2", model_dir)
+    response_R = torch.as_tensor(response)
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor(prompt), response_R])[None]).logits[0]
+    rows_RV = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
+    return rows_RV.gather(1, response_R[:, None])[:, 0].numpy()
+
+
+def descendants(pid: int | None = None, mentioning: str = "") -> set[psutil.Process]:
+    """What a process (this one, if not given) started, directly or not, by command line."""
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if mentioning in " ".join(process.cmdline()):
+                found.add(process)
+    return found

@@ -1,0 +1,192 @@
+"""What is particular to SGLang, against real servers of every supported version.
+
+That they are engines is tested by ``tests.engine.test_contract``, which says how to install an
+older version beside the installed one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.sglang.dialect import ServerInfo, has_update_session
+from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.errors import RolloutError
+from tests.engine.contract import Response
+from tests.engine.sglang.servers import (
+    KEYS,
+    RELEASES,
+    SglangRelease,
+    sample,
+    with_client,
+    with_http,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bapo_megatron.engine.sglang.client import SglangClient
+    from bapo_megatron.engine.sglang.http import SglangHttp
+    from bapo_megatron.engine.sglang.server import SglangServer
+
+pytestmark = pytest.mark.sglang
+
+PROMPT = [3, 20, 77, 4]
+Running = tuple[SglangRelease, "SglangServer"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[release for release in RELEASES if release.is_incremental],
+    ids=lambda release: release.version,
+)
+def running(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """A server of each version."""
+    release = request.param
+    if not release.variable:  # the server that other tests have started
+        yield release, request.getfixturevalue("server")
+        return
+    with release.running(model_dir, tmp_path_factory.mktemp("server")) as server:
+        yield release, server
+
+
+def test_the_server_says_how_it_was_started(running: Running) -> None:
+    release, server = running
+
+    async def ask(http: SglangHttp) -> ServerInfo:
+        return ServerInfo.parse(await http.get("/server_info", admin=True))
+
+    info = with_http(server.address, ask, server.keys)
+    assert info == ServerInfo(
+        version=release.version, tensor_ranks=1, pipeline_ranks=1, data_ranks=1, is_incremental=True
+    )
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
+    running: Running, is_given_up: bool
+) -> None:
+    _, server = running
+
+    async def leave(client: SglangClient) -> bool:
+        response = Response(client)
+        was_running = await response.is_on_its_way()
+        if is_given_up:
+            client.give_up("the test ends")
+        else:
+            response.task.cancel()
+        await asyncio.gather(response.task, return_exceptions=True)
+        return was_running
+
+    async def wait_until_idle(http: SglangHttp) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                loads = await http.get("/v1/loads", admin=True)
+                if sum(load["num_running_reqs"] for load in loads["loads"]) == 0:
+                    return
+                await asyncio.sleep(0.1)
+
+    while not with_client(server.address, leave, server.keys):
+        pass  # it had ended before
+    with_http(server.address, wait_until_idle, server.keys)
+
+
+def test_control_calls_take_the_admin_key_only(running: Running) -> None:
+    _, server = running
+
+    async def abort(client: SglangClient) -> None:
+        await client.abort(60)
+
+    async def generate(client: SglangClient) -> None:
+        await sample(client, PROMPT, SamplingSettings(1.0, 1))
+
+    user, admin = server.keys.api_key, server.keys.admin_api_key
+    for use, wrong, variable in (
+        (abort, ApiKeys(user, user), "BAPO_MEGATRON_ADMIN_API_KEY"),
+        (generate, ApiKeys(admin, admin), "BAPO_MEGATRON_API_KEY"),
+    ):
+        with_client(server.address, use, server.keys)
+        with pytest.raises(RolloutError, match=f"the key was refused .*{variable}"):
+            with_client(server.address, use, wrong)
+
+
+@pytest.mark.parametrize(
+    "path", ["/server_info", "/get_server_info", "/v1/loads", "/set_trace_level?level=1"]
+)
+def test_nobody_but_the_admin_learns_the_keys_or_changes_the_server(
+    running: Running, path: str
+) -> None:
+    _, server = running
+    for key in ("nobody", server.keys.api_key):
+        reply = httpx.get(
+            f"{server.address}{path}",
+            headers={"Authorization": f"Bearer {key}", "Host": "x/health?"},
+            trust_env=False,
+        )
+        assert reply.status_code == 401
+        assert not any(secret in reply.text for secret in (KEYS.api_key, KEYS.admin_api_key))
+    adapter = f"{server.address}/load_lora_adapter_from_tensors"
+    headers = server.keys.headers(admin=False)
+    assert httpx.post(adapter, headers=headers, trust_env=False).status_code == 401
+
+
+def test_what_the_api_key_opens_and_the_command_of_the_server_hold_no_key(
+    running: Running,
+) -> None:
+    _, server = running
+
+    async def ask(http: SglangHttp) -> tuple[str, str]:
+        open_to_all = await http.get("/model_info", admin=False)
+        of_admin = await http.get("/server_info", admin=True)
+        return str(open_to_all), of_admin["launch_command"]
+
+    for text in with_http(server.address, ask, server.keys):
+        assert not any(key in text for key in (KEYS.api_key, KEYS.admin_api_key))
+
+
+def test_only_servers_with_sessions_have_their_endpoint(running: Running) -> None:
+    release, server = running
+
+    async def call(http: SglangHttp) -> None:
+        for path in ("/begin_weight_update", "/end_weight_update"):
+            await http.send_once("POST", path, {}, admin=True)
+
+    if has_update_session(release.version):
+        with_http(server.address, call, server.keys)
+    else:
+        assert release.version == "0.5.20"
+        with pytest.raises(RolloutError, match="HTTP 404"):
+            with_http(server.address, call, server.keys)
+
+
+def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> None:
+    keys = (server.keys.api_key, server.keys.admin_api_key)
+    for path in ("/generate", "/abort_request", "/update_weights_from_disk"):
+        assert httpx.post(server.address + path, json={}).status_code == 401
+    listed = "".join(
+        file.read_text(errors="replace")
+        for process in Path("/proc").glob("[0-9]*")
+        for file in (process / "cmdline", process / "environ")
+        if _is_readable(file)
+    )
+    log = server.log_path.read_text()
+    assert "admin_api_key" in log
+    for key in keys:
+        assert len(key) == 32
+        assert key not in listed
+        assert key not in log
+
+
+def _is_readable(file: Path) -> bool:
+    try:
+        file.read_bytes()
+    except OSError:
+        return False
+    return True

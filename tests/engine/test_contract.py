@@ -1,0 +1,371 @@
+"""What every engine must do, whatever it is; docs/extending.md says it in words.
+
+SGLang is tested as it is installed, and in an older version where ``BAPO_TEST_SGLANG_0_5_20`` names
+a directory that holds it, so that one environment serves both:
+
+    pip install --no-deps --target DIR sglang==0.5.20
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.data.version_spans import token_versions
+from bapo_megatron.engine.base import START_VERSION, Needs
+from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
+from bapo_megatron.types import FinishReason
+from tests.engine.contract import (
+    LONG,
+    PROMPT,
+    Case,
+    Response,
+    abort_all,
+    fake_case,
+    play,
+    sglang_case,
+)
+from tests.engine.helpers import MAX_POSITIONS, reference_logprobs
+from tests.engine.sglang.servers import RELEASES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bapo_megatron.engine.base import Completion, Engine, PauseMode
+
+CASES = [
+    pytest.param(fake_case, id="fake"),
+    *(
+        pytest.param(
+            functools.partial(sglang_case, release=release),
+            id=f"sglang-{release.name}",
+            marks=pytest.mark.sglang,
+        )
+        for release in RELEASES
+    ),
+]
+EACH_PAUSE = pytest.mark.parametrize("mode", ["retract", "in_place"])
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    """An engine."""
+    with request.param(model_dir, tmp_path_factory.mktemp("engine")) as case:
+        yield case
+
+
+@pytest.fixture
+def real_case(case: Case) -> Case:
+    """An engine that computes."""
+    if not case.has_model:
+        pytest.skip("its tokens and log-probs are made up")
+    return case
+
+
+@pytest.fixture
+def changed_dir(model_dir: Path, tmp_path: Path) -> Path:
+    """Other weights."""
+    directory = tmp_path / "changed"
+    shutil.copytree(model_dir, directory)
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+async def require(engine: Engine, mode: str) -> None:
+    """Skip what the engine says that it cannot do."""
+    if mode not in (await engine.capabilities()).in_flight:
+        pytest.skip(f"it has no in_flight: {mode}")
+
+
+async def load(engine: Engine, model_dir: Path, version: int, *, flush_cache: bool = True) -> None:
+    control = await engine.weights(60)
+    await control.load(model_dir, version=version, flush_cache=flush_cache, timeout_s=60)
+
+
+def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
+    async def ask(engine: Engine) -> None:
+        capabilities = await engine.capabilities()
+        assert await engine.capabilities(10.0) == capabilities
+        assert capabilities.num_ranks >= 1
+        assert "abort" in capabilities.in_flight <= {"abort", "retract", "in_place"}
+        assert "disk" in capabilities.methods <= {"broadcast", "disk", "tensor"}
+        assert 1 <= (await engine.weights(10.0)).tensor_ranks <= capabilities.num_ranks
+        for mode in ("abort", "retract", "in_place"):
+            needs = Needs(0.6, mode, [PROMPT, PROMPT[:2]])
+            if mode in capabilities.in_flight:
+                await engine.check(needs)
+            else:
+                with pytest.raises(RolloutError, match="in_flight"):
+                    await engine.check(needs)
+
+    play(case, ask)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_tokens_logprobs_and_versions_come_in_pieces_and_belong_together(
+    case: Case, temperature: float
+) -> None:
+    async def generate(engine: Engine) -> None:
+        short, long = (
+            [Response(engine, length, temperature=temperature, seed=n) for n in range(12)]
+            for length in (2, LONG)
+        )
+        assert engine.num_in_flight in (0, 24)  # before or after they have begun
+        await asyncio.gather(*(response.task for response in short + long))
+        assert engine.num_in_flight == 0
+        reasons = set()
+        for response in short + long:
+            completion = await response.end()
+            response.check(case)
+            assert [span.version for span in completion.versions] == [START_VERSION]
+            reasons.add(completion.finish_reason)
+            ends = np.flatnonzero(completion.token_ids == case.eos_token_id).tolist()
+            if completion.finish_reason is FinishReason.STOP:
+                assert ends == [len(completion.token_ids) - 1]
+            else:
+                assert completion.finish_reason is FinishReason.LENGTH
+                assert ends == []
+                assert len(completion.token_ids) == (2 if response in short else LONG)
+        assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+        longest = max(long, key=lambda response: response.sink.num_tokens)
+        assert len(longest.sink.parts) > 3
+
+    play(case, generate)
+
+
+def test_without_a_known_version_there_is_one_piece(case: Case) -> None:
+    async def generate(engine: Engine) -> None:
+        response = Response(engine, 20, version=None)
+        await response.end()
+        assert len(response.sink.parts) == 1
+        completion = response.check(case)
+        assert [span.version for span in completion.versions] == [START_VERSION]
+
+    play(case, generate)
+
+
+def test_logprobs_that_were_not_asked_for_do_not_come(case: Case) -> None:
+    async def generate(engine: Engine) -> Completion:
+        return await Response(engine, 20, return_logprobs=False).end()
+
+    completion = play(case, generate)
+    assert len(completion.token_ids) > 0
+    assert len(completion.logprobs) == 0
+
+
+def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(case: Case) -> None:
+    async def abort_and_continue(engine: Engine) -> None:
+        responses: list[Response] = []
+        aborted: list[Completion] = []
+        while not aborted:  # all may have ended before
+            responses = [Response(engine, seed=len(responses) + n) for n in range(8)]
+            await responses[0].is_on_its_way()
+            await abort_all(engine)
+            ended = [await response.end() for response in responses]
+            aborted = [
+                each
+                for each in ended
+                if each.finish_reason is FinishReason.ABORT and len(each.token_ids)
+            ]
+        for response in responses:
+            response.check(case)
+        (first, *_) = aborted
+        prefix = [*PROMPT, *first.token_ids.tolist()]
+        second = Response(engine, 10, prompt=prefix, sampled_tokens=len(first.token_ids))
+        assert (await second.end()).finish_reason is not FinishReason.ABORT
+        second.check(case)
+
+    play(case, abort_and_continue)
+
+
+@EACH_PAUSE
+def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: PauseMode) -> None:
+    async def pause(engine: Engine) -> None:
+        await require(engine, mode)
+        was_running = False
+        attempt = 0
+        while not was_running:  # it may end before the pause
+            response = Response(engine, stream_tokens=1, seed=attempt)
+            attempt += 1
+            await response.is_on_its_way()
+            await engine.pause(mode)
+            await asyncio.sleep(0.5)  # what was sampled before has arrived
+            was_running, num_before = not response.task.done(), response.sink.num_tokens
+            held = Response(engine, 4)
+            await asyncio.sleep(0.5)
+            assert (response.sink.num_tokens, held.sink.num_tokens) == (num_before, 0)
+            assert engine.silence_s == 0.0
+            assert await engine.version(10.0) == str(START_VERSION)
+            await engine.resume()
+            await response.end()
+            await held.end()
+            response.check(case)
+            assert held.check(case).finish_reason is not FinishReason.ABORT
+
+    play(case, pause)
+
+
+@EACH_PAUSE
+def test_a_request_that_is_aborted_during_a_pause_has_its_tokens_once(
+    case: Case, mode: PauseMode
+) -> None:
+    async def pause_and_abort(engine: Engine) -> None:
+        await require(engine, mode)
+        attempt, reason = 0, FinishReason.STOP
+        while reason is not FinishReason.ABORT:  # it may end before
+            response = Response(engine, seed=attempt)
+            attempt += 1
+            await response.is_on_its_way()
+            await engine.pause(mode)
+            await abort_all(engine)
+            await engine.resume()
+            reason = (await response.end()).finish_reason
+            response.check(case)
+
+    play(case, pause_and_abort)
+
+
+def test_resume_without_a_pause_does_nothing(case: Case) -> None:
+    async def resume(engine: Engine) -> None:
+        await engine.resume()
+        response = Response(engine, 4)
+        await response.end()
+        response.check(case)
+
+    play(case, resume)
+
+
+def test_a_stream_that_is_cancelled_leaves_nothing_behind(case: Case) -> None:
+    async def cancel(engine: Engine) -> None:
+        assert engine.silence_s == 0.0
+        response = Response(engine)
+        await response.is_on_its_way()
+        response.task.cancel()
+        await asyncio.gather(response.task, return_exceptions=True)
+        num_tokens = response.sink.num_tokens
+        assert (engine.num_in_flight, engine.silence_s) == (0, 0.0)
+        other = Response(engine, 20)
+        await other.end()
+        other.check(case)
+        assert response.sink.num_tokens == num_tokens
+
+    play(case, cancel)
+
+
+def test_requests_that_are_given_up_end_with_the_reason(case: Case) -> None:
+    async def give_up(engine: Engine) -> None:
+        attempt, is_running = 0, False
+        while not is_running:
+            responses = [Response(engine, seed=attempt + n) for n in range(2)]
+            attempt += 2
+            is_running = all([await response.is_on_its_way() for response in responses])
+            engine.give_up("the test ends")
+            ended = await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
+        for error in ended:
+            assert isinstance(error, ServerGoneError)
+            assert "the test ends" in str(error)
+            assert "contract" in str(error)
+        assert engine.num_in_flight == 0
+        assert await engine.version() == str(START_VERSION)
+
+    play(case, give_up)
+
+
+def test_new_weights_are_used_and_tokens_have_their_version(
+    case: Case, model_dir: Path, changed_dir: Path
+) -> None:
+    async def update(engine: Engine) -> tuple[str, Completion]:
+        # Fills the prefix cache with the old weights' keys and values, which must not survive.
+        await Response(engine, 32).end()
+        await load(engine, changed_dir, 7)
+        try:
+            return await engine.version(), await Response(engine, 32, version=7).end()
+        finally:
+            await load(engine, model_dir, START_VERSION)
+
+    version, completion = play(case, update)
+    assert version == "7"
+    assert [span.version for span in completion.versions] == [7]
+    if case.has_model:
+        new = reference_logprobs(changed_dir, PROMPT, completion.token_ids, 1.0)
+        old = reference_logprobs(model_dir, PROMPT, completion.token_ids, 1.0)
+        assert np.abs(new - old).max() > 0.01
+        np.testing.assert_allclose(completion.logprobs, new, rtol=0, atol=1e-4)
+
+
+@EACH_PAUSE
+def test_a_response_goes_on_with_new_weights_where_it_was_paused(
+    case: Case, model_dir: Path, changed_dir: Path, mode: PauseMode
+) -> None:
+    async def update(engine: Engine) -> Completion:
+        await require(engine, mode)
+        attempt, versions = 0, [0]
+        while versions != [START_VERSION, 7]:  # it may end before
+            response = Response(engine, stream_tokens=2, seed=attempt)
+            attempt += 1
+            await response.is_on_its_way()
+            await engine.pause(mode)
+            await load(engine, changed_dir, 7, flush_cache=mode == "retract")
+            await engine.resume()
+            completion = await response.end()
+            await load(engine, model_dir, START_VERSION)
+            versions = [span.version for span in completion.versions]
+        return completion
+
+    completion = play(case, update)
+    if case.has_model:
+        old = reference_logprobs(model_dir, PROMPT, completion.token_ids, 1.0)
+        new = reference_logprobs(changed_dir, PROMPT, completion.token_ids, 1.0)
+        is_old = token_versions(completion.versions) == START_VERSION
+        np.testing.assert_allclose(completion.logprobs[is_old], old[is_old], rtol=0, atol=1e-4)
+        if mode == "retract":  # else the keys and values of the old weights are still in use
+            np.testing.assert_allclose(
+                completion.logprobs[~is_old], new[~is_old], rtol=0, atol=1e-4
+            )
+
+
+def test_an_unusable_directory_is_an_error_and_the_engine_lives(
+    real_case: Case, tmp_path: Path
+) -> None:
+    async def update(engine: Engine) -> None:
+        with pytest.raises(RolloutError) as caught:
+            await load(engine, tmp_path / "nothing", 3)
+        assert not isinstance(caught.value, ServerError)
+        assert await engine.version() == str(START_VERSION)
+        response = Response(engine, 20)
+        await response.end()
+        response.check(real_case)
+
+    play(real_case, update)
+
+
+def test_scores_are_those_of_the_model_at_temperature_1(real_case: Case, model_dir: Path) -> None:
+    tokens = [*PROMPT, *range(40, 60)]
+
+    async def score(engine: Engine) -> list[float]:
+        await Response(engine, 4, prompt=tokens).end()  # nothing cached may stand in for them
+        return await engine.score(tokens, 60)
+
+    expected = reference_logprobs(model_dir, tokens[:1], tokens[1:], 1.0)
+    np.testing.assert_allclose(play(real_case, score), expected, rtol=0, atol=1e-4)
+
+
+def test_a_request_beyond_the_models_positions_is_refused_by_their_number(real_case: Case) -> None:
+    async def too_long(engine: Engine) -> None:
+        with pytest.raises(RolloutError, match=f"{MAX_POSITIONS}.*contract") as caught:
+            await Response(engine, 200, prompt=[5] * 200).task
+        assert not isinstance(caught.value, ServerError)
+        assert engine.num_in_flight == 0
+
+    play(real_case, too_long)

@@ -1,0 +1,67 @@
+"""An engine in this process whose requests a test answers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bapo_megatron.data.version_spans import spans_of
+from bapo_megatron.engine.base import Capabilities, Completion
+from bapo_megatron.types import FinishReason
+
+if TYPE_CHECKING:
+    from bapo_megatron.engine.base import CompletionSink, GenerateRequest, Needs, Stepper
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request; ``ended`` returns or raises what its ``stream`` does."""
+
+    request: GenerateRequest
+    sink: CompletionSink
+    ended: asyncio.Future[None]
+
+    def give(self, token_ids: list[int], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Let it receive tokens of version 0, and end if it has a reason to."""
+        tokens = np.array(token_ids, np.int32)
+        versions = spans_of(np.zeros(len(tokens), np.int64))
+        self.sink.take(Completion(tokens, np.zeros(len(tokens), np.float32), versions, reason))
+        if reason is not FinishReason.ABORT:
+            self.ended.set_result(None)
+
+
+class FakeEngine:
+    """What the pool needs of an ``Engine`` that never fails."""
+
+    address = "in this process"
+    silence_s = 0.0
+
+    def __init__(self, stepper: Stepper | None = None) -> None:
+        self.stepper = stepper
+        self.flights: list[Flight] = []
+        """Every request that it got."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(not flight.ended.done() for flight in self.flights)
+
+    async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
+        flight = Flight(request, sink, asyncio.get_running_loop().create_future())
+        self.flights.append(flight)
+        await flight.ended
+
+    async def version(self, timeout_s: float | None = None) -> str:
+        return "0"
+
+    async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
+        return Capabilities(1, frozenset({"abort"}), frozenset({"disk"}))
+
+    async def check(self, needs: Needs) -> None:
+        self.needs: Any = needs
+
+    async def close(self) -> None:
+        for flight in self.flights:
+            flight.ended.cancel()

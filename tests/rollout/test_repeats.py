@@ -1,0 +1,172 @@
+"""With an engine that is driven a run repeats: same batches, however long graders, decode steps and
+the trainer take, and also where it is stopped and continued in between.
+
+Random settings; graders answer after random real delays, so in random order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.stream import PromptStream
+from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.selection import BatchPlan
+from bapo_megatron.types import Prompt
+from tests.fakes.fake_pool import deliver
+from tests.fakes.stepped_pool import SteppedPool
+
+if TYPE_CHECKING:
+    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.types import RolloutBatch
+
+TOTAL_STEPS, UPDATES = 5, 2
+PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
+
+
+class SlowRewards:
+    """Rewards by the last token; each answer takes a random time."""
+
+    num_timeouts = num_errors = 0
+
+    def __init__(self, delay_seed: int) -> None:
+        self._delays = random.Random(delay_seed)
+
+    async def score(self, pending: PendingSample) -> None:
+        sample = pending.sample
+        for _ in range(self._delays.randrange(4)):
+            await asyncio.sleep(0)
+        await asyncio.sleep(self._delays.choice((0, 0.0001, 0.0007)))
+        if pending.sample is sample:
+            sample.reward = float(sample.response_token_ids[-1] % 2)
+            pending.response_text = "scored"
+
+
+@dataclass
+class Run:
+    """What a trainer saw, and its state after each step."""
+
+    batches: list[Any] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Case:
+    """A configuration, and what must not matter."""
+
+    rollout: dict[str, Any]
+    replay: dict[str, Any]
+    ends_late: bool
+
+    def play(self, delay_seed: int, state: str | None = None, first_step: int = 0) -> Run:
+        return asyncio.run(self._play(delay_seed, state, first_step))
+
+    async def _play(self, delay_seed: int, state: str | None, first_step: int) -> Run:
+        delays, run = random.Random(delay_seed), Run()
+        pool = SteppedPool(first_step * UPDATES, ends_late=self.ends_late, delay_seed=delay_seed)
+        config = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
+        batches = BatchCollector(
+            SlowRewards(delay_seed),
+            PromptStream(PROMPTS, seed=0, shuffle=True),
+            RolloutConfig.model_validate({**config, **self.rollout}),
+            ReplayConfig.model_validate(self.replay),
+            BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=UPDATES),
+            lambda line: None,
+        )
+        if state is not None:
+            batches.restore(json.loads(state))
+        batches.attach(pool)
+        for step in range(first_step, TOTAL_STEPS):
+            async with asyncio.timeout(20):
+                batch = await batches.collect(step, deliver)
+            await asyncio.sleep(delays.choice((0, 0.001, 0.004)))  # the trainer trains
+            await batches.pause()
+            assert not pool.requests
+            pool.version += UPDATES
+            await batches.resume()
+            run.states.append(json.dumps(batches.state()))
+            run.batches.append(content_of(batch))
+        await batches.close()
+        return run
+
+
+def content_of(batch: RolloutBatch | None) -> Any:
+    """All of a batch but its times."""
+    assert batch is not None
+    samples = [
+        (
+            group.group_id,
+            sample.prompt.prompt_id,
+            sample.response_token_ids.tolist(),
+            sample.behaviour_logprobs.tolist(),
+            sample.versions,
+            sample.finish_reason,
+            sample.reward,
+        )
+        for group in batch.groups
+        for sample in group.samples
+    ]
+    return batch.step, batch.version, replace(batch.stats, generation_s=0.0), samples
+
+
+AHEAD = st.sampled_from(
+    [
+        {},
+        {"async_steps": 1},
+        {"async_steps": 1, "local": {"decode_steps_ahead": 3}},
+        {"async_steps": 2, "local": {"decode_steps_ahead": 30}},
+    ]
+)
+RULES = st.fixed_dictionaries(
+    {
+        "oversample_groups": st.integers(0, 3),
+        "tokens_per_step": st.sampled_from([None, None, 90]),
+        "max_carries": st.sampled_from([None, 1]),
+        "dynamic_sampling": st.fixed_dictionaries(
+            {"enabled": st.booleans(), "max_groups_ratio": st.sampled_from([1.0, 2.0])}
+        ),
+        "staleness": st.sampled_from(
+            [
+                {},
+                {"max_age": 0, "action": "drop"},
+                {"max_age": 2, "action": "regenerate"},
+                {"max_age": 1, "measure": "mean", "action": "regenerate"},
+                {"max_age": 1, "measure": "mean", "action": "drop"},
+            ]
+        ),
+    }
+)
+PARTIAL = st.tuples(AHEAD, RULES).map(lambda parts: {**parts[0], **parts[1]})
+NOT_PARTIAL = RULES.map(
+    lambda rules: {**rules, "tokens_per_step": None, "max_carries": None, "partial": False}
+)
+LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
+
+
+@settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    rollout=st.one_of(PARTIAL, PARTIAL, PARTIAL, NOT_PARTIAL, LAG),
+    replay=st.sampled_from([{}, {"batches": 2}]),
+    ends_late=st.booleans(),
+    stopped_after=st.integers(1, TOTAL_STEPS - 1),
+)
+def test_neither_delays_nor_a_resumption_change_a_run(
+    rollout: dict[str, Any], replay: dict[str, Any], ends_late: bool, stopped_after: int
+) -> None:
+    case = Case(rollout, {} if "fixed_lag" in rollout else replay, ends_late)
+    first, second = case.play(1), case.play(2)
+    assert first.batches == second.batches
+    assert first.states == second.states
+    resumed = case.play(3, first.states[stopped_after - 1], stopped_after)
+    assert resumed.batches == first.batches[stopped_after:]
+    assert resumed.states == first.states[stopped_after:]

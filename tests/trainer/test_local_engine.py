@@ -1,0 +1,166 @@
+"""Whole runs on the local engine: they repeat bit for bit, also where they were interrupted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.launch import run, start
+from tests.trainer.chaos import steps, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 5
+TIMES = ("time/", "throughput/")
+EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
+"""A random model is never right; about half of its responses have an even length."""
+DYNAMIC = {"enabled": True, "max_groups_ratio": 3.0}
+MODES: dict[str, dict[str, Any]] = {
+    "in turn": {"oversample_groups": 2},
+    "ahead": {"async_steps": 1, "oversample_groups": 2, "local": {"decode_steps_ahead": 7}},
+    "dynamic": {"async_steps": 2, "dynamic_sampling": DYNAMIC},
+    "fixed lag": {"fixed_lag": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
+    """Five steps of two updates, saved at every step, in each mode of generation."""
+    directory = tmp_path_factory.mktemp("local")
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    for name, part in (("train", rows[:60]), ("heldout", rows[60:])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    paths = {}
+    for mode, rollout in MODES.items():
+        settings = {
+            "name": "local",
+            "run_dir": str(directory / "unused"),
+            "model": {"path": str(random_model), "dtype": "float32"},
+            "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
+            "rollout": {
+                "engine": "local",
+                "groups_per_step": 4,
+                "samples_per_group": 4,
+                "max_response_tokens": 24,
+                "temperature": 0.6,
+                **rollout,
+            },
+            "algorithm": {"updates_per_batch": 2, "entropy_coefficient": 0.01},
+            "optimizer": {"lr": 1e-3},
+            "reward": {"functions": [EVEN_LENGTH]},
+            "train": {"steps": STEPS, "max_tokens_per_micro_batch": 512},
+            "checkpoint": {"every_steps": 1, "keep_last": 9},
+            "eval": {
+                "sets": [{"path": str(directory / "heldout.jsonl"), "name": "sums"}],
+                "samples_per_prompt": 2,
+                "max_response_tokens": 24,
+                "every_steps": 2,
+            },
+        }
+        paths[mode] = directory / f"{mode.replace(' ', '_')}.yaml"
+        paths[mode].write_text(yaml.safe_dump(settings))
+    return paths
+
+
+def _train(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> None:
+    result = run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _rows(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics without what is measured by the clock."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMES)}
+        for row in read_metrics(run_dir / "metrics.jsonl")
+    ]
+
+
+def _assert_equal_runs(run_dir: Path, expected: Path) -> None:
+    assert _rows(run_dir) == _rows(expected)
+    weights, reference = (load_file(d / "hf" / "model.safetensors") for d in (run_dir, expected))
+    assert weights.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert weights[name].equal(tensor), name
+
+
+@pytest.fixture(scope="module")
+def finished(configs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One uninterrupted run of each mode."""
+    root = tmp_path_factory.mktemp("finished")
+    for mode, config in configs.items():
+        _train(config, root / mode)
+    return {mode: root / mode for mode in configs}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_runs_are_equal_bit_for_bit(
+    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path, mode: str
+) -> None:
+    _train(configs[mode], tmp_path / "again")
+    _assert_equal_runs(tmp_path / "again", finished[mode])
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["ahead", "fixed lag"])
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(
+    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path, mode: str, step: int
+) -> None:
+    resumed = tmp_path / "run"
+    shutil.copytree(finished[mode], resumed)
+    # Forget what came later, as if the run had been killed.
+    (resumed / "checkpoints" / "latest").write_text(f"step_{step}\n")
+    shutil.rmtree(resumed / "hf")
+    _train(configs[mode], resumed, "resume=true")
+    _assert_equal_runs(resumed, finished[mode])
+
+
+def test_a_killed_run_continues_bit_for_bit_and_leaves_no_process(
+    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(["train", str(configs["ahead"]), f"run_dir={run_dir}"])
+    wait_for(process, lambda: len(steps(run_dir)) >= 2, "two steps")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    _train(configs["ahead"], run_dir, "resume=true")
+    _assert_equal_runs(run_dir, finished["ahead"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trainer_and_engine_agree_on_every_token(finished: dict[str, Path], mode: str) -> None:
+    rows = steps(finished[mode])
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    fresh = [row for row in rows if row["rollout/age_max"] == 0]
+    assert fresh, "only tokens of the newest weights can be compared"
+    for row in fresh:
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-4
+
+
+def test_what_is_sampled_ahead_is_older_by_what_was_asked_for(finished: dict[str, Path]) -> None:
+    ahead, lag = steps(finished["ahead"]), steps(finished["fixed lag"])
+    # Each step has two updates: tokens are 0 or 1 updates old when the batch is trained, and older
+    # where they were sampled before the last push.
+    assert any(row["rollout/age_max"] >= 2 for row in ahead)
+    assert any(0 < row["rollout/resumed_samples"] for row in ahead)
+    for row in lag:
+        steps_old = min(row["step"], 2)
+        assert row["rollout/age_mean"] == row["rollout/age_max"] == 2 * steps_old
+
+
+def test_two_tensor_parallel_ranks_repeat_as_well(configs: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        _train(configs["ahead"], tmp_path / name, "parallel.tensor=2", "train.steps=2", ranks=2)
+    _assert_equal_runs(tmp_path / "two", tmp_path / "one")
