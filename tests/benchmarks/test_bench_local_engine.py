@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.engine.local.setting import make_model_dir
+from tests.engine.helpers import make_model_dir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""Small random models, an engine on one of them, and transformers' own log-probs."""
+"""An engine on a small random model, and transformers' own log-probs."""
 
 from __future__ import annotations
 
@@ -15,36 +15,17 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import Completion, CompletionSink, GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.backend import LocalBackend
-from bapo_megatron.tiny.tokenizer import build_tokenizer
-from tests.policy.tiny_models import make_model, model_class
+from tests.policy.tiny_models import model_class
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bapo_megatron.engine.local.engine import LocalEngine
 
-MAX_POSITIONS = 256
 EOS = 1
 SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 
 _T = TypeVar("_T")
-
-
-def make_model_dir(
-    directory: Path, family: str = "qwen2", max_positions: int = MAX_POSITIONS
-) -> Path:
-    """Write a random model whose logits are far from uniform, with the tiny tokenizer."""
-    tokenizer = build_tokenizer(max_positions)
-    make_model(
-        family,
-        directory,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=max_positions,
-        eos_token_id=EOS,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def use_engine(

@@ -11,13 +11,13 @@ import pytest
 from bapo_megatron.engine.base import SamplingSettings, join
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.types import FinishReason
+from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import (
     EOS,
     SETTINGS,
     assert_reference,
     complete,
     finish,
-    make_model_dir,
     ragged_requests,
     reference_logprobs,
     request,
