@@ -141,7 +141,12 @@ class LocalEngine:
         return asyncio.get_running_loop().time() - self._decoding_since_s
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once; ``decode`` hands out the pieces."""
+        """Sample once; ``decode`` hands out the pieces.
+
+        Raises:
+            RolloutError: The model cannot answer the request, or failed.
+            ServerGoneError: It was given up, or the engine is closed.
+        """
         self._check(request)
         number, sampling = next(self._numbers), request.sampling
         seed = sample_seed(ADDRESS, number) if sampling.seed is None else sampling.seed
