@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.local.backend import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.engine.helpers import reference_logprobs
@@ -76,6 +79,17 @@ def sglang_case(model_dir: Path, directory: Path, *, release: SglangRelease) -> 
             expected=functools.partial(reference_logprobs, model_dir),
             eos_token_id=1,
         )
+
+
+@contextlib.contextmanager
+def local_case(model_dir: Path, directory: Path) -> Iterator[Case]:
+    """The model in this process."""
+    backend = LocalBackend(ModelConfig(path=model_dir, dtype="float32"), LocalConfig(), "cpu")
+    yield Case(
+        connect=backend.connect,
+        expected=functools.partial(reference_logprobs, model_dir),
+        eos_token_id=1,
+    )
 
 
 async def _connect(address: str, keys: ApiKeys) -> list[Engine]:

@@ -31,14 +31,16 @@ MAX_POSITIONS = 256
 """Of the model."""
 
 
-def make_model_dir(directory: Path) -> Path:
-    """Write a random Qwen2 whose logits are far from uniform, with the tiny tokenizer."""
-    tokenizer = build_tokenizer(MAX_POSITIONS)
+def make_model_dir(
+    directory: Path, family: str = "qwen2", max_positions: int = MAX_POSITIONS
+) -> Path:
+    """Write a random model whose logits are far from uniform, with the tiny tokenizer."""
+    tokenizer = build_tokenizer(max_positions)
     make_model(
-        "qwen2",
+        family,
         directory,
         vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

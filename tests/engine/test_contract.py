@@ -28,6 +28,7 @@ from tests.engine.contract import (
     Response,
     abort_all,
     fake_case,
+    local_case,
     play,
     sglang_case,
 )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 CASES = [
     pytest.param(fake_case, id="fake"),
+    pytest.param(local_case, id="local"),
     *(
         pytest.param(
             functools.partial(sglang_case, release=release),

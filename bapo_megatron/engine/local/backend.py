@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from bapo_megatron.engine.local.cache import ATTENTION, register_attention
 from bapo_megatron.engine.local.engine import LocalEngine
@@ -60,7 +61,7 @@ class LocalBackend:
             loaded = await asyncio.to_thread(
                 load_model, self._model.path, self._model.dtype, self._device
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise RolloutError(
                 f"model.path: transformers cannot load '{self._model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"
@@ -78,7 +79,8 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
 
     Raises:
         OSError: Files are missing.
-        ValueError: Their content cannot be used.
+        SafetensorError: They are damaged.
+        ValueError: They lack a weight, or cannot be used.
         RuntimeError: It does not fit the memory.
     """
     declare_torchvision_operators()
@@ -86,9 +88,15 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
 
     transformers.utils.logging.disable_progress_bar()
     register_attention()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, local_files_only=True
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, dtype),
+        attn_implementation=ATTENTION,
+        local_files_only=True,
+        output_loading_info=True,
     )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"it lacks {missing[0]}")  # transformers would make weights up
     model.to(device).eval().requires_grad_(False)
     for parameter in model.parameters():
         # Memory of its own: where a file is mapped, results depend on how that lies in memory.

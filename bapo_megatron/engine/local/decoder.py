@@ -34,7 +34,9 @@ MULTIPLE = 8
 """Rows of a step, and positions of a prefill: matrix products with fewer take other kernels, and
 their results differ by more."""
 _TAPE_STEPS = 64
+"""After so many steps, or a burst, responses get what their rows have sampled."""
 _MIN_FREE_COLUMNS = 64
+"""A new cache has room for so many steps, or as many as it has columns, if they may be needed."""
 _PREFILL_TOKENS = 16384
 """Of one forward pass, with padding; a longer input has one of its own."""
 _SCORED_POSITIONS = 512
@@ -100,6 +102,7 @@ class _Rows:
     mask_B11W: Tensor
     """0, or -inf before a row's first column."""
     filters: Filters
+    num_active: int = 0
     is_ragged: bool = True
     """Whether columns that count are padding of some row."""
     tape_K2B: np.ndarray = field(init=False)
@@ -116,6 +119,7 @@ class _Rows:
     def look_at_active(self) -> None:
         """Find what follows from which rows are active."""
         first = self.first_B[self.is_active_B]
+        self.num_active = len(first)
         if len(first):
             self.cache.first = int(first.min())
             self.is_ragged = int(first.max()) > self.cache.first
@@ -128,9 +132,8 @@ class _Rows:
             response = self.responses[row]
             if not np.isfinite(logprobs).all():
                 raise RolloutError(
-                    f"local: a log-prob is {logprobs[~np.isfinite(logprobs)][0]}: the weights, or "
-                    f"their numerics, are broken; see the metrics of the steps before, and "
-                    f"continue from an earlier checkpoint (request: {response.label})"
+                    f"local: a log-prob of '{response.label}' is not finite: the weights, or their "
+                    "numerics, are broken; continue from an earlier checkpoint"
                 )
             response.add(token_ids, logprobs)
         self.num_taped_B[:] = 0
@@ -146,7 +149,7 @@ class Decoder:
         Args:
             model: Of transformers, loaded with ``cache.ATTENTION``.
             stop_ids: End-of-sequence tokens.
-            max_rows: Most responses in a step.
+            max_rows: Largest number of responses in a step.
         """
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
@@ -156,7 +159,6 @@ class Decoder:
         self._max_rows = max_rows
         self._waiting: list[Response] = []
         self._rows: _Rows | None = None
-        self._num_active = 0
 
     def add(self, responses: Sequence[Response]) -> None:
         """Let responses wait for their turn."""
@@ -169,18 +171,18 @@ class Decoder:
             for row, response in enumerate(self._rows.responses):
                 if response.is_cancelled:
                     self._rows.is_active_B[row] = False
-            self._note_active(self._rows)
+            self._rows.look_at_active()
 
     def retract(self) -> None:
         """Forget keys and values; all responses wait for their turn again, in their order."""
         if self._rows is not None:
             self._waiting = [*self._active(self._rows), *self._waiting]
             self._waiting.sort(key=lambda response: response.number)
-        self._rows, self._num_active = None, 0
+        self._rows = None
 
     def clear(self) -> None:
         """Forget all responses."""
-        self._waiting, self._rows, self._num_active = [], None, 0
+        self._waiting, self._rows = [], None
 
     def run(self, max_steps: int) -> int:
         """Make so many steps, or fewer if no response is left; returns how many.
@@ -195,7 +197,7 @@ class Decoder:
                 num_steps += 1
         if self._rows is not None:
             self._rows.flush()
-            if not self._num_active:
+            if not self._rows.num_active:
                 self._rows = None
         return num_steps
 
@@ -217,25 +219,20 @@ class Decoder:
     def _active(self, rows: _Rows) -> list[Response]:
         return [rows.responses[row] for row in np.flatnonzero(rows.is_active_B).tolist()]
 
-    def _note_active(self, rows: _Rows) -> None:
-        rows.look_at_active()
-        self._num_active = int(rows.is_active_B.sum())
-
     def _next_rows(self) -> _Rows | None:
         """The rows of the next step, put together anew where that pays; None: there are none."""
+        rows = self._rows
+        num_active = 0 if rows is None else rows.num_active
         num_waiting = len(self._waiting)
-        num_new = min(num_waiting, self._max_rows - self._num_active)
+        num_new = min(num_waiting, self._max_rows - num_active)
         # A few at a time would cost a prefill in almost every step.
         if num_new and (num_new == num_waiting or num_new * _ADMITTED_SHARE >= self._max_rows):
             return self._regroup(num_new)
-        rows = self._rows
-        if rows is None or not self._num_active:
+        if rows is None or not num_active:
             return None
         is_full = rows.cache.end == rows.cache.num_columns
-        num_needed = _round_up(self._num_active)
-        if is_full or 4 * num_needed <= 3 * len(rows.is_active_B):
-            return self._regroup(0)
-        return rows
+        has_many_free = 4 * _round_up(num_active) <= 3 * len(rows.is_active_B)
+        return self._regroup(0) if is_full or has_many_free else rows
 
     def _regroup(self, num_new: int) -> _Rows:
         """Put active rows and new ones together, without columns that all rows lack."""
@@ -265,7 +262,6 @@ class Decoder:
         )
         self._waiting = self._waiting[num_new:]
         self._rows = rows = self._make_rows(responses, lengths, cache, num_rows)
-        self._num_active = len(responses)
         return rows
 
     def _make_rows(
@@ -374,7 +370,7 @@ class Decoder:
             rows.responses[row].reason = reason
         if ends_B.any():
             rows.is_active_B = active_B & ~ends_B
-            self._note_active(rows)
+            rows.look_at_active()
         for row in np.flatnonzero(rows.is_active_B & (rows.position_B % BLOCK == 0)).tolist():
             number = int(rows.position_B[row]) // BLOCK
             rows.uniform_BK[row] = rows.responses[row].uniforms.block(number)

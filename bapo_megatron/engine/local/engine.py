@@ -141,7 +141,12 @@ class LocalEngine:
         return asyncio.get_running_loop().time() - self._decoding_since_s
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once; ``decode`` hands out the pieces."""
+        """Sample once; ``decode`` hands out the pieces.
+
+        Raises:
+            RolloutError: The model cannot answer the request, or failed.
+            ServerGoneError: It was given up, or the engine is closed.
+        """
         self._check(request)
         number, sampling = next(self._numbers), request.sampling
         seed = sample_seed(ADDRESS, number) if sampling.seed is None else sampling.seed
@@ -163,7 +168,7 @@ class LocalEngine:
             self._flights.pop(number, None)
             response.is_cancelled = True
 
-    async def decode(self, max_steps: int) -> int:
+    async def decode(self, most_steps: int) -> int:
         """Sample up to so many tokens of each request; none while paused.
 
         Raises:
@@ -180,7 +185,7 @@ class LocalEngine:
             self._decoder.drop_cancelled()
             self._decoding_since_s = asyncio.get_running_loop().time()
             try:
-                return await self._compute(lambda: self._decoder.run(max_steps))
+                return await self._compute(lambda: self._decoder.run(most_steps))
             except RolloutError as error:
                 self._decoder.clear()
                 self._end_all(error)
@@ -309,7 +314,7 @@ class LocalEngine:
     def _end_all(self, error: RolloutError) -> None:
         """End every request by an error; the decoder forgets them before its next step."""
         for flight in self._open_flights():
-            flight.end(type(error)(str(error)))
+            flight.end(type(error)(f"{error} (request: {flight.request.label})"))
 
     async def _compute(self, work: Callable[[], _T]) -> _T:
         """Run work in the thread; cancelled, wait for it.

@@ -30,17 +30,16 @@ class Uniforms:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._next = -1
-        self._generator = np.random.Generator(np.random.PCG64(0))
+        self._number = -1
+        self._block = np.empty(0)
 
     def block(self, number: int) -> np.ndarray:
         """[BLOCK] float64 in [0, 1): those of positions ``number`` · BLOCK and after."""
-        if number != self._next:
+        if number != self._number:
             counter = number * (BLOCK // _DRAWS_PER_COUNT)
             philox = np.random.Philox(key=self._seed, counter=counter)
-            self._generator = np.random.Generator(philox)
-        self._next = number + 1
-        return self._generator.random(BLOCK)
+            self._block, self._number = np.random.Generator(philox).random(BLOCK), number
+        return self._block
 
 
 @dataclass(frozen=True, slots=True)

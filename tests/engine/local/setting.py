@@ -1,4 +1,4 @@
-"""Small random models, an engine on one of them, and transformers' own log-probs."""
+"""An engine on a small random model, and transformers' own log-probs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,43 +15,30 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import Completion, CompletionSink, GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.backend import LocalBackend
-from bapo_megatron.tiny.tokenizer import build_tokenizer
-from tests.policy.tiny_models import make_model, model_class
+from tests.policy.tiny_models import model_class
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bapo_megatron.engine.local.engine import LocalEngine
 
-MAX_POSITIONS = 256
 EOS = 1
 SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)
 
 _T = TypeVar("_T")
 
 
-def make_model_dir(directory: Path, family: str = "qwen2") -> Path:
-    """Write a random model whose logits are far from uniform, with the tiny tokenizer."""
-    tokenizer = build_tokenizer(MAX_POSITIONS)
-    make_model(
-        family,
-        directory,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_POSITIONS,
-        eos_token_id=EOS,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 def use_engine(
-    model_dir: Path, use: Callable[[LocalEngine], Awaitable[_T]], *, max_rows: int = 256
+    model_dir: Path,
+    use: Callable[[LocalEngine], Awaitable[_T]],
+    *,
+    max_rows: int = 256,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> _T:
-    """Run ``use`` with a float32 engine on the CPU, in an event loop of its own."""
+    """Run ``use`` with an engine on the CPU, in an event loop of its own."""
 
     async def run() -> _T:
-        model = ModelConfig(path=model_dir, dtype="float32")
+        model = ModelConfig(path=model_dir, dtype=dtype)
         [engine] = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect()
         try:
             async with asyncio.timeout(120):

@@ -11,13 +11,13 @@ import pytest
 from bapo_megatron.engine.base import SamplingSettings, join
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.types import FinishReason
+from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import (
     EOS,
     SETTINGS,
     assert_reference,
     complete,
     finish,
-    make_model_dir,
     ragged_requests,
     reference_logprobs,
     request,
@@ -66,6 +66,30 @@ def test_width_grows_and_rows_become_fewer_while_long_responses_go_on(model_dir:
     assert max(len(completion.token_ids) for completion in completions) > 150
     for given, completion in zip(requests, completions, strict=True):
         assert_reference(model_dir, given, completion)
+
+
+def test_short_rows_beside_a_long_one(tmp_path: Path) -> None:
+    """Their padding fills whole blocks of the attention kernel."""
+    directory = make_model_dir(tmp_path, max_positions=2048)
+    requests = [
+        request([5 + n % 80 for n in range(1900)], SamplingSettings(1.0, 100, seed=21)),
+        *(request([5 + n], SamplingSettings(1.0, 100, seed=n)) for n in range(3)),
+    ]
+    completions = use_engine(directory, lambda engine: complete(engine, *requests))
+    for given, completion in zip(requests, completions, strict=True):
+        assert_reference(directory, given, completion)
+
+
+def test_bfloat16_weights_sample_and_score_alike(model_dir: Path) -> None:
+    given = request(PROMPT, SamplingSettings(1.0, 60, seed=21))
+
+    async def use(engine: LocalEngine) -> tuple[Completion, list[float]]:
+        [completion] = await complete(engine, given)
+        return completion, await engine.score([*PROMPT, *completion.token_ids.tolist()], 10)
+
+    completion, scores = use_engine(model_dir, use, dtype="bfloat16")
+    np.testing.assert_allclose(completion.logprobs, scores[len(PROMPT) - 1 :], rtol=0, atol=0.2)
+    assert np.abs(completion.logprobs - scores[len(PROMPT) - 1 :]).mean() < 0.02
 
 
 def test_a_large_prefill_is_divided(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.errors import RolloutError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -92,6 +95,17 @@ def test_it_serves_nobody(model_dir: Path, tmp_path: Path) -> None:
 def test_opening_it_starts_no_server(model_dir: Path, tmp_path: Path) -> None:
     backend = load_kind("local").open(_config(model_dir, tmp_path, {}), "cpu")
     assert list(backend.servers) == []
+
+
+def test_a_model_that_lacks_a_weight_is_not_made_up(model_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    tensors = load_file(other / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    backend = load_kind("local").open(_config(other, tmp_path, {}), "cpu")
+    with pytest.raises(RolloutError, match=r"^model\.path: .* lacks model\.norm\.weight"):
+        asyncio.run(backend.connect())
 
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:
