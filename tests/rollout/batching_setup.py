@@ -89,7 +89,7 @@ class Setup:
 
     async def sync(self, version: int) -> None:
         await self.batches.pause()
-        self.pool.states.version = version
+        self.pool.version = version
         await self.batches.resume()
         await settle()
 

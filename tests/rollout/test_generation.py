@@ -158,7 +158,7 @@ def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
                 assert first.stats.unfinished_samples == 4
                 kept = setup.collector.state()["buffer"]["groups"]
                 assert [group["group_id"] for group in kept] == [0, 1]
-                weights = WeightReceiver(setup.pool, setup.config, setup.collector)
+                weights = WeightReceiver(setup.pool.states, setup.config, setup.collector)
                 await weights.load(Load(model_dir=tmp_path, version=5))
                 await weights.resume(Resume())
                 second = await setup.collect(1)

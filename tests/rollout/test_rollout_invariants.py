@@ -265,7 +265,7 @@ class RolloutMachine(RuleBasedStateMachine):
     def sync(self, version: int) -> None:
         async def push() -> None:
             await self.batches.pause()
-            self.pool.states.version = version
+            self.pool.version = version
             await self.batches.resume()
 
         self.loop.run_until_complete(push())
