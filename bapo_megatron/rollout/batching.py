@@ -122,7 +122,11 @@ class BatchCollector:
         self._generation = Generation(pool, self._grader, self._config, self._plan.seed)
         if pool.stepper is not None:
             self._driver = Driver(
-                pool.stepper, pool, self._generation.is_settled, self._generation.news
+                pool.stepper,
+                pool,
+                self._generation.is_settled,
+                self._generation.news,
+                awaits_scores=self._selection.needs_scores,
             )
 
     @property
@@ -193,6 +197,8 @@ class BatchCollector:
                 # enough.
                 self._give_up_stale(version)
                 chosen = self._choose(num_new, replayed)
+            if self._driver is not None:
+                await self._driver.settle()  # whose scores are counted must not depend on graders
             while not all(group.is_scored for group in chosen):
                 await self._advance()
         formed = self._form(step, version, chosen, replayed, generation_s)

@@ -1,9 +1,9 @@
 """Drives engines that sample only when they are told to; waits for what others do by themselves.
 
 With an ``engine.base.Stepper`` all decisions of a run are taken between two bursts of decode steps,
-when everything has *settled*: every request waits inside the engine, and no score is outstanding.
-Such a state depends neither on the clock nor on the order in which graders answered, so two runs
-with one seed decide the same (docs/rollout.md).
+when everything has *settled*: every request waits inside the engine, and, where decisions depend on
+scores, none is outstanding. Such a state depends neither on the clock nor on the order in which
+graders answered, so two runs with one seed decide the same (docs/rollout.md).
 """
 
 from __future__ import annotations
@@ -34,25 +34,33 @@ class Driver:
         self,
         stepper: Stepper,
         pool: EnginePool,
-        is_settled: Callable[[], bool],
+        is_settled: Callable[[bool], bool],
         news: asyncio.Event,
+        *,
+        awaits_scores: bool,
     ) -> None:
         """Put the parts together.
 
         Args:
             stepper: The pool's.
             pool: Says whether its engine still has the weights.
-            is_settled: Whether nothing will change before the next decode step; raises what the
-                work failed with.
+            is_settled: Whether nothing will change before the next decode step, scores included if
+                its argument is true; raises what the work failed with.
             news: Is set when something that ``is_settled`` waits for has happened.
+            awaits_scores: Whether scores must be there before the next decode step; else graders
+                work beside the engine.
         """
         self._stepper = stepper
         self._pool = pool
         self._is_settled = is_settled
         self._news = news
+        self._awaits_scores = awaits_scores
 
-    async def settle(self) -> bool:
+    async def settle(self, *, scored: bool = True) -> bool:
         """Wait until nothing will change before the next decode step.
+
+        Args:
+            scored: Also wait for every score.
 
         Returns:
             Whether that is so; else no engine holds the weights any more.
@@ -63,12 +71,12 @@ class Driver:
         """
         for _ in range(_MAX_TURNS):
             await asyncio.sleep(0)
-            if self._is_settled():
+            if self._is_settled(scored):
                 return True
-        while not self._is_settled():
+        while not self._is_settled(scored):
             await wait_for_news(self._news)
             if self._pool.needs_weights:
-                return self._is_settled()
+                return self._is_settled(scored)
         return True
 
     async def drive(self, max_steps: int) -> int:
@@ -81,10 +89,10 @@ class Driver:
             RolloutError: Sampling failed.
             RewardError: Grading failed.
         """
-        if not await self.settle():
+        if not await self.settle(scored=self._awaits_scores):
             return 0
         num_steps = await self._stepper.decode(max_steps)
-        await self.settle()
+        await self.settle(scored=self._awaits_scores)
         return num_steps
 
 

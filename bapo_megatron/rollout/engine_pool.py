@@ -284,7 +284,9 @@ class EnginePool:
                 # If it does not answer, its requests are given up in time.
                 with contextlib.suppress(ServerError):
                     await pooled.engine.abort(self._config.health.timeout_s)
-            await asyncio.sleep(_ABORT_INTERVAL_S)
+            await asyncio.sleep(0)  # is enough for an engine in this process
+            if self._balancer.num_calls:
+                await asyncio.sleep(_ABORT_INTERVAL_S)
 
     async def _control(self, pooled: PooledEngine, call: Awaitable[None]) -> None:
         """Await a control call; an engine that fails it is lost."""

@@ -82,8 +82,6 @@ class Evaluator:
         """Received since the present evaluation began to sample."""
         self._num_sampling = 0
         """Requests that have not had their last token."""
-        self._news = asyncio.Event()
-        """Set when a sample was made."""
         self._begun: str | None = None
         """The evaluation whose files this process has begun."""
 
@@ -156,15 +154,16 @@ class Evaluator:
         """Make every sample that its journal lacks."""
         jobs = deque(self._jobs(journals))
         num_jobs, began_s = len(jobs), time.monotonic()
-        self._num_tokens = self._num_sampling = 0
+        self._num_tokens, self._num_sampling = 0, num_jobs
         started_s = time.monotonic() - max((j.elapsed_s for j in journals), default=0.0)
-        num_workers = min(num_jobs, _WAITING_RATIO * self._config.rollout.max_connections)
+        num_workers = num_jobs
+        if pool.stepper is None:  # else what is sampled next must not depend on graders
+            num_workers = min(num_jobs, _WAITING_RATIO * self._config.rollout.max_connections)
         before = sum(len(journal.samples) for journal in journals)
 
         async def work() -> None:
             while jobs:
                 await self._make(pool, jobs.popleft(), started_s)
-                self._news.set()
 
         def report() -> None:
             num_done = sum(len(journal.samples) for journal in journals)
@@ -173,21 +172,19 @@ class Evaluator:
 
         with reporting(report):
             async with asyncio.TaskGroup() as tasks:
-                workers = [tasks.create_task(work()) for _ in range(num_workers)]
+                for _ in range(num_workers):
+                    tasks.create_task(work())
                 if pool.stepper is not None:
-                    await self._drive(pool.stepper, pool, workers)
+                    await self._drive(pool.stepper, pool)
 
-    async def _drive(
-        self, stepper: Stepper, pool: EnginePool, workers: Sequence[asyncio.Task[None]]
-    ) -> None:
-        """Have the engine sample until every worker is done."""
+    async def _drive(self, stepper: Stepper, pool: EnginePool) -> None:
+        """Have the engine sample until every response has ended."""
 
-        def is_settled() -> bool:
-            num_working = sum(not worker.done() for worker in workers)
-            return num_working == self._num_sampling == pool.num_in_flight
+        def is_settled(_: bool) -> bool:
+            return self._num_sampling == pool.num_in_flight
 
-        driver = Driver(stepper, pool, is_settled, self._news)
-        while not all(worker.done() for worker in workers):
+        driver = Driver(stepper, pool, is_settled, asyncio.Event(), awaits_scores=False)
+        while self._num_sampling:
             await driver.drive(BURST)
 
     def _jobs(self, journals: Sequence[SampleJournal]) -> list[_Job]:
@@ -209,7 +206,6 @@ class Evaluator:
 
     async def _make(self, pool: EnginePool, job: _Job, started_s: float) -> None:
         prompt, sampling = job.prompt, job.sampling
-        self._num_sampling += 1
         completion = await pool.generate(
             prompt.token_ids,
             SamplingSettings(

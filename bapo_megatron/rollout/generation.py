@@ -103,18 +103,22 @@ class Generation:
             failure, self._failure = self._failure, None
             raise failure
 
-    def is_settled(self) -> bool:
-        """Whether every task waits inside the engine for the next tokens.
+    def is_settled(self, scored: bool) -> bool:
+        """Whether every task that samples waits inside the engine for the next tokens.
 
-        None is on its way there, grades, or ends, whether its response did or was given up.
+        None is on its way there, or ends, whether its response did or was given up.
+
+        Args:
+            scored: Whether no task may be grading either.
 
         Raises:
             RolloutError: No server could go on.
             RewardError: Grading failed.
         """
         self.raise_failure()
+        wanted = set(self._tasks.values())
         return (
-            self._sampling.keys() == set(self._tasks.values())
+            (self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted)
             and len(self._sampling) == self._pool.num_in_flight
             and not any(pending.is_finished for pending in self._sampling.values())
         )

@@ -65,6 +65,8 @@ class Selection:
         self.is_dynamic = config.dynamic_sampling.enabled
         """Whether groups with equal rewards are left out."""
         self._has_limit = limit.max_age is not None and limit.action != "mask"
+        self.needs_scores = self.is_dynamic or self._has_limit
+        """Whether it decides by scores, not only by which responses are complete."""
 
     def steps_ahead(self, step: int) -> int:
         """For how many steps after ``step`` may be generated while it is trained."""
