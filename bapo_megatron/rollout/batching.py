@@ -109,7 +109,7 @@ class BatchCollector:
         self._ahead: asyncio.Task[None] | None = None
         """Generates until an end of its own; its failure is that of the next ``collect``."""
         self._sampled_version: int | None = None
-        """Weights of the latest tokens."""
+        """Weights that sampled last."""
         self._num_regenerated = 0
         self._is_paused = False
         self._started_s = 0.0
@@ -355,16 +355,16 @@ class BatchCollector:
         Raises:
             RolloutError: These are gone.
         """
-        before, self._sampled_version = self._sampled_version, version
-        if self._config.fixed_lag is None or before in (None, version):
-            return
-        if unfinished := [group for group in self._buffer if not group.is_finished]:
+        unfinished = sum(not group.is_finished for group in self._buffer)
+        is_other = self._sampled_version not in (None, version)
+        if self._config.fixed_lag is not None and unfinished and is_other:
             raise RolloutError(
-                f"rollout.fixed_lag: all groups must be complete before new weights are pushed, "
-                f"got {len(unfinished)} unfinished ones of version {before} with version "
+                "rollout.fixed_lag: all groups must be complete before new weights are pushed, got "
+                f"{unfinished} unfinished ones of version {self._sampled_version} with version "
                 f"{version}: no server held these weights any more; continue from an earlier "
                 "checkpoint, or without rollout.fixed_lag"
             )
+        self._sampled_version = version
 
     def _form(
         self,

@@ -95,13 +95,13 @@ def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
         await setup.batches.pause()
         setup.pool.needs_weights, setup.pool.version = False, 1
         await setup.batches.resume()
-        state = setup.batches.state()
         message = (
             r"^rollout\.fixed_lag: all groups must be complete before new weights are pushed, got "
             r"1 unfinished ones of version 0 with version 1: .*; continue from an earlier "
         )
         with pytest.raises(RolloutError, match=message):
             await setup.batches.collect(1, deliver)
+        state = setup.batches.state()
         resumed = Setup(fixed_lag=1)
         resumed.batches.restore(json.loads(json.dumps(state)))
         resumed.pool.version = 1
