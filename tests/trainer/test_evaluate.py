@@ -272,10 +272,6 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
         assert [each.key for each in samples] == sorted(
             (f"aime{year}.parquet:{row}", index) for row in range(30) for index in range(16)
         )
-        if engine == "local":
-            # The rest was computed in other batches: a last bit may differ, nearly never a token.
-            pairs = zip(samples, _samples(uninterrupted, year), strict=True)
-            assert sum(one != other for one, other in pairs) <= 1
     results = json.loads((run_dir / "eval.json").read_text())
     assert [entry["name"] for entry in results] == ["aime24", "aime25"]
     for entry in results:
@@ -290,11 +286,17 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
         ]
         assert entry["wall_s"] > 0
 
-    # Everything is there: no engine is needed any more, and the tables are the same.
-    again = run([*aime("sglang", run_dir), "--resume", "rollout.servers=['http://127.0.0.1:1']"])
-    assert again.returncode == 0, again.stderr
-    assert again.stdout == resumed.stdout
-    assert json.loads((run_dir / "eval.json").read_text()) == results
+    if engine == "local":
+        for year in (24, 25):
+            # The rest was computed in other batches: a last bit may differ, nearly never a token.
+            pairs = zip(_samples(run_dir, year), _samples(uninterrupted, year), strict=True)
+            assert sum(one != other for one, other in pairs) <= 1
+        # Everything is there: no engine is needed any more, and the tables are the same.
+        nobody = "rollout.servers=['http://127.0.0.1:1']"
+        again = run([*aime("sglang", run_dir), "--resume", nobody])
+        assert again.returncode == 0, again.stderr
+        assert again.stdout == resumed.stdout
+        assert json.loads((run_dir / "eval.json").read_text()) == results
 
     compared = run(["compare", str(uninterrupted), str(run_dir), "--json", "--resamples", "200"])
     assert compared.returncode == 0, compared.stderr
