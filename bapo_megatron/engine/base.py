@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -90,6 +90,8 @@ class Completion:
 
 def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
     """The pieces as one completion."""
+    if len(parts) == 1:
+        return replace(parts[0], finish_reason=finish_reason)
     empty = Completion(
         np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), finish_reason
     )
@@ -124,10 +126,14 @@ class CompletionSink:
             self._parts[-_NUM_JOINED:] = [join(self._parts[-_NUM_JOINED:], part.finish_reason)]
             self._num_small = 0
 
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the last piece; ABORT if there is none."""
+        return self._parts[-1].finish_reason if self._parts else FinishReason.ABORT
+
     def completion(self) -> Completion:
-        """What was taken so far; ABORT if nothing was."""
-        reason = self._parts[-1].finish_reason if self._parts else FinishReason.ABORT
-        return join(self._parts, reason)
+        """What was taken so far."""
+        return join(self._parts, self.finish_reason)
 
 
 PauseMode = Literal["retract", "in_place"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import Stepper
     from bapo_megatron.rollout.engine_pool import EnginePool
 
-BURST = 8
+BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded, and others take
 their places, after it: more steps leave places empty, fewer let the engine wait for graders more
 often. What a run samples depends on it, so it is no setting."""

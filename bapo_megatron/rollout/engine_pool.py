@@ -208,7 +208,7 @@ class EnginePool:
                 pooled.num_broken += 1
             await self._after_failure(job, pooled, error)
             return False
-        reason = job.completion().finish_reason
+        reason = job.finish_reason
         if reason is FinishReason.ABORT and not self._is_draining:
             job.trace.ended("lost", job.num_received)
             text = (

@@ -51,12 +51,12 @@ class Setup:
         self.batches.attach(self.pool)
 
 
-def test_every_decision_is_eight_decode_steps_after_the_one_before() -> None:
+def test_every_decision_is_sixteen_decode_steps_after_the_one_before() -> None:
     async def scene() -> None:
         setup = Setup()
         assert ids(await setup.batches.collect(0, deliver)) == [0, 1]
         assert len(setup.pool.bursts) > 2
-        assert set(setup.pool.bursts[:-1]) == {8}
+        assert set(setup.pool.bursts[:-1]) == {16}
         assert setup.pool.requests == []
 
     play(scene)
@@ -75,7 +75,7 @@ def test_a_fixed_number_of_decode_steps_is_made_beside_the_training(
         await setup.batches.pause()
         ahead = setup.pool.bursts[before:]
         assert sum(ahead) == num_steps
-        assert ahead[:-1] == [8] * (len(ahead) - 1)
+        assert ahead[:-1] == [16] * (len(ahead) - 1)
         assert setup.pool.requests == []
 
     play(scene)

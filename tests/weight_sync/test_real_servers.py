@@ -14,7 +14,7 @@ from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
-from tests.engine.sglang.servers import KEYS, make_server, wait_until_ready, with_client
+from tests.engine.sglang.servers import KEYS, make_server, sample, wait_until_ready, with_client
 from tests.weight_sync.ranks import Fault, Pushed, Servers, push_changed
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _assert_computes(address: str, keys: ApiKeys, version: int, exported: Path) 
     """The server samples with ``version``, by the log-probs of transformers with these weights."""
 
     async def generate(client: SglangClient) -> Completion:
-        return await client.generate(PROMPT, SamplingSettings(1.0, max_new_tokens=32), label="")
+        return await sample(client, PROMPT, SamplingSettings(1.0, max_new_tokens=32))
 
     completion = with_client(address, generate, keys)
     assert [span.version for span in completion.versions] == [version]

@@ -359,5 +359,5 @@ def _explain(error: Exception) -> str:
 def _not_possible(key: str, possible: str, value: str) -> str:
     return (
         f"{key}: must be {possible} with the engine local, got {value}; set it, or use "
-        "rollout.engine=sglang"
+        "another rollout.engine"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
 """All layers of these keep keys and values of all positions, which is what ``cache`` holds."""
-_OTHER_ENGINE = "leave it out, or use rollout.engine=sglang"
+_OTHER_ENGINE = "leave it out, or use another rollout.engine"
 
 
 class LocalKind:
@@ -34,7 +34,7 @@ class LocalKind:
             raise ConfigError(
                 f"model.path: {field} must be {wanted} with rollout.engine=local, got {value}: its "
                 "cache holds keys and values of all positions; choose another model, or use "
-                "rollout.engine=sglang"
+                "another rollout.engine"
             )
 
     def open(self, config: RunConfig, device: str) -> Backend:
@@ -47,7 +47,7 @@ class LocalKind:
         """Refuse."""
         raise ConfigError(
             "rollout.engine: must have servers for serve, got local, which samples in the "
-            "trainer's process; set rollout.engine=sglang"
+            "trainer's process; use another rollout.engine"
         )
 
 

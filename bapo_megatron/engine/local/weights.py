@@ -60,7 +60,7 @@ class LocalWeights:
         """Refuse to compute with a part of new weights.
 
         Raises:
-            ServerError: The last push is not complete.
+            RolloutError: The last push is not complete.
         """
         if not self._is_whole:
             raise RolloutError(
