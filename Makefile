@@ -6,9 +6,6 @@ SEED ?= 0
 # Workers often wait for servers and ranks that they started: more of them than cores.
 TEST_WORKERS ?= 3
 PY := $(VENV)/bin/python
-# The client understands this version as well; tests start its server from a folder of its own.
-OLDER_SGLANG := 0.5.20
-OLDER_SGLANG_DIR := $(VENV)/sglang-$(OLDER_SGLANG)
 export OMP_NUM_THREADS ?= 1
 CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
 
@@ -28,16 +25,12 @@ $(VENV)/.complete: requirements/cpu.txt requirements/install.sh pyproject.toml s
 	@requirements/install.sh $(VENV) $(PYTHON)
 	@touch $@
 
-$(OLDER_SGLANG_DIR)/.complete: $(VENV)/.complete
-	@$(PY) -m pip --disable-pip-version-check --quiet install --no-deps --upgrade \
-		--target $(@D) sglang==$(OLDER_SGLANG)
-	@touch $@
-
 demo: setup
 	@examples/demo.sh $(PY) $(SEED)
 
-test: setup $(OLDER_SGLANG_DIR)/.complete
-	@BAPO_TEST_SGLANG_0_5_20=$(OLDER_SGLANG_DIR) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+test: setup
+	@requirements/older_sglang.sh $(VENV)
+	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff format --check .

@@ -1,9 +1,7 @@
 """What every engine must do, whatever it is; docs/extending.md says it in words.
 
-SGLang is tested as it is installed, and in an older version where ``BAPO_TEST_SGLANG_0_5_20`` names
-a directory that holds it, so that one environment serves both:
-
-    pip install --no-deps --target DIR sglang==0.5.20
+SGLang is tested as it is installed, and in an older version where ``requirements/older_sglang.sh``
+has put it into a folder of its own, so that one environment serves both.
 """
 
 from __future__ import annotations

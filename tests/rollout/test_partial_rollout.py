@@ -1,18 +1,20 @@
-"""Responses that several weights versions sampled, on a real server: each token is its own."""
+"""Responses that several weights versions sampled, by a model: each token is its own."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import LocalConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.data.version_spans import token_versions
+from bapo_megatron.engine.local.backend import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
@@ -22,16 +24,17 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.engine.helpers import reference_logprobs
 from tests.engine.sglang.servers import load_weights, with_client
 from tests.fakes.fake_pool import deliver
+from tests.rollout.batching_setup import Rewards
 from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from bapo_megatron.engine.base import Engine
     from bapo_megatron.engine.sglang.server import SglangServer
     from bapo_megatron.rollout.buffer import PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
-
-pytestmark = pytest.mark.sglang
 
 TEMPERATURE = 0.8
 STEPS = 5
@@ -40,7 +43,10 @@ PROMPTS = [Prompt(f"p:{number}", (3, 20 + number, 77, 4), "", "") for number in 
 
 
 class PatientGrader:
-    """Lets a batch be complete only while another response is in the middle."""
+    """Lets a batch be complete only while another response is in the middle.
+
+    Where the engine samples by itself, nothing else makes sure of it.
+    """
 
     num_timeouts = num_errors = 0
     batches: BatchCollector
@@ -78,24 +84,26 @@ def _versions(model_dir: Path, directory: Path) -> list[Path]:
 
 
 async def _collect(
-    server: SglangServer, models: list[Path], config: RolloutConfig
+    engines: Sequence[Engine],
+    models: list[Path],
+    config: RolloutConfig,
+    grader: PatientGrader | Rewards,
 ) -> list[RolloutBatch]:
-    clients = clients_of([server.address], config, server.keys)
-    pool = EnginePool(clients, config, version=None)
+    pool = EnginePool(engines, config, version=None)
     plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
-    grader = PatientGrader()
     batches = BatchCollector(grader, stream, config, ReplayConfig(), plan, lambda line: None)
-    grader.batches = batches
     batches.attach(pool)
     weights = WeightReceiver(pool.states, config, batches)
     made = []
     try:
         await pool.states.wait_for_engines()
         for step, model in enumerate(models):
-            while config.async_steps > 0 and step > 0 and not grader.is_one_in_the_middle():
-                await asyncio.sleep(0.01)
-            grader.num_groups += config.groups_per_step
+            if isinstance(grader, PatientGrader):
+                grader.batches = batches
+                while config.async_steps > 0 and step > 0 and not grader.is_one_in_the_middle():
+                    await asyncio.sleep(0.01)
+                grader.num_groups += config.groups_per_step
             await weights.load(Load(model_dir=model, version=step))
             await weights.resume(Resume())
             batch = await asyncio.wait_for(batches.collect(step, deliver), 120)
@@ -106,6 +114,31 @@ async def _collect(
         await batches.close()
         await pool.close()
     return made
+
+
+def _config(**rollout: Any) -> RolloutConfig:
+    """Three groups of four per step."""
+    return RolloutConfig.model_validate(
+        {
+            "groups_per_step": 3,
+            "samples_per_group": 4,
+            "max_response_tokens": LONGEST,
+            "temperature": TEMPERATURE,
+            "stream_tokens": 8,
+            "staleness": {"max_age": STEPS},  # batches wait for their scores
+            **rollout,
+        }
+    )
+
+
+def _check(batches: list[RolloutBatch], models: list[Path]) -> None:
+    """Each token has the log-prob of its own version, and some responses have several versions."""
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert any(len(sample.versions) > 1 for sample in samples)
+    for sample in samples:
+        assert (np.diff(token_versions(sample.versions)) >= 0).all()
+        expected = _expected_logprobs(sample, models)
+        np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)
 
 
 def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
@@ -120,34 +153,43 @@ def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
     return expected
 
 
+def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    models = _versions(model_dir, tmp_path)
+    backend = LocalBackend(ModelConfig(path=model_dir, dtype="float32"), LocalConfig(), "cpu")
+
+    async def collect() -> list[RolloutBatch]:
+        # Most responses are as long as they may be, so they would begin and end together.
+        config = _config(async_steps=1, max_response_tokens=60, local={"decode_steps_ahead": 25})
+        return await _collect(await backend.connect(), models, config, Rewards(equal=()))
+
+    batches = asyncio.run(collect())
+    assert sum(batch.stats.resumed_samples for batch in batches) > 0
+    _check(batches, models)
+
+
+@pytest.mark.sglang
 @pytest.mark.parametrize(("async_steps", "in_flight"), [(0, "abort"), (1, "abort"), (1, "retract")])
-def test_logprobs_are_those_of_each_tokens_own_version(
+def test_logprobs_of_a_server_are_those_of_each_tokens_own_version(
     server: SglangServer, model_dir: Path, tmp_path: Path, async_steps: int, in_flight: str
 ) -> None:
     models = _versions(model_dir, tmp_path)
-    config = RolloutConfig.model_validate(
-        {
-            "groups_per_step": 3,
-            "samples_per_group": 4,
-            "max_response_tokens": LONGEST,
-            "temperature": TEMPERATURE,
-            # One step ahead, what begins in step 1 is trained by the last step.
-            "oversample_groups": 9 if async_steps == 0 else 4,
-            "async_steps": async_steps,
-            "weight_sync": {"in_flight": in_flight},
-            "stream_tokens": 8,
-            "staleness": {"max_age": STEPS},  # batches wait for their scores
-        }
+    config = _config(
+        async_steps=async_steps,
+        # One step ahead, what begins in step 1 is trained by the last step.
+        oversample_groups=9 if async_steps == 0 else 4,
+        weight_sync={"in_flight": in_flight},
     )
+
+    async def collect() -> list[RolloutBatch]:
+        engines = clients_of([server.address], config, server.keys)
+        return await _collect(engines, models, config, PatientGrader())
+
     try:
-        batches = asyncio.run(_collect(server, models, config))
+        batches = asyncio.run(collect())
     finally:  # other tests expect its first weights
         with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
-    samples = [sample for batch in batches for sample in batch.samples]
     if in_flight == "abort":
         assert sum(batch.stats.resumed_samples for batch in batches) > 0
-    assert any(len(sample.versions) > 1 for sample in samples)
-    for sample in samples:
-        assert (np.diff(token_versions(sample.versions)) >= 0).all()
-        expected = _expected_logprobs(sample, models)
-        np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)
+    _check(batches, models)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -26,7 +27,9 @@ from tests.launch import run, start
 from tests.trainer.chaos import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from bapo_megatron.evaluation.samples import EvalSample
 
 WRITTEN = [
     sample(f"sums.jsonl:{row}", index, answer=str(row), response=response, reward=0.0)
@@ -163,15 +166,17 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
 NUM_SAMPLES = 60 * 16
 
 
-@pytest.fixture
-def aime(tmp_path: Path, shared_data: Path, random_model: Path) -> Path:
-    """AIME 2024 and 2025, 16 samples each, of a random model."""
-    path = tmp_path / "aime.yaml"
+@pytest.fixture(scope="module")
+def aime(
+    tmp_path_factory: pytest.TempPathFactory, shared_data: Path, random_model: Path
+) -> Callable[[str, Path], list[str]]:
+    """Arguments of ``eval``: AIME 2024 and 2025, 16 samples each, of a random model."""
+    path = tmp_path_factory.mktemp("aime") / "aime.yaml"
     path.write_text(
         yaml.safe_dump(
             {
                 "name": "aime",
-                "run_dir": str(tmp_path / "run"),
+                "run_dir": str(path.parent / "unused"),
                 "model": {"path": str(random_model), "dtype": "float32"},
                 "data": {"max_prompt_tokens": 2000},
                 "rollout": {"server": {"max_total_tokens": 65536, "mem_fraction": 0.3}},
@@ -190,7 +195,22 @@ def aime(tmp_path: Path, shared_data: Path, random_model: Path) -> Path:
             }
         )
     )
-    return path
+
+    def arguments(engine: str, run_dir: Path) -> list[str]:
+        return ["eval", str(path), f"rollout.engine={engine}", f"run_dir={run_dir}"]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    aime: Callable[[str, Path], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run directory of an evaluation on the local engine."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    result = run(aime("local", run_dir))
+    assert result.returncode == 0, result.stderr
+    return run_dir
 
 
 @pytest.fixture
@@ -210,12 +230,25 @@ def _lines(run_dir: Path) -> list[bytes]:
     return [line for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-@pytest.mark.sglang
+def _samples(run_dir: Path, year: int) -> list[EvalSample]:
+    """All samples of a set in one order, without times."""
+    samples = iterate_samples(run_dir / "eval" / f"aime{year}.jsonl")
+    return sorted(
+        (dataclasses.replace(each, elapsed_s=0.0) for each in samples), key=lambda each: each.key
+    )
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_sample(
-    aime: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    aime: Callable[[str, Path], list[str]],
+    uninterrupted: Path,
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
+    engine: str,
 ) -> None:
     run_dir = tmp_path / "run"
-    process = start(["eval", str(aime)])
+    arguments = aime(engine, run_dir)
+    process = start(arguments)
     started.append(process)
     wait_for(process, lambda: len(_lines(run_dir)) >= NUM_SAMPLES // 3, "a third of the samples")
     children = psutil.Process(process.pid).children(recursive=True)
@@ -228,16 +261,17 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     before = _lines(run_dir)
     assert NUM_SAMPLES // 3 <= len(before) < NUM_SAMPLES
 
-    resumed = run(["eval", str(aime), "--resume"])
+    resumed = run([*arguments, "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert f"in all {NUM_SAMPLES - len(before):,} samples" in resumed.stderr
     after = _lines(run_dir)
     assert len(after) == NUM_SAMPLES
     assert set(before) <= set(after)
     for year in (24, 25):
-        path = run_dir / "eval" / f"aime{year}.jsonl"
-        keys = sorted(entry.key for entry in iterate_samples(path))
-        assert keys == sorted((f"aime{year}.parquet:{r}", i) for r in range(30) for i in range(16))
+        samples = _samples(run_dir, year)
+        assert [each.key for each in samples] == sorted(
+            (f"aime{year}.parquet:{row}", index) for row in range(30) for index in range(16)
+        )
     results = json.loads((run_dir / "eval.json").read_text())
     assert [entry["name"] for entry in results] == ["aime24", "aime25"]
     for entry in results:
@@ -252,8 +286,22 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
         ]
         assert entry["wall_s"] > 0
 
-    # Everything is there: no server is needed any more, and the tables are the same.
-    again = run(["eval", str(aime), "--resume", "rollout.servers=['http://127.0.0.1:1']"])
-    assert again.returncode == 0, again.stderr
-    assert again.stdout == resumed.stdout
-    assert json.loads((run_dir / "eval.json").read_text()) == results
+    if engine == "local":
+        for year in (24, 25):
+            # The rest was computed in other batches: a last bit may differ, nearly never a token.
+            pairs = zip(_samples(run_dir, year), _samples(uninterrupted, year), strict=True)
+            assert sum(one != other for one, other in pairs) <= 1
+        # Everything is there: no engine is needed any more, and the tables are the same.
+        nobody = "rollout.servers=['http://127.0.0.1:1']"
+        again = run([*aime("sglang", run_dir), "--resume", nobody])
+        assert again.returncode == 0, again.stderr
+        assert again.stdout == resumed.stdout
+        assert json.loads((run_dir / "eval.json").read_text()) == results
+
+    compared = run(["compare", str(uninterrupted), str(run_dir), "--json", "--resamples", "200"])
+    assert compared.returncode == 0, compared.stderr
+    for comparison in json.loads(compared.stdout):
+        assert comparison["num_problems"] == 30
+        # A random model is never right, whatever samples from it.
+        assert {score["first"] for score in comparison["scores"]} == {0.0}
+        assert {score["second"] for score in comparison["scores"]} == {0.0}

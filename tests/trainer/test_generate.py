@@ -132,10 +132,13 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
     return path
 
 
-@pytest.mark.sglang
-def test_batches_are_dumped_counted_and_drawn_as_a_timeline(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
+    config: Path, tmp_path: Path, engine: str
+) -> None:
     run_dir = tmp_path / "run"
-    result = run(["generate", str(config), f"run_dir={run_dir}", "--steps", "2"])
+    arguments = ["generate", str(config), f"run_dir={run_dir}", f"rollout.engine={engine}"]
+    result = run([*arguments, "--steps", "2"])
     assert result.returncode == 0, result.stdout + result.stderr
     batches = [read_batch(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in range(2)]
     names = ["step_000000.parquet", "step_000001.parquet"]
@@ -162,15 +165,15 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(config: Path, tmp_pa
     tokens = sum(e["args"].get("tokens", 0) for e in slices if e["name"].startswith("decode"))
     assert tokens <= batches[0].stats.generated_tokens
 
-    again = run(["generate", str(config), f"run_dir={run_dir}"])
+    again = run(arguments)
     assert again.returncode == 1
     assert f"{run_dir / 'rollouts'} already holds rollouts; change run_dir" in again.stderr
 
 
-@pytest.mark.sglang
 def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(["generate", str(config), f"run_dir={run_dir}", "--steps", "100000"])
+    arguments = ["generate", str(config), f"run_dir={run_dir}", "rollout.engine=local"]
+    process = start([*arguments, "--steps", "100000"])
     deadline_s = time.monotonic() + 240
     while not list((run_dir / "rollouts").glob("step_*.parquet")):
         assert process.poll() is None, process.communicate()

@@ -162,3 +162,41 @@ def test_what_is_sampled_ahead_is_older_by_what_was_asked_for(finished: dict[str
     for row in lag:
         steps_old = min(row["step"], 2)
         assert row["rollout/age_mean"] == row["rollout/age_max"] == 2 * steps_old
+
+
+def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
+    configs: dict[str, Path], shared_data: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    sets = ", ".join(
+        f"{{path: {shared_data / f'aime{year}.parquet'}, answer_column: reward_model.ground_truth}}"
+        for year in (24, 25)
+    )
+    _train(
+        configs,
+        "ahead",
+        run_dir,
+        f"data.train.path={shared_data / 'gsm8k_train.jsonl'}",
+        "data.train.prompt_column=question",
+        "data.max_prompt_tokens=2000",
+        "algorithm.entropy_coefficient=0",
+        "algorithm.updates_per_batch=1",
+        "train.max_tokens_per_micro_batch=4096",
+        "reward.functions=[{name: math, function: math}]",
+        "checkpoint.every_steps=0",
+        f"eval.sets=[{sets}]",
+        "model.dtype=bfloat16",
+    )
+    rows = steps(run_dir)
+    assert len(rows) == STEPS
+    for row in rows:
+        # A random model is never right: no group is mixed, so nothing may be updated.
+        assert row["train/skipped_updates"] == (0.0 if row["reward/mixed_groups"] else 1.0)
+        assert row["train/updates"] + row["train/skipped_updates"] == 1.0
+        assert 0 <= row["reward/solved_groups"] <= 1
+    last = read_metrics(run_dir / "metrics.jsonl")[-1]
+    for year in (24, 25):
+        assert last[f"eval/aime{year}/avg_at_k"] == 0.0
+        assert last[f"eval/aime{year}/pass_at_k"] == 0.0
+        samples = run_dir / "eval" / f"step_{STEPS - 1:06d}_aime{year}.jsonl"
+        assert len(samples.read_text().splitlines()) == 30 * 2

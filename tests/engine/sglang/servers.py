@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,8 @@ class SglangRelease:
     """A version of SGLang, and one of its ways to stream."""
 
     version: str
-    variable: str = ""
-    """Environment variable with the directory that holds it; empty for the installed one."""
+    is_installed: bool = True
+    """It is the environment's own; else it has a folder there (requirements/older_sglang.sh)."""
     is_incremental: bool = True
 
     @property
@@ -49,11 +50,11 @@ class SglangRelease:
     def running(self, model_dir: Path, run_dir: Path) -> Iterator[SglangServer]:
         """Run a server of it; skips the test where it is not there."""
         with pytest.MonkeyPatch.context() as patch:
-            if self.variable:
-                directory = os.environ.get(self.variable)
-                if directory is None:
-                    pytest.skip(f"{self.variable} names no directory with SGLang {self.version}")
-                patch.setenv("PYTHONPATH", str(Path(directory).absolute()), prepend=os.pathsep)
+            if not self.is_installed:
+                folder = Path(sys.prefix) / f"sglang-{self.version}"
+                if not (folder / ".complete").exists():
+                    pytest.skip(f"no {folder}; run requirements/older_sglang.sh {sys.prefix}")
+                patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
             server_class = SglangServer if self.is_incremental else CumulativeServer
             with running(make_server(model_dir, run_dir, server_class)) as server:
                 yield server
@@ -68,8 +69,8 @@ class CumulativeServer(SglangServer):
 
 
 RELEASES = [
-    SglangRelease(version, variable, is_incremental)
-    for version, variable in (("0.5.21", ""), ("0.5.20", "BAPO_TEST_SGLANG_0_5_20"))
+    SglangRelease(version, is_installed, is_incremental)
+    for version, is_installed in (("0.5.21", True), ("0.5.20", False))
     for is_incremental in (True, False)
 ]
 

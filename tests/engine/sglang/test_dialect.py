@@ -50,7 +50,7 @@ def running(
 ) -> Iterator[Running]:
     """A server of each version."""
     release = request.param
-    if not release.variable:  # the server that other tests have started
+    if release.is_installed:  # the server that other tests have started
         yield release, request.getfixturevalue("server")
         return
     with release.running(model_dir, tmp_path_factory.mktemp("server")) as server:
