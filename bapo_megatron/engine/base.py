@@ -181,7 +181,10 @@ class Engine(Protocol):
 
     @property
     def address(self) -> str:
-        """Names the engine: ``http://host:port`` of a server."""
+        """Names the engine: ``http://host:port``, or a word without a host for one in this process.
+
+        Weights reach the latter over the loopback, by gloo.
+        """
         ...
 
     @property
@@ -202,7 +205,7 @@ class Engine(Protocol):
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """Sample once, in pieces; returns when ``sink`` has the last one.
 
-        It may take any time: whether the engine still works is seen to by who calls ``give_up``.
+        It has no time limit; the caller watches the engine and calls ``give_up``.
         Cancelled, it leaves nothing of the request behind.
         """
         ...
@@ -280,7 +283,7 @@ class Stepper(Protocol):
     decode steps, never in seconds, and two runs with one seed are equal bit for bit.
     """
 
-    async def decode(self, most_steps: int) -> int:
+    async def decode(self, max_steps: int) -> int:
         """Sample up to so many tokens of each of the engine's requests, and hand them out.
 
         Fewer only where no request is left. Which requests are together in a step depends on the

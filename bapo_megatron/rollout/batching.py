@@ -180,7 +180,7 @@ class BatchCollector:
             self._started_s = time.monotonic()  # generation starts: time counts from now
         with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
             await self._end_ahead()
-            self._check_lag(version)
+            self._check_lag(step, num_new, version)
             num_wanted = num_new if self._config.fixed_lag is not None else num_new + ahead
             self._give_up_stale(version)
             self._go_on(num_wanted)
@@ -242,6 +242,7 @@ class BatchCollector:
             "buffer": buffer_to_json(self._buffer),
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
+            "fixed_lag": self._config.fixed_lag,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -255,6 +256,11 @@ class BatchCollector:
         nothing = _Totals(dropped=dict(self._buffer.dropped))
         self._before = nothing.since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
+        if state["fixed_lag"] != self._config.fixed_lag:
+            raise ValueError(
+                f"rollout.fixed_lag: was {state['fixed_lag']} when the samples were saved and is "
+                f"{self._config.fixed_lag} now; resume with the same value"
+            )
         size, longest = self._config.samples_per_group, self._config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
         for saved in (*self._buffer, *earlier):
@@ -322,20 +328,25 @@ class BatchCollector:
         With a fixed lag all groups are completed by the weights that are there; an engine that is
         driven makes a fixed number of decode steps, or fewer where no request is left.
         """
-        self._go_on(num_groups)
-        if self._config.fixed_lag is not None:
-            while not all(group.is_finished for group in self._buffer):
-                if self._pool.needs_weights:
-                    break  # ``_check_lag`` says it, unless the same weights come again
-                await self._advance()
-        else:
-            assert self._driver is not None, "others go on until they are paused"
-            remaining = self._config.decode_steps_ahead
-            while remaining and (made := await self._driver.drive(min(BURST, remaining))):
-                remaining -= made
-                self._give_up_stale(version)
-                self._go_on(num_groups)
-        await self._stop()
+        try:
+            self._go_on(num_groups)
+            if self._config.fixed_lag is not None:
+                while not all(group.is_finished for group in self._buffer):
+                    if self._pool.needs_weights:
+                        break  # ``_check_lag`` says it, unless the same weights come again
+                    await self._advance()
+            else:
+                assert self._driver is not None, "others go on until they are paused"
+                remaining = self._config.decode_steps_ahead
+                while remaining and (made := await self._driver.drive(min(BURST, remaining))):
+                    remaining -= made
+                    self._give_up_stale(version)
+                    self._go_on(num_groups)
+            await self._stop()
+        except Exception:
+            # A push, an evaluation and a checkpoint may come before the failure is told.
+            await self._generation.stop()
+            raise
 
     async def _end_ahead(self) -> None:
         """Wait for what was generated ahead.
@@ -349,22 +360,30 @@ class BatchCollector:
             ahead, self._ahead = self._ahead, None
             ahead.result()
 
-    def _check_lag(self, version: int) -> None:
-        """With a fixed lag, responses are continued by the weights that began them.
+    def _check_lag(self, step: int, num_new: int, version: int) -> None:
+        """With a fixed lag, the weights that began responses continue them, as far ahead as asked.
 
         Raises:
-            RolloutError: These are gone.
+            RolloutError: They are gone, or nothing was generated ahead.
         """
+        sampled, self._sampled_version = self._sampled_version, version
+        if self._config.fixed_lag is None:
+            return
         unfinished = sum(not group.is_finished for group in self._buffer)
-        is_other = self._sampled_version not in (None, version)
-        if self._config.fixed_lag is not None and unfinished and is_other:
+        if unfinished and sampled not in (None, version):
+            self._sampled_version = sampled
             raise RolloutError(
                 "rollout.fixed_lag: all groups must be complete before new weights are pushed, got "
-                f"{unfinished} unfinished ones of version {self._sampled_version} with version "
-                f"{version}: no server held these weights any more; continue from an earlier "
-                "checkpoint, or without rollout.fixed_lag"
+                f"{unfinished} unfinished ones of version {sampled} with version {version}: no "
+                "engine held these weights any more; continue from an earlier checkpoint, or "
+                "without rollout.fixed_lag"
             )
-        self._sampled_version = version
+        if step > 0 and self._selection.num_to_draw(num_new):
+            raise RolloutError(
+                f"rollout.fixed_lag: the groups of step {step} must have been sampled "
+                f"{self._config.fixed_lag} steps before, got {len(self._buffer)} in the "
+                "checkpoint; resume with the train.steps of the run that saved it"
+            )
 
     def _form(
         self,

@@ -151,7 +151,14 @@ class EngineStates:
 
     async def admit(self, pooled: PooledEngine) -> None:
         """See ``health.HealthListener``."""
-        pooled.num_ranks = (await pooled.engine.capabilities()).num_ranks
+        capabilities = await pooled.engine.capabilities()
+        pooled.num_ranks = capabilities.num_ranks
+        method = self._config.weight_sync.method
+        if method not in capabilities.methods:
+            raise RolloutError(
+                f"rollout.weight_sync.method: must be {' or '.join(sorted(capabilities.methods))} "
+                f"for {pooled.address}, got {method}; set it"
+            )
         if not self.memory_is_away:  # else it would crash; it was checked when it was started first
             await pooled.engine.check(self._needs)
 

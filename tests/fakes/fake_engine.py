@@ -57,7 +57,7 @@ class FakeEngine:
         return "0"
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        return Capabilities(1, frozenset({"abort"}), frozenset({"disk"}))
+        return Capabilities(1, frozenset({"abort"}), frozenset({"broadcast", "disk"}))
 
     async def check(self, needs: Needs) -> None:
         self.needs: Any = needs

@@ -135,12 +135,12 @@ class SteppedPool:
             if not request.ended.done():
                 request.ended.set_exception(ServerGoneError("it is gone"))
 
-    async def decode(self, most_steps: int) -> int:
+    async def decode(self, max_steps: int) -> int:
         """``engine.base.Stepper``."""
         await asyncio.sleep(self.burst_s or self._delays.choice((0, 0, 0.0005)))
         running = [request for request in self.requests if not request.ended.done()]
         num_steps = 0
-        while num_steps < most_steps and running:
+        while num_steps < max_steps and running:
             rows = running[: self._max_rows]
             batch = [request.seed for request in rows]
             for row, request in enumerate(rows):

@@ -99,9 +99,10 @@ def test_what_fails_beside_the_training_fails_the_next_batch() -> None:
         await setup.batches.collect(0, deliver)
         setup.rewards.failing = group_of(setup.pool.requests[-1])
         setup.pool.stop_interval = 1
-        await setup.batches.pause()
+        assert await setup.batches.pause() is False
         setup.pool.version = 1
         await setup.batches.resume()
+        assert setup.pool.requests == [], "an evaluation finds the engine for itself"
         setup.batches.state()
         num_bursts = len(setup.pool.bursts)
         with pytest.raises(RewardError, match="the grader is gone"):

@@ -344,7 +344,7 @@ def test_a_server_of_more_ranks_gets_more_requests() -> None:
 class NoStepper:
     """Is there, that is all."""
 
-    async def decode(self, most_steps: int) -> int:
+    async def decode(self, max_steps: int) -> int:
         return 0
 
 

@@ -127,3 +127,25 @@ def test_the_same_weights_again_complete_the_groups() -> None:
         await setup.batches.close()
 
     play(scene)
+
+
+def test_what_was_sampled_for_another_lag_or_run_is_refused() -> None:
+    async def scene() -> None:
+        setup = Setup(fixed_lag=1)
+        await collect(setup, 0)
+        await complete(setup)
+        await setup.batches.wait_for_ahead()
+        state = json.dumps(setup.batches.state())
+        await setup.batches.close()
+        with pytest.raises(ValueError, match=r"^rollout\.fixed_lag: was 1 .* and is 2 now; resume"):
+            Setup(fixed_lag=2).batches.restore(json.loads(state))
+        # As at the end of a run, which samples nothing ahead, and is made longer.
+        ended = Setup(fixed_lag=1)
+        ended.batches.restore({**json.loads(state), "buffer": Setup().batches.state()["buffer"]})
+        message = (
+            r"^rollout\.fixed_lag: the groups of step 1 must .* got 0 .*; resume with the train"
+        )
+        with pytest.raises(RolloutError, match=message):
+            await ended.batches.collect(1, deliver)
+
+    play(scene)

@@ -116,7 +116,6 @@ class LocalEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-engine")
         self._is_paused = False
         self._is_closed = False
-        self._decoding_since_s: float | None = None
 
     @property
     def address(self) -> str:
@@ -135,10 +134,8 @@ class LocalEngine:
 
     @property
     def silence_s(self) -> float:
-        """For how long the running ``decode`` has handed out nothing."""
-        if self._decoding_since_s is None or not self._flights:
-            return 0.0
-        return asyncio.get_running_loop().time() - self._decoding_since_s
+        """0: whoever drives it waits for it, and no other process could be stuck."""
+        return 0.0
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """Sample once; ``decode`` hands out the pieces.
@@ -168,7 +165,7 @@ class LocalEngine:
             self._flights.pop(number, None)
             response.is_cancelled = True
 
-    async def decode(self, most_steps: int) -> int:
+    async def decode(self, max_steps: int) -> int:
         """Sample up to so many tokens of each request; none while paused.
 
         Raises:
@@ -183,15 +180,13 @@ class LocalEngine:
             arrived, self._arrived = self._arrived, []
             self._decoder.add(arrived)
             self._decoder.drop_cancelled()
-            self._decoding_since_s = asyncio.get_running_loop().time()
             try:
-                return await self._compute(lambda: self._decoder.run(most_steps))
+                return await self._compute(lambda: self._decoder.run(max_steps))
             except RolloutError as error:
                 self._decoder.clear()
                 self._end_all(error)
                 raise
             finally:
-                self._decoding_since_s = None
                 for flight in self._open_flights():
                     self._hand_out(flight, flight.response.reason)
 
@@ -207,6 +202,9 @@ class LocalEngine:
             async with _within(timeout_s, "abort"), self._turn:
                 for flight in self._open_flights():
                     self._hand_out(flight, FinishReason.ABORT)
+                self._decoder.clear()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # the trainer may be on the same GPU
         except ServerGoneError as error:
             self._end_all(error)
 
