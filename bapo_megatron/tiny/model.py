@@ -1,6 +1,6 @@
 """A tiny Qwen2 in plain torch whose parameters carry Hugging Face's names.
 
-transformers' own class imports torchvision, whose wheel does not load beside a CPU build of torch.
+Warming up is one loop over it, without transformers' import.
 """
 
 from __future__ import annotations
