@@ -43,8 +43,8 @@ class SamplingSettings:
     top_k: int = -1
     """-1: all tokens."""
     seed: int | None = None
-    """Of this response, over all requests that it takes; an engine that cannot repeat a response
-    does not look at it."""
+    """One for the response, over all requests that it takes; an engine that cannot repeat a
+    response ignores it."""
 
 
 def sample_seed(*identity: str | int) -> int:
@@ -128,7 +128,7 @@ class CompletionSink:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the last piece; ABORT if there is none."""
+        """The last piece's; ABORT if there is none."""
         return self._parts[-1].finish_reason if self._parts else FinishReason.ABORT
 
     def completion(self) -> Completion:
@@ -315,7 +315,7 @@ class GroupPlace:
     backend: str
     """``nccl`` or ``gloo``."""
     first_rank: int
-    """Of the engine's ranks; the trainer is rank 0."""
+    """The engine's first rank in the group; the trainer is rank 0."""
     world_size: int
 
 

@@ -23,7 +23,7 @@ BURST = 16
 their places, after it: more steps leave places empty, fewer let the engine wait for graders more
 often. What a run samples depends on it, so it is no setting."""
 _MAX_TURNS = 8
-"""Of the event loop; a new task is inside the engine after the first."""
+"""Turns of the event loop; a new task is inside the engine after the first."""
 _REPORT_INTERVAL_S = 0.5
 
 

@@ -79,7 +79,7 @@ class Placed:
     """Which rows start with what a prefill computed."""
 
     layers: list[Layer]
-    """Of the prefill."""
+    """What the prefill computed."""
     rows: list[int]
     """[R] rows of the cache."""
     inputs: list[int]

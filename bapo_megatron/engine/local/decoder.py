@@ -38,11 +38,11 @@ _TAPE_STEPS = 64
 _MIN_FREE_COLUMNS = 64
 """A new cache has room for so many steps, or as many as it has columns, if they may be needed."""
 _PREFILL_TOKENS = 16384
-"""Of one forward pass, with padding; a longer input has one of its own."""
+"""Most in one forward pass, padding included; a longer input gets a pass of its own."""
 _SCORED_POSITIONS = 512
 """Whose logits are there at once."""
 _ADMITTED_SHARE = 8
-"""Of ``max_rows``: the fewest that are admitted together while others wait."""
+"""While others wait, at least ``max_rows`` / 8 responses are admitted together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class Response:
     settings: SamplingSettings
     uniforms: Uniforms
     position: int
-    """Of the next token in the response, over all its requests."""
+    """The next token's position in the response, over all its requests."""
     remaining: int
     """How many tokens may still be sampled."""
     reason: FinishReason | None = None

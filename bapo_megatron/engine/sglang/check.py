@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LAST_PORT = 65535
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
-"""Of SGLang, and the variables that take their place."""
+"""SGLang's arguments for keys, and the variables that take their place."""
 
 
 def check_servers(config: RunConfig) -> None:

@@ -33,7 +33,7 @@ class ServerInfo:
     """How a server was started; does not change while it runs."""
 
     version: str
-    """Of SGLang."""
+    """SGLang's version."""
     tensor_ranks: int
     """Ranks that share each layer; what joins a group for weights."""
     pipeline_ranks: int
