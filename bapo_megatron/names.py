@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from typing import Any
 
 _MAX_TEXT = 200
@@ -14,12 +15,13 @@ class LoadError(ValueError):
     """The named object cannot be loaded; the message says why and what to do."""
 
 
-def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
-    """Import what ``package.module:attribute`` names.
+def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "functions") -> Any:
+    """Import what ``package.module:attribute`` names; ``Class.method`` is an attribute as well.
 
     Args:
         name: The name; the current directory and PYTHONPATH are searched.
         memory_remedy: What to do where the import runs out of memory.
+        kind: What the module should have, in the plural, for the message where it has not.
 
     Raises:
         LoadError: The module cannot be imported, or lacks the attribute.
@@ -35,10 +37,10 @@ def load_named(name: str, *, memory_remedy: str = "free memory") -> Any:
             remedy = memory_remedy
         raise LoadError(f"cannot import {module_name}: {shown(error)}; {remedy}") from error
     try:
-        return getattr(module, attribute)
+        return operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise LoadError(
-            f"module {module_name} has no '{attribute}'; name one of its functions"
+            f"module {module_name} has no '{attribute}'; name one of its {kind}"
         ) from error
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
 
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_FUNCTION = re.compile(f"{_DOTTED}:{_DOTTED}")
 SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
 """What may be added to the rewards of training samples, by the names of its keys and metrics."""
 
@@ -59,7 +60,8 @@ class RewardFunctionConfig(Section):
     weight: float = 1.0
     """Factor of its reward in the sum."""
     function: str | None = None
-    """``math``, or ``package.module:function``; runs in the worker processes."""
+    """``math``, or ``package.module:function``; runs in the worker processes. A static
+    method is ``package.module:Class.method``."""
     url: str | None = None
     """Of an HTTP service, in place of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,11 @@ class SampleFacts:
     finish_reason: str = "stop"
     """``stop``, or ``length`` for a truncated response."""
     num_tokens: int = 0
-    """Tokens of the response."""
+    """Tokens of the response, of all turns and of what the environment wrote between them."""
+    num_turns: int = 1
+    """Turns of the policy."""
+    environment_tokens: int = 0
+    """Those of ``num_tokens`` that the environment wrote."""
 
     @property
     def is_truncated(self) -> bool:
@@ -55,12 +59,18 @@ class Response:
     """One response with everything that may be used to score it."""
 
     text: str
-    """The decoded response; anything a model can write."""
+    """The decoded response, of several turns the last one: what the policy wrote, never what an
+    environment did; anything a model can write."""
     answer: str
     """The reference answer, as ``Prompt.answer`` holds it."""
     sample: SampleFacts = SampleFacts()
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the prompt's row in its data file."""
+    turns: tuple[str, ...] = ()
+    """The texts of the policy and of the environment by turns, in order; the last is ``text``.
+    Empty where there is one turn only."""
+    state: Any = None
+    """The last state of the environment, a JSON value."""
 
 
 Result = float | Score | Mapping[str, Any]
@@ -69,8 +79,13 @@ further numbers, which become metrics."""
 
 RewardFunction = Callable[..., Result | Awaitable[Result]]
 """Scores one response, in a worker process, where it may take long or crash. It is called with
-those of ``response``, ``answer``, ``sample`` and ``row`` that its parameters name; it may be
-``async``."""
+those of ``response``, ``answer``, ``sample``, ``row``, ``turns`` and ``state`` that its parameters
+name; it may be ``async``."""
+
+GroupFunction = Callable[..., Sequence[Result] | Awaitable[Sequence[Result]]]
+"""Scores the responses to one prompt together, in their order. It is called with those of
+``responses``, ``samples``, ``states``, ``rewards``, ``answer`` and ``row`` that its parameters
+name, at least one of the first four. Otherwise it is like a ``RewardFunction``."""
 
 
 class RewardError(RuntimeError):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from bapo_megatron.reward.base import FunctionFailedError, Score
+from bapo_megatron.reward.base import FunctionFailedError, RewardError, Score
 from bapo_megatron.reward.http_service import HttpReward
 from bapo_megatron.reward.pool import RewardPool
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Sequence
+
     from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
     from bapo_megatron.reward.base import Response
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Rewards:
@@ -40,6 +43,8 @@ class Rewards:
             for entry in config.functions
             if entry.url is not None
         }
+        self._of_one: tuple[RewardFunctionConfig, ...] = config.functions
+        self._of_groups: tuple[RewardFunctionConfig, ...] = ()
         self._has_failed = False
 
     async def __aenter__(self) -> Self:
@@ -48,14 +53,42 @@ class Rewards:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
+    @property
+    def sees_groups(self) -> bool:
+        """Whether a function scores whole groups, so that ``score_group`` is needed.
+
+        Known after ``start``.
+        """
+        return bool(self._of_groups)
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the functions that score whole groups, as configured; known after ``start``."""
+        return tuple(entry.name for entry in self._of_groups)
+
+    def require_single(self) -> None:
+        """Hold the rule of evaluations, whose samples are scored one by one; after ``start``.
+
+        Raises:
+            RewardError: Every function scores whole groups.
+        """
+        if not self._of_one:
+            raise RewardError(
+                "eval.functions: must have one that scores a single response, got "
+                f"{', '.join(self.group_names)}, which evaluations leave out; name one"
+            )
+
     async def start(self) -> None:
         """Load the functions in one worker, so that what cannot be loaded is found now.
 
         Raises:
             RewardError: A function cannot be imported or called.
         """
-        if any(":" in (entry.function or "") for entry in self._config.functions):
-            await self.pool.start()
+        entries = self._config.functions
+        if any(":" in (entry.function or "") for entry in entries):
+            of_groups = await self.pool.start()
+            self._of_groups = tuple(entry for entry in entries if entry.function in of_groups)
+            self._of_one = tuple(entry for entry in entries if entry.function not in of_groups)
 
     async def close(self) -> None:
         """End every worker and connection. Safe to call twice."""
@@ -64,37 +97,42 @@ class Rewards:
         )
 
     async def score(self, response: Response) -> Score:
-        """Σ weight · reward over all functions, without shaping.
+        """Σ weight · reward over the functions that see one response, without shaping.
 
         Answer, ``answer_found`` and ``reason`` are those of the first function.
 
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
-        entries = self._config.functions
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._score_one(entry, response)) for entry in entries]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        scores = [task.result() for task in running]
-        components: dict[str, float] = {}
-        metrics: dict[str, float] = {}
-        for entry, score in zip(entries, scores, strict=True):
-            components[entry.name] = score.reward
-            metrics |= {f"{entry.name}/{name}": value for name, value in score.metrics.items()}
-        return Score(
-            reward=sum(
-                entry.weight * score.reward for entry, score in zip(entries, scores, strict=True)
-            ),
-            answer_found=scores[0].answer_found,
-            extracted=scores[0].extracted,
-            timed_out=any(score.timed_out for score in scores),
-            reason=scores[0].reason,
-            components=components,
-            metrics=metrics,
-            failed=any(score.failed for score in scores),
-        )
+        entries = self._of_one
+        scores = await _all(self._score_one(entry, response) for entry in entries)
+        return _add(scores[0] if scores else Score(0.0), Score(0.0), entries, scores)
+
+    async def score_group(
+        self, responses: Sequence[Response], scores: Sequence[Score]
+    ) -> list[Score]:
+        """Add Σ weight · reward over the functions that see whole groups.
+
+        Args:
+            responses: All responses to one prompt, at least one.
+            scores: What ``score`` gave for each.
+
+        Returns:
+            The whole score of each. Answer, ``answer_found`` and ``reason`` are as before, or those
+            of the first function if none sees one response.
+
+        Raises:
+            RewardError: As by ``score``.
+        """
+        entries = self._of_groups
+        rewards = [score.reward for score in scores]
+        groups = await _all(self._score_group(entry, responses, rewards) for entry in entries)
+        added = []
+        for number, before in enumerate(scores):
+            more = [group[number] for group in groups]
+            first = more[0] if more and not self._of_one else before
+            added.append(_add(first, before, entries, more))
+        return added
 
     async def _score_one(self, entry: RewardFunctionConfig, response: Response) -> Score:
         try:
@@ -102,9 +140,55 @@ class Rewards:
                 return await self._services[entry.name].score(response)
             return await self.pool.score(response, function=entry.function)
         except FunctionFailedError as error:
-            if self._config.on_error == "raise":
-                raise
-            if not self._has_failed:
-                _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
-            self._has_failed = True
-            return Score(reward=0.0, answer_found=False, reason="error", failed=True)
+            return self._score_of_failure(error)
+
+    async def _score_group(
+        self,
+        entry: RewardFunctionConfig,
+        responses: Sequence[Response],
+        rewards: Sequence[float],
+    ) -> list[Score]:
+        assert entry.function is not None, "services score one response"
+        try:
+            return await self.pool.score_group(responses, rewards, entry.function)
+        except FunctionFailedError as error:
+            return [self._score_of_failure(error)] * len(responses)
+
+    def _score_of_failure(self, error: FunctionFailedError) -> Score:
+        if self._config.on_error == "raise":
+            raise error
+        if not self._has_failed:
+            _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
+        self._has_failed = True
+        return Score(reward=0.0, answer_found=False, reason="error", failed=True)
+
+
+def _add(
+    first: Score, before: Score, entries: Sequence[RewardFunctionConfig], scores: Sequence[Score]
+) -> Score:
+    """A sum of weighted scores, with the answer of ``first``."""
+    components, metrics = dict(before.components), dict(before.metrics)
+    for entry, score in zip(entries, scores, strict=True):
+        components[entry.name] = score.reward
+        metrics |= {f"{entry.name}/{name}": value for name, value in score.metrics.items()}
+    return Score(
+        reward=before.reward
+        + sum(entry.weight * score.reward for entry, score in zip(entries, scores, strict=True)),
+        answer_found=first.answer_found,
+        extracted=first.extracted,
+        timed_out=before.timed_out or any(score.timed_out for score in scores),
+        reason=first.reason,
+        components=components,
+        metrics=metrics,
+        failed=before.failed or any(score.failed for score in scores),
+    )
+
+
+async def _all(running: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """The results of all, or the first error."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(coroutine) for coroutine in running]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [task.result() for task in started]

@@ -9,19 +9,24 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.names import LoadError, load_named
-from bapo_megatron.reward.base import Result, RewardFunction, SampleFacts, Score
+from bapo_megatron.reward.base import GroupFunction, RewardFunction, Score
 
 if TYPE_CHECKING:
     import asyncio
 
-PARAMETERS = ("response", "answer", "sample", "row")
-"""What a function may ask for, by the names of its parameters."""
+    from bapo_megatron.reward.base import Response
 
+PARAMETERS = ("response", "answer", "sample", "row", "turns", "state")
+"""What a function of one response may ask for, by the names of its parameters."""
+GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row")
+"""What a function of a whole group may ask for."""
+
+_SHARED = ("answer", "row")
 _LONGEST_TEXT = 200
 _MOST_METRICS = 32
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -36,26 +41,76 @@ class LoadedFunction:
     """A reward function and what it asks for."""
 
     name: str
-    function: RewardFunction
+    function: RewardFunction | GroupFunction
     parameters: tuple[str, ...]
+    sees_groups: bool
+    """Whether it scores the responses to a prompt together."""
 
-    def __call__(
+    def score(self, loop: asyncio.AbstractEventLoop, response: Response) -> Score:
+        """Score one response; runs the function's coroutine, if it returns one, in ``loop``.
+
+        Raises:
+            ValueError: It returns what is no reward, or sees whole groups.
+        """
+        if self.sees_groups:
+            raise ValueError(
+                f"it asks for {', '.join(self.parameters)}: it scores a whole group of responses, "
+                "and was given one"
+            )
+        return as_score(
+            self._call(
+                loop,
+                {
+                    "response": response.text,
+                    "answer": response.answer,
+                    "sample": response.sample,
+                    "row": response.row,
+                    "turns": list(response.turns) or [response.text],
+                    "state": response.state,
+                },
+            )
+        )
+
+    def score_group(
         self,
         loop: asyncio.AbstractEventLoop,
-        response: str,
-        answer: str,
-        sample: SampleFacts,
-        row: Mapping[str, Any],
-    ) -> Score:
-        """Score one response; runs the function's coroutine, if it returns one, in ``loop``."""
-        given = {"response": response, "answer": answer, "sample": sample, "row": row}
-        result = self.function(**{name: given[name] for name in self.parameters})
-        if inspect.isawaitable(result):
-            result = loop.run_until_complete(_wait(result))
-        return as_score(result)
+        responses: Sequence[Response],
+        rewards: Sequence[float],
+    ) -> list[Score]:
+        """Score the responses to one prompt, in their order, as ``score`` does one.
+
+        Raises:
+            ValueError: It returns what are no rewards, or not one for each response.
+        """
+        results = self._call(
+            loop,
+            {
+                "responses": [response.text for response in responses],
+                "samples": [response.sample for response in responses],
+                "states": [response.state for response in responses],
+                "rewards": list(rewards),
+                "answer": responses[0].answer,
+                "row": responses[0].row,
+            },
+        )
+        if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
+            raise ValueError(
+                f"it must return a list with one reward for each response, got "
+                f"{type(results).__name__}"
+            )
+        if len(results) != len(responses):
+            raise ValueError(
+                f"it must return one reward for each of {len(responses)} responses, got "
+                f"{len(results)}"
+            )
+        return [as_score(result) for result in results]
+
+    def _call(self, loop: asyncio.AbstractEventLoop, given: Mapping[str, Any]) -> Any:
+        result: Any = self.function(**{name: given[name] for name in self.parameters})
+        return loop.run_until_complete(_wait(result)) if inspect.isawaitable(result) else result
 
 
-async def _wait(result: Awaitable[Result]) -> Result:
+async def _wait(result: Awaitable[Any]) -> Any:
     return await result
 
 
@@ -63,7 +118,7 @@ def load(name: str) -> LoadedFunction:
     """Find a function and check that it can be called.
 
     Args:
-        name: A key of ``BUILT_IN``, or ``package.module:function``.
+        name: A key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``.
 
     Raises:
         LoadError: It is not there, cannot be imported, or asks for something unknown.
@@ -73,27 +128,37 @@ def load(name: str) -> LoadedFunction:
         raise LoadError(
             f"must name a function, got {type(function).__name__}; name a function of the module"
         )
-    return LoadedFunction(name, function, _parameters(function))
+    parameters = _parameters(function)
+    sees_groups = any(name not in PARAMETERS for name in parameters)
+    return LoadedFunction(name, function, parameters, sees_groups)
 
 
-def _parameters(function: RewardFunction) -> tuple[str, ...]:
-    """Which of ``PARAMETERS`` to pass, by keyword."""
+def _parameters(function: RewardFunction | GroupFunction) -> tuple[str, ...]:
+    """Which of ``PARAMETERS`` or ``GROUP_PARAMETERS`` to pass, by keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise LoadError(f"its parameters cannot be read ({error}); write it in Python") from error
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return PARAMETERS
-    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    needed = [p.name for p in parameters if p.default is p.empty and p.name in names]
-    unknown = [name for name in needed if name not in PARAMETERS] + positional
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in named]
+    of_groups = [name for name in names if name in GROUP_PARAMETERS and name not in _SHARED]
+    of_one = [name for name in names if name in PARAMETERS and name not in _SHARED]
+    if of_groups and of_one:
+        raise LoadError(
+            f"asks for '{of_one[0]}' of one response and for '{of_groups[0]}' of a group; ask for "
+            "one kind, and write two functions if you need both"
+        )
+    known = GROUP_PARAMETERS if of_groups else PARAMETERS
+    needed = [p.name for p in named if p.default is p.empty]
+    positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+    unknown = [name for name in needed if name not in known] + positional
     if unknown:
         raise LoadError(
-            f"asks for '{unknown[0]}', but is called with {', '.join(PARAMETERS)} by name; rename "
-            "the parameter, or give it a default"
+            f"asks for '{unknown[0]}', but is called with {', '.join(known)} by name; rename the "
+            "parameter, or give it a default"
         )
-    return tuple(name for name in PARAMETERS if name in names)
+    takes_all = len(named) < len(parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return known if takes_all else tuple(name for name in known if name in names)
 
 
 def as_score(result: Any) -> Score:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bapo_megatron.interruption import run_async
-from bapo_megatron.reward.base import Response, SampleFacts
+from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def grade_file(
 
     Raises:
         GradeError: A line is not of this form; those before it have been written.
-        RewardError: A reward function failed or cannot be loaded.
+        RewardError: A reward function failed, cannot be loaded, or scores whole groups.
         OSError: The file cannot be read, or the output is closed.
     """
     return run_async(_grade(path, config, parse_answer, output, report))
@@ -97,6 +97,7 @@ async def _grade(
     num_graded = 0
     async with Rewards(config) as rewards:
         await rewards.start()
+        _refuse_group_functions(rewards)
         with _open(path) as stream:
             reading = asyncio.create_task(_read_ahead(path, stream, rewards, parse_answer, ahead))
             try:
@@ -121,6 +122,14 @@ async def _grade(
                     task.cancel()
                 await asyncio.gather(*rest, return_exceptions=True)
     return num_graded
+
+
+def _refuse_group_functions(rewards: Rewards) -> None:
+    if rewards.sees_groups:
+        raise RewardError(
+            f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
+            "together, and lines are graded one by one; leave it out"
+        )
 
 
 async def _next(ahead: asyncio.Queue[_Entry], reading: asyncio.Task[None]) -> _Entry:

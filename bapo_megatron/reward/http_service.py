@@ -4,7 +4,8 @@
     → [{"response": …, "answer": …, "sample": {…}, "row": {…}}, …]
     ← [1.0, {"reward": 0.5, "clarity": 0.7}, …]
 
-one result per response, in order, each as a Python function may return it.
+one result per response, in order, each as a Python function may return it. A response of several
+turns has ``turns`` as well, and one with a state ``state`` (``base.Response``).
 """
 
 from __future__ import annotations
@@ -196,17 +197,25 @@ def _headers(name: str, token_variable: str) -> dict[str, str]:
 
 
 def _encode(responses: list[Response]) -> bytes:
-    return json.dumps(
-        [
-            {
-                "response": response.text,
-                "answer": response.answer,
-                "sample": asdict(response.sample),
-                "row": dict(response.row),
-            }
-            for response in responses
-        ]
-    ).encode()
+    return json.dumps([_item(response) for response in responses]).encode()
+
+
+def _item(response: Response) -> dict[str, Any]:
+    """One response of a request's body; only one of several turns says that there are turns."""
+    sample = asdict(response.sample)
+    item: dict[str, Any] = {
+        "response": response.text,
+        "answer": response.answer,
+        "sample": sample,
+        "row": dict(response.row),
+    }
+    if len(response.turns) > 1:
+        item["turns"] = response.turns
+    else:
+        del sample["num_turns"], sample["environment_tokens"]
+    if response.state is not None:
+        item["state"] = response.state
+    return item
 
 
 def _first_words(text: str) -> str:

@@ -1,6 +1,6 @@
 """What training adds to the rewards of the functions; evaluations are scored without it.
 
-R = response tokens of one sample.
+Q = tokens of one response that the policy sampled.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Shaping:
         self._pool = pool
 
     async def apply(
-        self, score: Score, response: Response, token_ids_R: np.ndarray
+        self, score: Score, response: Response, token_ids_Q: np.ndarray
     ) -> ShapedReward:
         """The reward of a training sample.
 
         Args:
             score: What the functions gave.
             response: What they scored.
-            token_ids_R: [R] response tokens.
+            token_ids_Q: [Q] those of its tokens that the policy sampled.
 
         Raises:
             RewardError: No worker starts.
@@ -62,7 +62,7 @@ class Shaping:
             terms["truncated"] = -score.reward if response.sample.is_truncated else 0.0
         if config.overlong is not None:
             terms["overlong"] = overlong_penalty(
-                len(token_ids_R), self._max_response_tokens, config.overlong
+                response.sample.num_tokens, self._max_response_tokens, config.overlong
             )
         if config.format is not None:
             is_found = await self._pool.matches(config.format.pattern, response.text)
@@ -71,7 +71,7 @@ class Shaping:
         if config.repetition is not None:
             # In a thread: sorting 64k tokens takes tens of milliseconds, and numpy lets others run.
             share = await asyncio.to_thread(
-                repeated_share, token_ids_R, config.repetition.ngram_tokens
+                repeated_share, token_ids_Q, config.repetition.ngram_tokens
             )
             terms["repetition"] = -config.repetition.penalty * share
         return ShapedReward(score.reward + sum(terms.values()), terms, timed_out)
@@ -93,19 +93,19 @@ def overlong_penalty(num_tokens: int, max_tokens: int, config: OverlongConfig) -
     return -config.penalty * min(max(exceeding / config.buffer_tokens, 0.0), 1.0)
 
 
-def repeated_share(token_ids_R: np.ndarray, ngram_tokens: int) -> float:
+def repeated_share(token_ids_Q: np.ndarray, ngram_tokens: int) -> float:
     """1 − |distinct n-grams| / |n-grams|; 0 for a response without an n-gram.
 
     The measure of Yeo et al. (arXiv 2502.03373, Appendix C.2), of tokens instead of words.
 
     Args:
-        token_ids_R: [R].
+        token_ids_Q: [Q].
         ngram_tokens: n.
     """
-    num_ngrams = len(token_ids_R) - ngram_tokens + 1
+    num_ngrams = len(token_ids_Q) - ngram_tokens + 1
     if num_ngrams < 1:
         return 0.0
-    codes = np.unique(token_ids_R, return_inverse=True)[1].astype(np.int64)
+    codes = np.unique(token_ids_Q, return_inverse=True)[1].astype(np.int64)
     # Codes of n-grams from those of two shorter ones, overlapping where n is no power of 2.
     length = 1
     while length < ngram_tokens:

@@ -105,3 +105,67 @@ def print_and_read(answer):
     print("printed by a function", flush=True)  # noqa: T201
     assert sys.stdin.read() == ""
     return int(answer)
+
+
+def episode(turns, state, sample):
+    return {
+        "reward": len(turns),
+        "reason": " | ".join(turns),
+        "extracted": str(state),
+        "turns": sample.num_turns,
+        "written": sample.environment_tokens,
+    }
+
+
+class OfGroups:
+    """Functions that see the responses to a prompt together."""
+
+    @staticmethod
+    def rank(responses, answer, row):
+        """How many are shorter, with a metric."""
+        lengths = [len(response) for response in responses]
+        return [
+            {"reward": sum(map(length.__gt__, lengths)), "reason": answer, "size": row["size"]}
+            for length in lengths
+        ]
+
+    @staticmethod
+    async def above_mean(rewards, samples, states, **others):
+        await asyncio.sleep(0.01)
+        assert sorted(others) == ["answer", "responses", "row"]
+        mean = sum(rewards) / len(rewards)
+        facts = zip(rewards, samples, states, strict=True)
+        return np.array(
+            [reward - mean + sample.num_tokens + state for reward, sample, state in facts]
+        )
+
+    @staticmethod
+    def one_too_few(responses):
+        return [0.0] * (len(responses) - 1)
+
+    @staticmethod
+    def one_number(responses):
+        return 1.0
+
+    @staticmethod
+    def words(responses):
+        return ["good"] * len(responses)
+
+    @staticmethod
+    def raises(responses):
+        raise RuntimeError(f"cannot score {len(responses)}")
+
+    @staticmethod
+    def hang(responses):
+        hang()
+
+    @staticmethod
+    def mixed(responses, turns=()):
+        return [0.0] * len(responses)
+
+    @staticmethod
+    def unknown(responses, question):
+        return [0.0] * len(responses)
+
+    def not_static(self, responses):
+        return [0.0] * len(responses)

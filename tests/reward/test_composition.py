@@ -89,16 +89,19 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
     async def grade():
         async with Rewards(config) as rewards:
             grader = Grader(Decoder(), rewards, Shaping(config, 2, rewards.pool))
-            pending = PendingGroup.start(0, prompt, 1).samples[0]
+            group = PendingGroup.start(0, prompt, 1)
+            [pending] = group.samples
             pending.sample.response_token_ids = np.array([7])
             pending.sample.finish_reason = FinishReason.LENGTH
-            await grader.score(pending)
-            evaluated = await grader.grade(np.array([7]), prompt, FinishReason.LENGTH)
+            await grader.score(pending, group)
+            evaluated = await grader.grade(
+                (r"\boxed{7}",), prompt, FinishReason.LENGTH, num_tokens=1
+            )
             return pending, evaluated
 
-    pending, (text, evaluated) = asyncio.run(grade())
+    pending, evaluated = asyncio.run(grade())
 
-    assert text == r"\boxed{7}"
+    assert pending.texts == (r"\boxed{7}",)
     assert evaluated.reward == 1.25
     assert evaluated.components == {"math": 1.0, "facts": 0.25}
     assert pending.is_scored

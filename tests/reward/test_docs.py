@@ -57,6 +57,34 @@ def test_the_function_of_the_page_works(tmp_path, monkeypatch):
     assert given.components == {"math": 1.0, "style": 1.0}
 
 
+def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_path, monkeypatch):
+    source = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)[1]
+    (tmp_path / "my_groups.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (block,) = (
+        text for text in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL) if "my_groups" in text
+    )
+    config = RewardConfig.model_validate(yaml.safe_load(block)["reward"])
+    responses = [
+        Response(rf"\boxed{{{number}}}", "7", SampleFacts(num_tokens=num_tokens))
+        for number, num_tokens in ((7, 30), (7, 20), (8, 10), (7, 25))
+    ]
+
+    async def ask():
+        async with Rewards(config) as rewards:
+            await rewards.start()
+            alone = [await rewards.score(response) for response in responses]
+            wrong = responses[2:3]
+            return await rewards.score_group(responses, alone) + await rewards.score_group(
+                wrong, alone[2:3]
+            )
+
+    given = asyncio.run(ask())
+
+    assert [score.reward for score in given] == [1.0, 1.2, 0.0, 1.0, 0.0]
+    assert given[1].components == {"math": 1.0, "shortest": 1.0}
+
+
 def test_short_answers_are_worth_more():
     config = config_in(EXAMPLES / "short_answers.py")
 

@@ -14,6 +14,7 @@ import pytest
 
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.schemas import parse_answer
+from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.grade_file import GradeError, grade_file
 from tests.launch import REPOSITORY
 
@@ -51,6 +52,18 @@ def config(tmp_path):
         "    - {name: math, function: math, weight: 2}\n"
     )
     return path
+
+
+def test_a_function_that_scores_whole_groups_is_refused(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    path.write_text(line_of("x", "y"))
+    functions = [{"name": "rank", "function": "tests.reward.own_functions:OfGroups.rank"}]
+    rewards = RewardConfig.model_validate({"functions": functions, "workers": 1})
+
+    with pytest.raises(
+        RewardError, match=r"reward\.functions: 'rank' scores the responses to a pr"
+    ):
+        grade_file(path, rewards, parse_answer=parse_answer, output=1, report=print)
 
 
 def test_every_line_gets_a_line_in_order(tmp_path):

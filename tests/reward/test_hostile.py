@@ -26,7 +26,7 @@ def outcomes():
             async def grade_one(name, response):
                 start_s = time.monotonic()
                 score = await pool.score(response, "42")
-                peaks_kb.extend(filter(None, map(peak_of, list(pool._running))))
+                peaks_kb.extend(filter(None, map(peak_of, list(pool._workers._running))))
                 return name, (score, time.monotonic() - start_s)
 
             # Two at a time, so that the time of one is its own and that of a worker's start.

@@ -104,6 +104,39 @@ def test_responses_are_sent_in_batches_and_each_gets_its_own_score():
     assert (item["response"], item["answer"], item["sample"]["num_tokens"]) == ("xxx", "3", 3)
 
 
+def test_a_service_sees_turns_and_state_of_episodes_and_nothing_new_of_other_responses():
+    service = Service()
+    episode = Response(
+        "yes", "yes", SampleFacts("p:1", num_turns=2), turns=("no", "sure?", "yes"), state=[1]
+    )
+    with serving(service) as url:
+
+        async def run():
+            reward = HttpReward("judge", url, HttpRewardConfig(connections=1))
+            try:
+                await asyncio.gather(*map(reward.score, (Response("7", "7"), episode)))
+            finally:
+                await reward.close()
+
+        asyncio.run(run())
+
+    plain, long = (item for batch in service.batches for item in batch)
+    assert plain == {
+        "response": "7",
+        "answer": "7",
+        "sample": {
+            "prompt_id": "",
+            "source": "",
+            "prompt": "",
+            "finish_reason": "stop",
+            "num_tokens": 0,
+        },
+        "row": {},
+    }
+    assert (long["response"], long["turns"], long["state"]) == ("yes", ["no", "sure?", "yes"], [1])
+    assert (long["sample"]["num_turns"], long["sample"]["environment_tokens"]) == (2, 0)
+
+
 def test_a_result_may_have_metrics_and_a_reason():
     result = {"reward": 0.5, "reason": "clear", "clarity": 0.7}
     with serving(Service(results=lambda batch: [result for _ in batch])) as url:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.reward import pool as pool_module
+from bapo_megatron import workers as workers_module
 from bapo_megatron.reward.base import RewardError, Score
 from bapo_megatron.reward.pool import RewardPool
 
@@ -29,7 +29,7 @@ def children() -> set[int]:
             command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(parent) == os.getpid() and state != "Z" and b"reward.worker" in command:
+        if int(parent) == os.getpid() and state != "Z" and b"bapo_megatron.worker" in command:
             found.add(int(stat.parent.name))
     return found
 
@@ -117,11 +117,11 @@ def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_t
             asked.set()
             return await reply
 
-        monkeypatch.setattr(pool_module, "_ask", ask)
+        monkeypatch.setattr(workers_module, "_ask", ask)
         async with RewardPool(workers=1, timeout_s=60) as pool:
             grading = asyncio.create_task(pool.score("", ""))
             await asked.wait()
-            reply.set_result({"reward": 1.0, "answer_found": True})
+            reply.set_result({"result": {"reward": 1.0, "answer_found": True}})
             for _ in range(num_ticks):
                 await asyncio.sleep(0)
             is_accepted = grading.cancel()
@@ -297,7 +297,7 @@ def test_workers_die_with_a_killed_parent_even_while_they_hang():
         "async def main():\n"
         "    pool = RewardPool(1, 600)\n"
         "    await pool.score('', '')\n"
-        "    print(next(iter(pool._running)).pid, flush=True)\n"
+        "    print(next(iter(pool._workers._running)).pid, flush=True)\n"
         f"    await pool.score({HANGING!r}, '1')\n"
         "asyncio.run(main())\n"
     )
@@ -315,7 +315,8 @@ def test_workers_die_with_a_killed_parent_even_while_they_hang():
 
 def test_workers_import_no_torch():
     program = (
-        "import sys, bapo_megatron.reward.worker, bapo_megatron.reward.math_answer\n"
+        "import sys, bapo_megatron.worker, bapo_megatron.reward.handler\n"
+        "import bapo_megatron.reward.math_answer\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )
 

@@ -1,0 +1,143 @@
+"""An environment, and what crosses its border.
+
+    start(task) → state; then for every turn of the policy: step(state, turn) → Step
+
+until a step is done. Nothing but the state is kept between two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from bapo_megatron.errors import RolloutError
+
+if TYPE_CHECKING:
+    from bapo_megatron.data.chat import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an episode is about."""
+
+    prompt_id: str
+    source: str
+    """Name of the data set."""
+    prompt: str
+    """The rendered prompt, as text."""
+    answer: str
+    """The reference answer, as ``Prompt.answer`` holds it."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the prompt's row in its data file."""
+    seed: int = 0
+    """Seed of this episode; a resume does not change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy has just written."""
+
+    number: int
+    """Which turn of the episode it is, from 0."""
+    text: str
+    """The decoded tokens, without special ones."""
+    token_ids: tuple[int, ...]
+    remaining_tokens: int
+    """Tokens that the episode may still take, the environment's included."""
+    prompt_id: str = ""
+    """The task's, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's answer to a turn: it ends the episode, or writes something."""
+
+    state: Any
+    """A JSON value; goes to the next ``step``, and the last one to the reward functions."""
+    messages: Sequence[Message] = ()
+    """Chat messages (``role``, ``content``), rendered once by the chat template. Either these or
+    ``token_ids`` unless the episode is done."""
+    token_ids: Sequence[int] = ()
+    """Exactly what is written, in place of ``messages``."""
+    is_done: bool = False
+    """The episode ends with this turn, and nothing is written."""
+
+
+class Environment(Protocol):
+    """Runs episodes; any number at a time."""
+
+    async def open(self) -> None:
+        """Prepare, so that an environment that cannot be loaded is found before any episode.
+
+        Raises:
+            RolloutError: It cannot be loaded; no ``on_error`` helps.
+        """
+        ...
+
+    async def start(self, task: Task) -> Any:
+        """Begin an episode.
+
+        Returns:
+            The first state, a JSON value.
+
+        Raises:
+            EnvironmentFailedError: The environment failed in this episode.
+            RolloutError: It cannot be run at all.
+        """
+        ...
+
+    async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
+        """Answer a turn; the result depends on the arguments alone.
+
+        Args:
+            state: What ``start`` or the step before has given.
+            turn: Returns what the policy wrote; it is decoded only then.
+
+        Raises:
+            EnvironmentFailedError: The environment failed in this episode.
+            RolloutError: It cannot be run at all.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what runs; calls in progress raise ``RolloutError``. Safe to call twice."""
+        ...
+
+
+class UserEnvironment(Protocol):
+    """What a class named by ``rollout.environment`` has; its constructor takes no arguments.
+
+    It is made once in each of several processes and meets many episodes, a step here and the next
+    one elsewhere: after a resume, after ``kill -9``, or because another process was free. What an
+    episode has to remember is therefore in its state, a JSON value that travels with the sample.
+    ``step`` must be a function of ``state`` and ``turn``: no clock, no random number but from a
+    seed in the state, no attribute that an earlier call has set (unless it is only a cache). It may
+    be called again with the same arguments. Both methods may be ``async``.
+    """
+
+    def start(self, task: Task) -> Any | Awaitable[Any]:
+        """The first state: what ``step`` has to know of the task, and of its seed."""
+        ...
+
+    def step(self, state: Any, turn: Turn) -> Step | Awaitable[Step]:
+        """Answer a turn.
+
+        ``state`` is as JSON gives it back: tuples have become lists, and keys texts.
+        """
+        ...
+
+
+class EnvironmentFailedError(RolloutError):
+    """An environment failed in one episode; the message is one line that says what to do."""
+
+    def __init__(self, message: str, kind: Literal["error", "timeout", "tokens"]) -> None:
+        """Keep the kind.
+
+        Args:
+            message: Place, rule, value, remedy.
+            kind: ``timeout``: it exceeded ``rollout.episodes.step_timeout_s``. ``tokens``: what it
+                wrote cannot be used as tokens. ``error``: everything else.
+        """
+        super().__init__(message)
+        self.kind = kind

@@ -1,0 +1,183 @@
+"""What a worker of an environment does: calls the user's class and checks what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import numbers
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.environment.base import Step, Task, Turn
+from bapo_megatron.names import LoadError, load_named, shown
+
+if TYPE_CHECKING:
+    from bapo_megatron.environment.base import UserEnvironment
+
+MAX_STATE_BYTES = 1_000_000
+"""Largest state, as JSON: every checkpoint holds those of all episodes in progress."""
+MAX_STATE_DEPTH = 100
+"""Deepest nesting of a state, since JSON is read and written by recursion: a state may hold what a
+model wrote, which may be any number of brackets."""
+_MAX_WRITTEN_BYTES = 4_000_000
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_BRACKET = re.compile(r"[][{}]")
+_MEMORY_REMEDY = "raise rollout.episodes.memory_limit_mb"
+_CALLS = {"start": ("task",), "step": ("state", "turn")}
+"""The methods of an environment, and what each is called with, by position."""
+
+
+def build(name: str) -> EnvironmentHandler:
+    """Make the environment.
+
+    Raises:
+        LoadError: It cannot be imported or made, or lacks a method.
+    """
+    try:
+        return EnvironmentHandler(_load(name))
+    except MemoryError as error:
+        raise LoadError(f"needs more memory than it may have; {_MEMORY_REMEDY}") from error
+
+
+def _load(name: str) -> UserEnvironment:
+    named = load_named(name, memory_remedy=_MEMORY_REMEDY, kind="classes")
+    if not isinstance(named, type):
+        raise LoadError(f"must name a class, got {type(named).__name__}; name a class")
+    try:
+        environment: Any = named()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"must be a class that is made without arguments: {shown(error)}; correct it"
+        ) from error
+    for method, arguments in _CALLS.items():
+        call = f"{method}({', '.join(arguments)})"
+        function = getattr(environment, method, None)
+        if not callable(function):
+            raise LoadError(f"must have a method {call}; add it")
+        try:
+            inspect.signature(function).bind(*arguments)
+        except (TypeError, ValueError) as error:
+            raise LoadError(f"must be callable as {call}: {error}; correct the method") from error
+    loaded: UserEnvironment = environment
+    return loaded
+
+
+class EnvironmentHandler:
+    """Answers the requests of a ``WorkerEnvironment``."""
+
+    facts = None
+
+    def __init__(self, environment: UserEnvironment) -> None:
+        """Keep the user's environment."""
+        self._environment = environment
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        """A first state, or a step."""
+        if "task" in request:
+            state = self._result(self._environment.start(Task(**request["task"])))
+            check_state(state)
+            return state
+        turn = request["turn"]
+        turn = Turn(**{**turn, "token_ids": tuple(turn["token_ids"])})
+        return checked_step(self._result(self._environment.step(request["state"], turn)))
+
+    def _result(self, result: Any) -> Any:
+        return (
+            self._loop.run_until_complete(_wait(result)) if inspect.isawaitable(result) else result
+        )
+
+
+async def _wait(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def check_state(state: Any) -> None:
+    """Refuse what cannot travel with a sample.
+
+    Raises:
+        ValueError: It is no JSON value, or too large.
+    """
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the state must be a JSON value ({error})") from error
+    if len(text) > MAX_STATE_BYTES:
+        raise ValueError(
+            f"the state must be at most {MAX_STATE_BYTES:,} bytes of JSON, got {len(text):,}"
+        )
+    depth = max_depth = 0
+    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        max_depth = max(max_depth, depth)
+    if max_depth > MAX_STATE_DEPTH:
+        raise ValueError(
+            f"the state must be nested at most {MAX_STATE_DEPTH} deep, got {max_depth}"
+        )
+
+
+def checked_step(step: Any) -> dict[str, Any]:
+    """A step as it is sent: its fields, as JSON values.
+
+    Raises:
+        ValueError: It breaks a rule of ``base.Step``.
+    """
+    if not isinstance(step, Step):
+        raise ValueError(f"step must return a Step, got {type(step).__name__}")
+    if not isinstance(step.is_done, bool):
+        raise ValueError(f"is_done must be true or false, got {step.is_done!r:.80}")
+    check_state(step.state)
+    messages = [_message(message) for message in _items(step.messages, "messages")]
+    token_ids = [_token_id(token_id) for token_id in _items(step.token_ids, "token_ids")]
+    if messages and token_ids:
+        raise ValueError("a step writes either messages or token_ids, got both")
+    if step.is_done and (messages or token_ids):
+        raise ValueError("a step that is done writes nothing, got messages or token_ids")
+    if not (step.is_done or messages or token_ids):
+        raise ValueError("a step that is not done must write messages or token_ids, got neither")
+    written = json.dumps([messages, token_ids])
+    if len(written) > _MAX_WRITTEN_BYTES:
+        raise ValueError(
+            f"a step writes at most {_MAX_WRITTEN_BYTES:,} bytes of JSON, got {len(written):,}"
+        )
+    return {
+        "state": step.state,
+        "messages": messages,
+        "token_ids": token_ids,
+        "is_done": step.is_done,
+    }
+
+
+def _items(values: Any, name: str) -> list[Any]:
+    if isinstance(values, (str, bytes, Mapping)) or not (
+        isinstance(values, Sequence) or hasattr(values, "__array__")
+    ):
+        raise ValueError(f"{name} must be a list, got {type(values).__name__}")
+    return list(values)
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise ValueError(
+            f"a message must be a mapping with role and content, got {type(message).__name__}"
+        )
+    for key in ("role", "content"):
+        if key not in message:
+            raise ValueError(f"a message must have '{key}', got {list(message)!r:.80}")
+    for key, value in message.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(
+                f"a message must hold texts, got {type(value).__name__} as {key!r:.80}"
+            )
+    return dict(message)
+
+
+def _token_id(token_id: Any) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral) or token_id < 0:
+        raise ValueError(f"token_ids must be integers from 0, got {token_id!r:.80}")
+    return int(token_id)

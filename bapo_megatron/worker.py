@@ -1,0 +1,106 @@
+"""One worker process: reads requests from its standard input, writes replies to its output.
+
+Each message is one line of JSON. The first is ``{"ready": facts}``, then each request gets one of
+
+    {"result": …}    what the handler returned
+    {"error": "…"}   it raised an error; instead of ``ready``: the handler cannot be built
+    {"memory": true} it exceeded the limit of memory; the parent ends the process
+
+The parent (``workers.WorkerPool``) kills the process when a request takes too long, so nothing here
+needs a clock. It ends when its input closes or its parent dies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+from bapo_megatron.names import LoadError
+from bapo_megatron.parent import end_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MAX_ERROR = 500
+
+
+class Handler(Protocol):
+    """Answers the requests of one worker."""
+
+    @property
+    def facts(self) -> Any:
+        """What the parent learns when the worker is ready: a JSON value."""
+        ...
+
+    def answer(self, request: Any) -> Any:
+        """The reply to a request, both JSON values; an error is sent to the parent as one line."""
+        ...
+
+
+def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int) -> None:
+    """Answer until the input ends.
+
+    Args:
+        name: ``module:function`` of this package, which builds the ``Handler``. It raises
+            ``LoadError`` where it cannot.
+        arguments: The function's arguments, JSON values.
+        parent_pid: Process whose death ends this one.
+        memory_limit_bytes: Limit of the address space; past it the handler sees MemoryError.
+    """
+    # Ctrl-C reaches the whole process group; the parent decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    # Whatever a handler prints goes to the terminal, not between the messages.
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # A handler that reads must not take the next request.
+    requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+
+    module, _, function = name.partition(":")
+    build: Callable[..., Handler] = getattr(importlib.import_module(module), function)
+    try:
+        handler = build(*arguments)
+    except LoadError as error:
+        _send(output, _encoded({"error": str(error)}))
+        return
+    _send(output, _encoded({"ready": handler.facts}))
+    for line in requests:
+        _send(output, _reply(handler, line))
+
+
+def _reply(handler: Handler, line: bytes) -> bytes:
+    """The encoded reply to a request, or the error of a faulty handler."""
+    request = json.loads(line)
+    try:
+        return _encoded({"result": handler.answer(request)})
+    except MemoryError:
+        # The parent ends this process: its heap is not to be trusted.
+        return _encoded({"memory": True})
+    except Exception as error:  # noqa: BLE001 - sent to the parent
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return _encoded({"error": text[:_MAX_ERROR]})
+
+
+def _send(output: BinaryIO, line: bytes) -> None:
+    output.write(line)
+    output.flush()
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.environment.in_workers import WorkerEnvironment
+from bapo_megatron.errors import RolloutError
+
+OWN = "tests.environment.own_environments"
+RETURNED = {
+    "a_dictionary": "ValueError: step must return a Step, got dict",
+    "set_as_state": "ValueError: the state must be a JSON value (Object of type set is not JSON",
+    "nan_as_state": "ValueError: the state must be a JSON value (Out of range float values",
+    "large_state": "ValueError: the state must be at most 1,000,000 bytes of JSON, got 1,000,002",
+    "deep_state": "ValueError: the state must be nested at most 100 deep, got 101",
+    "bottomless_state": "ValueError: the state must be a JSON value (maximum recursion depth",
+    "message_without_content": "ValueError: a message must have 'content', got ['role']",
+    "message_of_numbers": "ValueError: a message must hold texts, got int as 'content'",
+    "message_as_text": "ValueError: a message must be a mapping with role and content, got str",
+    "messages_as_text": "ValueError: messages must be a list, got str",
+    "texts_as_tokens": "ValueError: token_ids must be integers from 0, got '5'",
+    "fractions_as_tokens": "ValueError: token_ids must be integers from 0, got 5.5",
+    "negative_tokens": "ValueError: token_ids must be integers from 0, got -1",
+    "number_as_tokens": "ValueError: token_ids must be a list, got int",
+    "truth_as_tokens": "ValueError: token_ids must be integers from 0, got True",
+    "nothing": "ValueError: a step that is not done must write messages or token_ids, got neither",
+    "both": "ValueError: a step writes either messages or token_ids, got both",
+    "done_and_more": "ValueError: a step that is done writes nothing, got messages or token_ids",
+    "done_in_words": "ValueError: is_done must be true or false, got 'yes'",
+    "much": "ValueError: a step writes at most 4,000,000 bytes of JSON, got 4,000,",
+    "raises": "RuntimeError: cannot step",
+}
+
+
+def task_of(answer="", **row):
+    return Task("set:7", "set", "What?", answer, row, seed=11)
+
+
+def turn_of(text="", number=0, token_ids=()):
+    return Turn(number, text, token_ids, remaining_tokens=100, prompt_id="set:7")
+
+
+def run(name, use, *, workers=1, step_timeout_s=20.0, memory_limit_mb=512):
+    """What ``use`` returns for an environment, which is opened before it and closed after it."""
+
+    async def main():
+        environment = WorkerEnvironment(
+            f"{OWN}:{name}",
+            workers=workers,
+            step_timeout_s=step_timeout_s,
+            memory_limit_mb=memory_limit_mb,
+        )
+        try:
+            await environment.open()
+            return await use(environment)
+        finally:
+            await environment.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["Countdown", "Outer.Inner"])
+def test_episodes_run_side_by_side_and_their_states_travel_between_processes(name):
+    async def episode(environment, number):
+        state = await environment.start(task_of(turns=3))
+        said = []
+        for turn in range(3):
+            step = await environment.step(state, turn_of(f"{number}.{turn}", turn))
+            state = step.state
+            said += [message["content"] for message in step.messages]
+        return said, step
+
+    async def use(environment):
+        return await asyncio.gather(*(episode(environment, number) for number in range(4)))
+
+    for number, (said, step) in enumerate(run(name, use, workers=2)):
+        assert said == ["2 left", "1 left"]
+        heard = [f"{number}.0", f"{number}.1", f"{number}.2"]
+        assert step == Step({"left": 0, "seed": 11, "heard": heard}, [], (), is_done=True)
+
+
+def test_methods_may_be_coroutines_and_write_exact_tokens():
+    async def use(environment):
+        state = await environment.start(task_of())
+        return state, await environment.step(state, turn_of("ab", token_ids=(5, 6, 7)))
+
+    assert run("Tokens", use) == (None, Step(100, [], (7, 6, 5), is_done=False))
+
+
+@pytest.fixture(scope="module")
+def returned():
+    """What becomes of each return value, from one process."""
+
+    async def use(environment):
+        found = {}
+        for text in (*RETURNED, "deepest_state", "fine"):
+            try:
+                found[text] = await environment.step(None, turn_of(text, number=2))
+            except EnvironmentFailedError as error:
+                found[text] = error
+        return found
+
+    return run("Bad", use)
+
+
+@pytest.mark.parametrize(("text", "reason"), RETURNED.items())
+def test_an_error_and_a_wrong_value_are_one_line_with_place_and_remedy(returned, text, reason):
+    error = returned[text]
+    assert isinstance(error, RolloutError)
+    assert error.kind == "error"
+    line = str(error)
+    assert line.startswith(f"rollout.environment: {OWN}:Bad.step failed: {reason}")
+    assert line.endswith(
+        " (prompt 'set:7', turn 2); correct it, or set rollout.episodes.on_error=zero"
+    )
+    assert "\n" not in line
+
+
+def test_a_process_goes_on_after_wrong_values(returned):
+    assert returned["fine"] == Step(1, [], (), is_done=True)
+    assert returned["deepest_state"].is_done
+
+
+def fail(name="Bad", *, call, then=None, **limits):
+    """The error of a call, and a fine step after it."""
+
+    async def use(environment):
+        with pytest.raises(EnvironmentFailedError) as raised:
+            await call(environment)
+        return raised.value, await environment.step(None, turn_of("fine"))
+
+    return run(name, use, **limits)
+
+
+def test_a_first_state_must_be_json_too():
+    error, _ = fail(call=lambda environment: environment.start(task_of("a_set")))
+    assert re.fullmatch(
+        rf"rollout.environment: {OWN}:Bad.start failed: ValueError: the state must be a JSON value "
+        r"\(Object of type set is not JSON serializable\) \(prompt 'set:7'\); correct it, or set "
+        "rollout.episodes.on_error=zero",
+        str(error),
+    )
+
+
+def test_a_step_that_hangs_is_ended_at_the_limit_while_others_go_on():
+    async def use(environment):
+        hanging = asyncio.create_task(environment.step(None, turn_of("hang")))
+        others = [await environment.step(None, turn_of("fine")) for _ in range(3)]
+        assert not hanging.done()
+        with pytest.raises(EnvironmentFailedError) as raised:
+            await hanging
+        return raised.value, others, await environment.step(None, turn_of("fine"))
+
+    error, others, after = run("Bad", use, workers=2, step_timeout_s=1.5)
+
+    assert error.kind == "timeout"
+    assert str(error) == (
+        f"rollout.environment: {OWN}:Bad.step must return within rollout.episodes.step_timeout_s = "
+        "1.5 s, and did not (prompt 'set:7', turn 0); correct it, raise the limit, or set "
+        "rollout.episodes.on_error=zero"
+    )
+    assert [step.is_done for step in (*others, after)] == [True] * 4
+
+
+def test_a_step_that_needs_too_much_memory_names_the_limit():
+    error, after = fail(call=lambda environment: environment.step(None, turn_of("eat_memory")))
+
+    assert error.kind == "error"
+    assert "Bad.step needs more memory than rollout.episodes.memory_limit_mb = 512 (" in str(error)
+    assert after.is_done
+
+
+def test_a_step_that_ends_its_process_is_tried_twice_and_is_an_error():
+    error, after = fail(call=lambda environment: environment.step(None, turn_of("leave")))
+
+    assert error.kind == "error"
+    assert "Bad.step failed: it ended two processes (prompt" in str(error)
+    assert after.is_done
+
+
+def test_a_step_whose_process_is_ended_from_outside_is_taken_by_another(tmp_path):
+    path = tmp_path / "steps"
+
+    async def use(environment):
+        state = await environment.start(task_of(path=str(path)))
+        return await environment.step(state, turn_of())
+
+    assert run("EndsOnce", use).is_done
+    assert len(set(path.read_text().split())) == 2
+
+
+def test_what_an_environment_prints_or_reads_does_not_disturb_the_messages(capfd):
+    async def use(environment):
+        return [await environment.step(None, turn_of("print_and_read")) for _ in range(2)]
+
+    assert [step.state for step in run("Bad", use)] == ["", ""]
+    assert "printed by an environment" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", f"module {OWN} has no 'Missing'; name one of its classes"),
+        ("NOT_A_CLASS", "must name a class, got int; name a class"),
+        ("WithoutStep", r"must have a method step\(state, turn\); add it"),
+        ("StepOfOne", r"must be callable as step\(state, turn\): too many positional arguments"),
+        ("WithArguments", "must be a class that is made without arguments: TypeError: .*'path'"),
+        ("Greedy", "needs more memory than it may have; raise rollout.episodes.memory_limit_mb"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_one_line_before_any_episode(name, message):
+    async def use(environment):
+        raise AssertionError("it was opened")
+
+    with pytest.raises(RolloutError, match=message) as raised:
+        run(name, use)
+    assert not isinstance(raised.value, EnvironmentFailedError)
+    assert str(raised.value).startswith(f"rollout.environment: '{OWN}:{name}' ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_closed_environment_refuses_episodes():
+    async def use(environment):
+        running = asyncio.create_task(environment.step(None, turn_of("hang")))
+        await asyncio.sleep(0.2)
+        await environment.close()
+        for call in (running, environment.start(task_of())):
+            with pytest.raises(RolloutError, match="it is closed; run episodes before closing"):
+                await call
+
+    run("Bad", use)
+
+
+def test_processes_import_no_torch():
+    program = (
+        "import sys, bapo_megatron.worker, bapo_megatron.environment.handler\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules)))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "[]\n"

@@ -1,0 +1,169 @@
+"""Reward functions that see the responses to a prompt together, and those that see its turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.reward.base import (
+    FunctionFailedError,
+    Response,
+    RewardError,
+    SampleFacts,
+    Score,
+)
+from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.reward.pool import RewardPool
+
+OWN = "tests.reward.own_functions"
+GROUPS = f"{OWN}:OfGroups"
+LENGTH = {"name": "length", "function": f"{OWN}:length"}
+RESPONSES = [
+    Response("four", "42", SampleFacts(num_tokens=40), {"size": 3}, state=0.5),
+    Response("x", "42", SampleFacts(num_tokens=10), {"size": 3}, state=0.25),
+    Response("seven !", "42", SampleFacts(num_tokens=70), {"size": 3}, state=0),
+]
+
+
+def score(*functions, responses=RESPONSES, **others):
+    """What each response gets: from functions of one response, and in all."""
+    section = {"functions": functions, "workers": 1, **others}
+
+    async def ask():
+        async with Rewards(RewardConfig.model_validate(section)) as rewards:
+            await rewards.start()
+            alone = [await rewards.score(response) for response in responses]
+            return rewards.sees_groups, alone, await rewards.score_group(responses, alone)
+
+    return asyncio.run(ask())
+
+
+def test_a_group_function_adds_to_the_rewards_of_each_response_in_order():
+    rank = {"name": "rank", "function": f"{GROUPS}.rank", "weight": 0.5}
+
+    sees_groups, alone, together = score(LENGTH, rank)
+
+    assert sees_groups
+    assert [given.reward for given in alone] == [4.0, 1.0, 7.0]
+    assert [given.components for given in alone] == [
+        {"length": 4.0},
+        {"length": 1.0},
+        {"length": 7.0},
+    ]
+    assert [given.reward for given in together] == [4.5, 1.0, 8.0]
+    assert together[2] == Score(
+        reward=8.0, components={"length": 7.0, "rank": 2.0}, metrics={"rank/size": 3.0}
+    )
+
+
+def test_a_group_function_sees_weighted_rewards_samples_and_states():
+    above = {"name": "above", "function": f"{GROUPS}.above_mean"}
+
+    _, _, together = score(above, {**LENGTH, "weight": 2.0})
+
+    # 2 · (4, 1, 7) has the mean 8.
+    assert [given.components["above"] for given in together] == [
+        0.0 + 40 + 0.5,
+        -6.0 + 10 + 0.25,
+        6.0 + 70 + 0.0,
+    ]
+    assert [given.reward for given in together] == [8 + 40.5, 2 + 4.25, 14 + 76.0]
+
+
+def test_without_functions_of_one_response_the_answer_is_that_of_the_first_group_function():
+    _, alone, together = score({"name": "rank", "function": f"{GROUPS}.rank"})
+
+    assert alone == [Score(reward=0.0)] * 3
+    assert [(given.reward, given.reason) for given in together] == [
+        (1.0, "42"),
+        (0.0, "42"),
+        (2.0, "42"),
+    ]
+
+
+def test_without_group_functions_the_scores_of_a_group_stay():
+    sees_groups, alone, together = score(LENGTH)
+
+    assert not sees_groups
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_too_few", "must return one reward for each of 3 responses, got 2; correct it, or"),
+        ("one_number", "must return a list with one reward for each response, got float"),
+        ("words", "'reward' must be a number, got str"),
+        ("raises", "RuntimeError: cannot score 3; correct it, or set reward.on_error=zero"),
+    ],
+)
+def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog, name, message):
+    functions = ({"name": "bad", "function": f"{GROUPS}.{name}"}, LENGTH)
+
+    with pytest.raises(FunctionFailedError, match=message) as raised:
+        score(*functions)
+    _, _, together = score(*functions, on_error="zero")
+
+    assert str(raised.value).startswith(f"reward function '{GROUPS}.{name}' failed: ")
+    assert [(given.reward, given.failed) for given in together] == [
+        (4.0, True),
+        (1.0, True),
+        (7.0, True),
+    ]
+    assert together[0].components == {"length": 4.0, "bad": 0.0}
+    assert together[0].answer_found
+    assert caplog.text.count("scored 0 and counted") == 1
+
+
+def test_a_group_function_that_hangs_scores_zero_and_is_counted_for_each_response():
+    functions = ({"name": "slow", "function": f"{GROUPS}.hang"}, LENGTH)
+
+    _, alone, together = score(*functions, timeout_s=0.7)
+
+    assert not any(given.timed_out for given in alone)
+    assert [(given.reward, given.timed_out, given.failed) for given in together] == [
+        (4.0, True, False),
+        (1.0, True, False),
+        (7.0, True, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mixed", "asks for 'turns' of one response and for 'responses' of a group; ask for one"),
+        ("unknown", "asks for 'question', but is called with responses, samples, states, rewards"),
+        ("not_static", "asks for 'self', but is called with responses"),
+        ("missing", f"module {OWN} has no 'OfGroups.missing'"),
+    ],
+)
+def test_a_group_function_that_cannot_be_called_is_one_line_before_any_answer(name, message):
+    with pytest.raises(RewardError, match=message) as raised:
+        score({"name": "bad", "function": f"{GROUPS}.{name}"})
+
+    assert str(raised.value).startswith(f"reward function '{GROUPS}.{name}' ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_group_function_refuses_a_single_response():
+    async def ask():
+        async with RewardPool(1, 10, functions=(f"{GROUPS}.rank",)) as pool:
+            await pool.score("text", "42")
+
+    with pytest.raises(FunctionFailedError, match="it scores a whole group of responses, and was"):
+        asyncio.run(ask())
+
+
+def test_functions_may_ask_for_the_turns_and_the_state_of_an_episode():
+    turns = ("first", "wrong, again", "second")
+    facts = SampleFacts(num_turns=2, environment_tokens=5)
+    episodes = [Response("second", "", facts, turns=turns, state={"left": 0}), Response("only", "")]
+
+    _, alone, _ = score({"name": "episode", "function": f"{OWN}:episode"}, responses=episodes)
+
+    assert alone[0].reward == 3.0
+    assert (alone[0].reason, alone[0].extracted) == ("first | wrong, again | second", "{'left': 0}")
+    assert alone[0].metrics == {"episode/turns": 2.0, "episode/written": 5.0}
+    assert (alone[1].reward, alone[1].reason, alone[1].extracted) == (1.0, "only", "None")
