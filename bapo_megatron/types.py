@@ -8,9 +8,10 @@ The life of a token: ``Prompt`` → ``Sample`` (one response) → ``Group`` (G r
 Text stays with the collector: ranks get token ids (``Sample``, ``PromptTokens``), people get
 ``SampleText``.
 
-Shape legend: P = prompt tokens, R = response tokens of one sample, N = packed tokens of a
-micro-batch (prompts, responses and padding), T = response tokens of a micro-batch, S = sequences of
-a micro-batch.
+Shape legend: P = prompt tokens, R = tokens of one response, Q = those of them that the policy
+sampled (all of them, unless an environment wrote some), N = packed tokens of a micro-batch
+(prompts, responses and padding), T = those of them that the policy sampled, S = sequences of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
-    """The end-of-sequence token was sampled (it is the last response token)."""
+    """The end-of-sequence token was sampled (it is the last response token), and the environment
+    wants no further turn."""
     LENGTH = "length"
-    """The response reached ``max_response_tokens``: it is truncated."""
+    """The response reached ``max_response_tokens``, or an environment wrote more than it has room
+    for: it is truncated."""
+    TURNS = "turns"
+    """The environment wants another turn than the last of ``episodes.max_turns``."""
+    ENVIRONMENT = "environment"
+    """The environment failed, and ``episodes.on_error`` lets the run go on."""
     ABORT = "abort"
     """The engine was told to stop; the sample is unfinished and can be resumed."""
 
@@ -80,12 +87,21 @@ class VersionSpan(NamedTuple):
 
 
 VersionSpans = tuple[VersionSpan, ...]
-"""The weights versions of a whole response: versions ascend, token counts add up to R."""
+"""The weights versions of a whole response: versions ascend, token counts add up to Q."""
+
+
+class WrittenSpan(NamedTuple):
+    """Consecutive response tokens that an environment wrote, between two turns of the policy."""
+
+    start: int
+    """Position of the first in the response; at least 1."""
+    num_tokens: int
+    """At least 1."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One response to a prompt, finished or not."""
+    """One response to a prompt, finished or not: an episode of one turn or of several."""
 
     group_id: int
     """Number of the group, counted from 0 over the whole run."""
@@ -93,12 +109,15 @@ class Sample:
     """Position in the group, 0 … G − 1."""
     prompt: PromptTokens
     response_token_ids: np.ndarray
-    """[R] int32, exactly as the engine sampled them."""
+    """[R] int32, exactly as the engine sampled and the environment wrote them."""
     behaviour_logprobs: np.ndarray
-    """[R] float32, log π_rollout of each token by the weights that sampled it."""
+    """[Q] float32, log π_rollout of each sampled token by the weights that sampled it."""
     versions: VersionSpans
-    """Which weights version sampled which tokens."""
+    """Which weights version sampled which of the Q tokens."""
     finish_reason: FinishReason
+    written: tuple[WrittenSpan, ...] = ()
+    """What an environment wrote: ascending, never next to each other. The tokens between are the
+    policy's turns."""
     reward: float = 0.0
     """Reward of the finished response, shaping included."""
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -106,6 +125,39 @@ class Sample:
     and metrics of functions (``<function>/<metric>``)."""
     answer_found: bool = False
     """Whether an answer could be extracted from the response, right or wrong."""
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """[R] bool: the Q tokens that the policy sampled; no other is ever trained on."""
+        mask_R = np.ones(len(self.response_token_ids), dtype=bool)
+        for start, num_tokens in self.written:
+            mask_R[start : start + num_tokens] = False
+        return mask_R
+
+    @property
+    def sampled_token_ids(self) -> np.ndarray:
+        """[Q] int32."""
+        return self.response_token_ids[self.loss_mask] if self.written else self.response_token_ids
+
+    @property
+    def num_written(self) -> int:
+        """R − Q."""
+        return sum(span.num_tokens for span in self.written)
+
+    @property
+    def num_sampled(self) -> int:
+        """Q."""
+        return len(self.response_token_ids) - self.num_written
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy, the present one included."""
+        return 1 + len(self.written)
+
+    def segments(self) -> list[np.ndarray]:
+        """The tokens of the policy's first turn, what was written after it, the second turn, …."""
+        edges = [edge for start, n in self.written for edge in (start, start + n)]
+        return np.split(self.response_token_ids, edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +171,9 @@ class SampleText:
     answer: str
     """The reference answer."""
     response_text: str
-    """The decoded response, special tokens left out."""
+    """The policy's last turn, decoded, special tokens left out: what was graded."""
+    turns: tuple[str, ...] = ()
+    """Where there are several, all texts in order, the policy's and the environment's by turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +189,7 @@ class RolloutStats:
     """What the generation of one batch cost."""
 
     generated_tokens: int = 0
-    """Response tokens received from the engines while this batch was collected, kept or not."""
+    """Tokens received from the engines while this batch was collected, kept or not."""
     generation_s: float = 0.0
     """Wall time from the first request to the last complete group, in seconds."""
     resumed_samples: int = 0
@@ -146,6 +200,9 @@ class RolloutStats:
     """Answers scored 0 because grading them took too long."""
     reward_errors: int = 0
     """Answers scored 0 because a reward function failed on them (``reward.on_error: zero``)."""
+    environment_errors: dict[str, int] | None = None
+    """Episodes that ended since the batch before because their environment failed, by kind
+    (``environment.base.FailureKind``); None without an environment."""
     replayed_groups: int = 0
     """Groups of the batch that an earlier batch held already."""
     equal_reward_groups: int = 0
@@ -192,8 +249,9 @@ class EncodedBatch:
 class MicroBatch:
     """Packed sequences of one forward pass on one data-parallel rank.
 
-    Row ``rows_T[t]`` of the logits [N, V] is the distribution from which response token ``t`` was
-    drawn: the position *before* the token.
+    Row ``rows_T[t]`` of the logits [N, V] is the distribution from which sampled token ``t`` was
+    drawn: the position *before* the token. What an environment wrote is among the N tokens only: it
+    has no loss, no gradient and no weight.
     """
 
     token_ids_N: torch.Tensor
@@ -203,9 +261,9 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     """[S + 1] int32: offsets of the sequences; the padding, if any, is a sequence of its own."""
     rows_T: torch.Tensor
-    """[T] int64: row of the logits that predicts each response token."""
+    """[T] int64: row of the logits that predicts each sampled token."""
     target_T: torch.Tensor
-    """[T] int64: the response token's id."""
+    """[T] int64: the sampled token's id."""
     behaviour_logprob_T: torch.Tensor
     """[T] float32: μ, the engine's, or the trainer's with ``behaviour: recomputed``."""
     rollout_logprob_T: torch.Tensor

@@ -33,6 +33,11 @@ def printed() -> Iterator[str]:
     del sys.modules[module.__name__]
 
 
+def test_the_environment_of_the_page_is_the_one_that_is_tested() -> None:
+    tested = PAGE.parents[1] / "tests" / "environment" / "calculator.py"
+    assert f"```python\n{tested.read_text()}```" in PAGE.read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "decision_size"), [("cispo", 0), ("Gspo", 0), ("QuantileClip", 1)]
 )

@@ -10,13 +10,15 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from bapo_megatron.config.section import Section
 
 ENGINES = ("sglang", "local")
 """Engines that need no module."""
-_OWN_ENGINE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+SINGLE_TURN = "single_turn"
+"""The environment that ends every episode after its first turn."""
+_OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ServerConfig(Section):
@@ -128,18 +130,40 @@ class LocalConfig(Section):
     ``max_response_tokens``. The next push waits for them (docs/rollout.md)."""
 
 
+class EpisodesConfig(Section):
+    """Limits of the episodes of a ``rollout.environment``."""
+
+    max_turns: int = Field(8, ge=1)
+    """Most turns of the policy in one response."""
+    step_timeout_s: float = Field(30.0, gt=0)
+    """Longest time of one answer of the environment; then it has failed."""
+    workers: int = Field(4, ge=1)
+    """Processes that run it: how many answers are made at a time."""
+    memory_limit_mb: int = Field(2048, ge=256)
+    """Limit of the address space of each; past it the environment has failed."""
+    on_error: Literal["raise", "zero", "mask"] = "raise"
+    """What an environment that fails does: end the run, or only the episode, which is counted and
+    has the reward 0; with ``mask`` it is left out of the loss, too (it stays in the baseline of its
+    group)."""
+
+
 class RolloutConfig(Section):
     """Generation of one step's samples."""
 
     engine: str = "sglang"
     """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
     repeats bit for bit), or ``package.module:Class``."""
+    environment: str = "single_turn"
+    """What answers the policy's turns: ``single_turn``, nothing does; or ``package.module:Class``
+    (docs/extending.md)."""
+    episodes: EpisodesConfig = EpisodesConfig()
+    """Limits of episodes with an environment."""
     groups_per_step: int = Field(64, ge=1)
     """Prompts per step."""
     samples_per_group: int = Field(8, ge=2)
     """Responses per prompt, G."""
     max_response_tokens: int = Field(4096, ge=1)
-    """Longest response, over all resumptions."""
+    """Longest response, over all resumptions and turns, what an environment writes included."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
     top_p: float = 1.0
@@ -203,11 +227,17 @@ class RolloutConfig(Section):
         """Decode steps beside the training of one batch, by an engine that is driven."""
         return self.local.decode_steps_ahead or -(-self.max_response_tokens // 2)
 
-    @field_validator("engine")
+    @property
+    def has_environment(self) -> bool:
+        """Whether episodes may have several turns."""
+        return self.environment != SINGLE_TURN
+
+    @field_validator("engine", "environment")
     @classmethod
-    def _known_engine(cls, name: str) -> str:
-        if name not in ENGINES and not _OWN_ENGINE.fullmatch(name):
-            raise ValueError(f"must be {', '.join(ENGINES)} or package.module:Class, got '{name}'")
+    def _known_name(cls, name: str, info: ValidationInfo) -> str:
+        known = ENGINES if info.field_name == "engine" else (SINGLE_TURN,)
+        if name not in known and not _OWN_CLASS.fullmatch(name):
+            raise ValueError(f"must be {', '.join(known)} or package.module:Class, got '{name}'")
         return name
 
     @model_validator(mode="after")

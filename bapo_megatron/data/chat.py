@@ -18,6 +18,8 @@ Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""
 
 _TOKENIZED_AT_ONCE = 1000
+_ANSWER = "4ecb5f"
+"""An assistant's message that no template writes by itself."""
 
 
 def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
@@ -131,16 +133,50 @@ class ChatRenderer:
             ids += [tuple(row) for row in encoded["input_ids"]]
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """What the engine reads, with every special token."""
+    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens that lead from the assistant's turn, over further messages, to its next one.
+
+        They begin after the token that ends a turn, which the policy has sampled. What was said
+        before is not rendered again: the template sees a conversation of its own.
+
+        Raises:
+            ValueError: The template refuses the messages, or leaves them out.
+        """
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            ended = self._render(begun, asks=False).rpartition(_ANSWER)[2]
+            text = self._render([*begun, *messages]).partition(_ANSWER)[2]
+            is_left_out = text == self._render(begun).partition(_ANSWER)[2]
+        except jinja2.TemplateError as error:
+            raise ValueError(f"is refused by the chat template ({error})") from error
+        if is_left_out:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise ValueError(f"is left out by the chat template (role {roles})")
+        special = self._tokenizer.added_tokens_decoder.values()
+        end = next((t.content for t in special if t.special and ended.startswith(t.content)), "")
+        [token_ids] = self.token_ids([text.removeprefix(end)])
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
+        """The text of tokens.
+
+        Args:
+            token_ids: Any.
+            skips_special: Leave special tokens out; else it is what the engine reads.
+        """
         text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
         )
         return text
 
-    def _render(self, messages: list[Message]) -> str:
+    @property
+    def vocab_size(self) -> int:
+        """One more than the tokenizer's largest id."""
+        return len(self._tokenizer)
+
+    def _render(self, messages: list[Message], *, asks: bool = True) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._arguments
+            messages, tokenize=False, add_generation_prompt=asks, **self._arguments
         )
         return text
 

@@ -5,14 +5,15 @@ by the collector. It holds everything that training needs, bit for bit, and no t
 to the batch as a whole (step, version, statistics) is JSON in the file's key-value metadata. Texts
 for people are in a file of the same name in ``texts/`` beside it, joined by group_id and index.
 
-Shape legend: P = prompt tokens, R = response tokens of one sample, K = its version spans.
+Shape legend: P = prompt tokens, R = tokens of one response, Q = those of them that the policy
+sampled, K = its version spans, W = spans that an environment wrote.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,16 @@ from bapo_megatron.types import (
     Sample,
     SampleText,
     VersionSpan,
+    WrittenSpan,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 METADATA_KEY = b"bapo_megatron.rollout"
-FORMAT = 2
+FORMAT = 3
+_BEFORE_ENVIRONMENTS = 2
+"""A format without the columns ``written_…``: nothing was."""
 
 _VALUE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "group_id": (pa.int64(), lambda sample: sample.group_id),
@@ -58,8 +62,19 @@ _LIST_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "behaviour_logprobs": (pa.float32(), lambda sample: sample.behaviour_logprobs),
     "versions": (pa.int32(), lambda sample: [span.version for span in sample.versions]),
     "version_tokens": (pa.int32(), lambda sample: [span.num_tokens for span in sample.versions]),
+    "written_starts": (pa.int32(), lambda sample: [span.start for span in sample.written]),
+    "written_tokens": (pa.int32(), lambda sample: [span.num_tokens for span in sample.written]),
 }
-"""Columns of lists: [P], [R], [R], [K], [K]."""
+"""Columns of lists: [P], [R], [Q], [K], [K], [W], [W]."""
+_TEXT_COLUMNS: dict[str, Any] = {
+    "group_id": pa.int64(),
+    "index": pa.int64(),
+    "prompt_text": pa.string(),
+    "answer": pa.string(),
+    "response_text": pa.string(),
+    "turns": pa.list_(pa.string()),
+}
+"""The fields of ``SampleText``."""
 
 
 class DumpError(ValueError):
@@ -92,11 +107,41 @@ def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
         OSError: The file cannot be written; nothing is left behind.
     """
     columns = {
-        field.name: [getattr(text, field.name) for text in texts] for field in fields(SampleText)
+        name: pa.array([getattr(text, name) for text in texts], kind)
+        for name, kind in _TEXT_COLUMNS.items()
     }
     about = {"format": FORMAT, "step": step}
     content = _parquet(pa.table(columns), about, use_dictionary=["prompt_text", "answer"])
     atomic_write_bytes(texts_path(path), content)
+
+
+def read_texts(path: Path) -> tuple[SampleText, ...]:
+    """Read what ``write_texts`` wrote.
+
+    Args:
+        path: The dump of the batch.
+
+    Raises:
+        DumpError: The file is damaged, or no texts of a dump.
+        OSError: There is none.
+    """
+    encoded = read_encoded(texts_path(path))
+    name = encoded.name
+    file = _open(encoded)
+    about = _metadata(file, name)
+    if "version" in about:
+        raise DumpError(f"{name}: a dump where its texts should be; move it to {path.parent}")
+    table = _read_table(file, name)
+    columns = {
+        column: _read_values(table, column, kind, name)
+        for column, kind in _TEXT_COLUMNS.items()
+        if column != "turns" or about["format"] != _BEFORE_ENVIRONMENTS
+    }
+    columns["turns"] = [tuple(turns) for turns in columns.get("turns", [()] * table.num_rows)]
+    return tuple(
+        SampleText(**dict(zip(columns, values, strict=True)))
+        for values in zip(*columns.values(), strict=True)
+    )
 
 
 def texts_path(path: Path) -> Path:
@@ -173,13 +218,16 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
     name = encoded.name
     file = _open(encoded)
     about = _about(file, name)
-    table = _readable(file.read, name)
+    table = _read_table(file, name)
     columns = {
         column: _read_values(table, column, kind, name)
         for column, (kind, _) in _VALUE_COLUMNS.items()
     }
     for column, (kind, _) in _LIST_COLUMNS.items():
-        columns[column] = _read_lists(table, column, kind, name)
+        if about["format"] == _BEFORE_ENVIRONMENTS and column.startswith("written_"):
+            columns[column] = [np.empty(0, dtype=np.int32)] * table.num_rows
+        else:
+            columns[column] = _read_lists(table, column, kind, name)
     columns["reward_components"] = _parse_json(columns, "reward_components", name)
     batch = RolloutBatch(
         step=about["step"],
@@ -219,6 +267,12 @@ def _open(encoded: EncodedBatch) -> Any:
     return _readable(lambda: pq.ParquetFile(content, page_checksum_verification=True), encoded.name)
 
 
+def _read_table(file: Any, name: str) -> Any:
+    # Without Arrow's threads: one that lets go of the content, a Python object, while the
+    # interpreter ends (a short command) aborts the process. They are no faster.
+    return _readable(lambda: file.read(use_threads=False), name)
+
+
 def _readable(read: Callable[[], Any], name: str) -> Any:
     """What ``read`` returns."""
     try:
@@ -232,6 +286,14 @@ def _readable(read: Callable[[], Any], name: str) -> Any:
 
 def _about(file: Any, name: str) -> dict[str, Any]:
     """Step, version and statistics from the file's metadata."""
+    about = _metadata(file, name)
+    if "version" not in about:
+        raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
+    return about
+
+
+def _metadata(file: Any, name: str) -> dict[str, Any]:
+    """What a dump or its texts say of themselves."""
     encoded = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
     if encoded is None:
         raise DumpError(
@@ -246,18 +308,11 @@ def _about(file: Any, name: str) -> dict[str, Any]:
             f"{name}: its metadata '{METADATA_KEY.decode()}' cannot be read ({error!r}); "
             "write the dump again"
         ) from error
-    if found == 1:
+    if found not in (FORMAT, _BEFORE_ENVIRONMENTS):
         raise DumpError(
-            f"{name}: dump format 1, this version reads {FORMAT}; convert its directory: "
-            "python examples/convert_dumps.py OLD_DIR NEW_DIR"
-        )
-    if found != FORMAT:
-        raise DumpError(
-            f"{name}: dump format {found}, this version reads {FORMAT}; "
+            f"{name}: dump format {found}, this version reads {_BEFORE_ENVIRONMENTS} and {FORMAT}; "
             "read it with the version that wrote it"
         )
-    if "version" not in about:
-        raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
     return about
 
 
@@ -327,11 +382,13 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
             f"{place}: unknown finish_reason '{row['finish_reason']}'; write the dump again"
         ) from error
     versions, counts = row["versions"].tolist(), row["version_tokens"].tolist()
-    if len(versions) != len(counts):
-        raise DumpError(
-            f"{place}: {len(versions)} versions but {len(counts)} numbers of their tokens; write "
-            "the dump again"
-        )
+    starts, written = row["written_starts"].tolist(), row["written_tokens"].tolist()
+    for what, keys, numbers in (("versions", versions, counts), ("written spans", starts, written)):
+        if len(keys) != len(numbers):
+            raise DumpError(
+                f"{place}: {len(keys)} {what} but {len(numbers)} numbers of their tokens; write "
+                "the dump again"
+            )
     return Sample(
         group_id=row["group_id"],
         index=row["index"],
@@ -339,6 +396,7 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         response_token_ids=row["response_token_ids"],
         behaviour_logprobs=row["behaviour_logprobs"],
         versions=tuple(map(VersionSpan, versions, counts)),
+        written=tuple(map(WrittenSpan, starts, written)),
         finish_reason=finish_reason,
         reward=row["reward"],
         reward_components=row["reward_components"],
@@ -367,14 +425,23 @@ def _check_batch(batch: RolloutBatch, name: str) -> None:
 
 def _check_sample(sample: Sample, name: str) -> None:
     place = f"{name}: sample {sample.index} of group {sample.group_id}"
-    lengths = (
-        len(sample.response_token_ids),
-        len(sample.behaviour_logprobs),
-        num_spanned(sample.versions),
-    )
+    end = 0
+    for start, num_tokens in sample.written:
+        if start <= end or num_tokens < 1:
+            raise DumpError(
+                f"{place}: what the environment wrote must stand between turns of the policy, got "
+                f"{num_tokens} tokens from {start}; write the dump again"
+            )
+        end = start + num_tokens
+    if sample.written and end >= len(sample.response_token_ids):
+        raise DumpError(
+            f"{place}: must end with a turn of the policy, got {len(sample.response_token_ids)} "
+            f"tokens of which the environment wrote those up to {end}; write the dump again"
+        )
+    lengths = sample.num_sampled, len(sample.behaviour_logprobs), num_spanned(sample.versions)
     if len(set(lengths)) != 1:
         raise DumpError(
-            f"{place}: {lengths[0]} response tokens, {lengths[1]} behaviour log-probs and "
+            f"{place}: {lengths[0]} sampled tokens, {lengths[1]} behaviour log-probs and "
             f"{lengths[2]} tokens with a version must be equally many; write the dump again"
         )
     if any(span.num_tokens < 1 for span in sample.versions):

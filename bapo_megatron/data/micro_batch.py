@@ -1,7 +1,8 @@
 """Packed tensors of one forward pass, from the samples that share it.
 
-Shape legend: B = samples of the batch, N = packed tokens of a micro-batch (prompts, responses and
-padding), T = response tokens of a micro-batch, S = sequences of a micro-batch.
+Shape legend: B = samples of the batch, R = tokens of a response, Q = those of them that the policy
+sampled, N = packed tokens of a micro-batch (prompts, responses and padding), T = those of them that
+the policy sampled, S = sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def build_micro_batch(
 
     Both log-probs of the tokens are the engine's; with ``behaviour: recomputed`` the caller
     replaces ``behaviour_logprob_T``. Response token j of a sequence that starts at offset o with P
-    prompt tokens is predicted by row o + P − 1 + j. The last response token predicts nothing that
-    is used; it stays in, so that a packed sequence is simply the prompt and the response.
+    prompt tokens is predicted by row o + P − 1 + j; tokens that an environment wrote have no such
+    row. The last response token predicts nothing that is used; it stays in, so that a packed
+    sequence is simply the prompt and the response.
 
     Padding tokens are 0. Those at the end of a sequence change nothing before them, since attention
     is causal; those at the end of the micro-batch are a sequence of their own. A micro-batch
@@ -73,7 +75,7 @@ def build_micro_batch(
         loss_weights_B: [B] weight of each token of the sample that trains: 1 over the global
             denominator.
         rules: What sequences and micro-batches are padded to.
-        masks_B: For each sample, which of its response tokens train, [R] bool; None: all of them.
+        masks_B: For each sample, which of its sampled tokens train, [Q] bool; None: all of them.
 
     Raises:
         ValueError: A prompt is empty, or the arrays of a sample differ in length.
@@ -84,21 +86,21 @@ def build_micro_batch(
     rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
 
     mask_T = torch.ones(len(packed.position_T), dtype=torch.float32)
-    trained_S = packed.response_S
+    trained_S = packed.sampled_S
     if masks_B is not None:
         masks_S = [masks_B[i] for i in sample_indices]
         mask_T = torch.from_numpy(_concatenate(masks_S, np.float32))
-        trained_S = np.array([np.count_nonzero(mask_R) for mask_R in masks_S], dtype=np.int64)
+        trained_S = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_S], dtype=np.int64)
 
     def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), packed.response_S))
+        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), packed.sampled_S))
 
     return MicroBatch(
         token_ids_N=torch.from_numpy(packed.token_ids_N),
         position_ids_N=torch.from_numpy(_ranges(packed.slots_S)),
         cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(packed.slots_S)).astype(np.int32)),
         rows_T=torch.from_numpy(packed.rows_T),
-        target_T=torch.from_numpy(_concatenate([s.response_token_ids for s in chosen], np.int64)),
+        target_T=torch.from_numpy(_concatenate([s.sampled_token_ids for s in chosen], np.int64)),
         behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
         rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
         advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
@@ -120,12 +122,12 @@ class _Packed(NamedTuple):
 
     token_ids_N: np.ndarray
     slots_S: np.ndarray
-    response_S: np.ndarray
-    """Response tokens, without the padding sequence."""
+    sampled_S: np.ndarray
+    """Tokens that the policy sampled, without the padding sequence."""
     position_T: np.ndarray
     """In its response."""
     rows_T: np.ndarray
-    """That predict each response token."""
+    """That predict each sampled token."""
 
 
 def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
@@ -141,13 +143,16 @@ def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
     for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
         ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
         token_ids_N[offset : offset + len(ids)] = ids
-    position_T = _ranges(response_S)
+    sampled_S, position_T = response_S, _ranges(response_S)
+    if any(sample.written for sample in chosen):
+        sampled_S = np.array([sample.num_sampled for sample in chosen], dtype=np.int64)
+        position_T = position_T[np.concatenate([sample.loss_mask for sample in chosen])]
     return _Packed(
         token_ids_N=token_ids_N,
         slots_S=np.append(slots_S, total - used) if total > used else slots_S,
-        response_S=response_S,
+        sampled_S=sampled_S,
         position_T=position_T,
-        rows_T=np.repeat(offset_S + prompt_S - 1, response_S) + position_T,
+        rows_T=np.repeat(offset_S + prompt_S - 1, sampled_S) + position_T,
     )
 
 
@@ -155,14 +160,10 @@ def _check_sample(sample: Sample) -> None:
     place = f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id})"
     if not len(sample.prompt.token_ids):
         raise ValueError(f"{place}: the prompt has no tokens, so nothing predicts the response")
-    lengths = (
-        len(sample.response_token_ids),
-        len(sample.behaviour_logprobs),
-        num_spanned(sample.versions),
-    )
+    lengths = sample.num_sampled, len(sample.behaviour_logprobs), num_spanned(sample.versions)
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"{place}: {lengths[0]} response tokens but {lengths[1]} behaviour log-probs and "
+            f"{place}: {lengths[0]} sampled tokens but {lengths[1]} behaviour log-probs and "
             f"{lengths[2]} with a version; the rollout that made this sample is faulty"
         )
 

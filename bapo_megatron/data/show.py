@@ -173,6 +173,13 @@ def token_lengths(prompts: Sequence[Prompt]) -> TokenLengths:
     return TokenLengths(lengths[0], quantile(0.5), quantile(0.95), lengths[-1])
 
 
+def fenced(text: str) -> str:
+    """A text as a Markdown code block that nothing in the text ends."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([fence, text.removesuffix("\n"), fence])
+
+
 def _summary(
     prompt_set: PromptSet, use: str, share: float | None, epoch_steps: float | None
 ) -> SetSummary:
@@ -237,16 +244,5 @@ def _print_prompt(
         content = Group(text, Text(f"row: {row}", style="dim"))
         console.print(Panel(content, title=escape(about), title_align="left"), highlight=False)
         return
-    longest = max((len(run) for run in re.findall("`+", prompt.text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    lines = [
-        "",
-        f"### {about}",
-        "",
-        fence,
-        prompt.text.removesuffix("\n"),
-        fence,
-        "",
-        f"row: {row}",
-    ]
+    lines = ["", f"### {about}", "", fenced(prompt.text), "", f"row: {row}"]
     console.out("\n".join(lines), highlight=False)

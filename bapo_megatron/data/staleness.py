@@ -3,7 +3,9 @@
 The age of a token is the number of optimizer updates since the weights that sampled it: the version
 of its batch (updates at the weight sync when the batch was formed) minus its own.
 
-Shape legend: R = response tokens of one sample.
+Tokens that an environment wrote have no age.
+
+Shape legend: Q = tokens of one response that the policy sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def token_ages(spans: VersionSpans, version: int) -> np.ndarray:
-    """Age of every token, [R] int64.
+    """Age of every token, [Q] int64.
 
     Args:
         spans: Which weights version sampled which tokens.
@@ -46,7 +48,7 @@ def response_age(spans: VersionSpans, version: int, measure: Literal["mean", "ol
 
 
 def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) -> np.ndarray:
-    """Which tokens stay in the loss, [R] bool; all of them unless ``action: mask`` has a limit.
+    """Which tokens stay in the loss, [Q] bool; all of them unless ``action: mask`` has a limit.
 
     Args:
         spans: Which weights version sampled which tokens.
@@ -54,10 +56,10 @@ def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) ->
         limit: ``measure: token`` masks every token older than ``max_age`` by itself, the other
             measures all tokens of a response that is older.
     """
-    age_R = token_ages(spans, version)
+    age_Q = token_ages(spans, version)
     if limit.max_age is None or limit.action != "mask":
-        return np.ones(age_R.shape, dtype=bool)
+        return np.ones(age_Q.shape, dtype=bool)
     if limit.measure == "token":
-        return age_R <= limit.max_age
+        return age_Q <= limit.max_age
     is_young = response_age(spans, version, limit.measure) <= limit.max_age
-    return np.full(age_R.shape, is_young)
+    return np.full(age_Q.shape, is_young)

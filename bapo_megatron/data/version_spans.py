@@ -3,7 +3,7 @@
 Engines answer piece by piece with one version each, so a response of tens of thousands of tokens
 has as many spans as weight syncs fell into it, plus one.
 
-Shape legend: R = response tokens of one sample.
+Shape legend: Q = tokens of one response that the policy sampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def spans_of(versions_R: ArrayLike) -> VersionSpans:
     """Find the runs of equal versions.
 
     Args:
-        versions_R: [R] weights version that sampled each token.
+        versions_R: [Q] weights version that sampled each token.
     """
     versions_R = np.asarray(versions_R, dtype=np.int64)
     starts = np.flatnonzero(np.diff(versions_R, prepend=versions_R[:1] - 1))
@@ -43,11 +43,11 @@ def join_spans(parts: Iterable[VersionSpans]) -> VersionSpans:
 
 
 def num_spanned(spans: VersionSpans) -> int:
-    """How many tokens the spans cover: R."""
+    """How many tokens the spans cover: Q."""
     return sum(span.num_tokens for span in spans)
 
 
 def token_versions(spans: VersionSpans) -> np.ndarray:
-    """Weights version of every token, [R] int64."""
+    """Weights version of every sampled token, [Q] int64."""
     versions, counts = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     return np.repeat(versions, counts)

@@ -65,11 +65,15 @@ class GenerateRequest:
     sampling: SamplingSettings
     label: str
     """Names the request in errors."""
+    order: tuple[int, int] = (0, 0)
+    """An engine that is driven admits requests that came between two bursts in this order, so that
+    it does not matter whose environment answered first."""
     version: int | None = None
     """Weights version that the engine holds; if none, there may be one piece only, at the end."""
     return_logprobs: bool = True
     sampled_tokens: int = 0
-    """How many of ``input_ids`` the response has already: where its random numbers go on."""
+    """How many of ``input_ids`` the response has already, what an environment wrote included: where
+    its random numbers go on."""
     stream_tokens: int = 64
     """Length of a piece, about."""
 

@@ -58,7 +58,11 @@ class EvalSample:
     answer: str
     """The reference answer."""
     response: str
-    """The response as text, without special tokens."""
+    """The response as text, without special tokens; of several turns the policy's last one."""
+    turns: Sequence[str] = ()
+    """Of several turns, what policy and environment wrote, in order; ends with ``response``."""
+    state: Any = None
+    """The environment's at the end."""
     extracted: str = ""
     """The answer as it stands in the response; empty where none was found."""
     reward: float
@@ -75,6 +79,8 @@ class EvalSample:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the reward functions: ``<function>/<name>``."""
     num_tokens: int
+    """Tokens that the policy sampled."""
+    num_environment_tokens: int = 0
     finish_reason: FinishReason
     version: int = 0
     """Newest weights version that sampled a token of it."""
@@ -127,6 +133,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 """Keys that every line has."""
 _OPTIONAL_KINDS: dict[str, type | tuple[type, ...]] = {
     "prompt": str,
+    "turns": list,
+    "num_environment_tokens": int,
     "extracted": str,
     "components": dict,
     "reason": str,
@@ -290,7 +298,7 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
 
 
 def _without_texts(sample: EvalSample) -> EvalSample:
-    return replace(sample, prompt="", response="", row={})
+    return replace(sample, prompt="", response="", turns=(), row={})
 
 
 def in_order(
@@ -330,6 +338,8 @@ def _is_fit(name: str, value: object) -> bool:
         return name not in ("components", "metrics") or all(
             _is_fit("reward", part) for part in value.values()
         )
+    if isinstance(value, list):
+        return all(isinstance(part, str) for part in value)
     if isinstance(value, int | float):
         least = -sys.float_info.max if name in ("reward", "version") else 0
         return least <= value <= sys.float_info.max  # not NaN

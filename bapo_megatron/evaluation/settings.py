@@ -33,6 +33,8 @@ def eval_settings(
     sampling: EvalSamplingConfig,
     reward: RewardConfig,
     seed: int,
+    environment: str | None = None,
+    max_turns: int | None = None,
 ) -> dict[str, Any]:
     """Everything that decides a sample and its score, as JSON values.
 
@@ -43,6 +45,8 @@ def eval_settings(
         sampling: How it is sampled.
         reward: How they are graded.
         seed: Of the samples.
+        environment: What answers the policy's turns, if anything.
+        max_turns: Of an episode with it.
     """
     return {
         "name": name,
@@ -52,6 +56,8 @@ def eval_settings(
         **sampling.model_dump(mode="json", exclude={"max_prompts"}),
         "reward": comparable_reward(reward),
         "seed": seed,
+        "environment": environment,
+        "max_turns": max_turns,
     }
 
 

@@ -11,25 +11,26 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.engine.base import SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import DropReason, RolloutBuffer
 from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
 from bapo_megatron.rollout.driving import BURST, Driver, reporting, wait_for_news
-from bapo_megatron.rollout.generation import Generation
+from bapo_megatron.rollout.episodes import EpisodePlan, Episodes
 from bapo_megatron.rollout.selection import Selection, merge
 from bapo_megatron.types import RolloutBatch, RolloutStats
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
-    from typing import Any
 
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
     from bapo_megatron.data.stream import PromptMixture, PromptStream
-    from bapo_megatron.rollout.buffer import PendingGroup
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
+    from bapo_megatron.rollout.interaction import Interaction
     from bapo_megatron.rollout.selection import BatchPlan, LeftOver
     from bapo_megatron.types import SampleText
 
@@ -44,21 +45,24 @@ class _Totals:
     lost_requests: int = 0
     reward_timeouts: int = 0
     reward_errors: int = 0
+    environment_errors: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
     def since(self, before: _Totals) -> _Totals:
         """What was counted after ``before``."""
-        numbers = {
-            each.name: getattr(self, each.name) - getattr(before, each.name)
-            for each in fields(self)
-            if each.name != "dropped"
-        }
-        dropped = {
-            reason: count - before.dropped.get(reason, 0)
-            for reason, count in self.dropped.items()
-            if count > before.dropped.get(reason, 0)
-        }
-        return _Totals(**numbers, dropped=dropped)
+
+        def difference(now: Any, then: Any) -> Any:
+            if not isinstance(now, dict):
+                return now - then
+            differences = {key: now.get(key, 0) - then.get(key, 0) for key in {**then, **now}}
+            return {key: n for key, n in sorted(differences.items()) if n}
+
+        return _Totals(
+            **{
+                f.name: difference(getattr(self, f.name), getattr(before, f.name))
+                for f in fields(self)
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class BatchCollector:
 
     def __init__(
         self,
+        interaction: Interaction,
         grader: Grader,
         prompts: PromptStream | PromptMixture,
         config: RolloutConfig,
@@ -88,6 +93,7 @@ class BatchCollector:
         """Put the parts together; ``attach`` comes before the first batch.
 
         Args:
+            interaction: Answers the policy's turns.
             grader: Decodes and scores.
             prompts: Training prompts.
             config: Sizes of batches and groups, and the rules.
@@ -95,6 +101,7 @@ class BatchCollector:
             plan: What the run asks of its batches.
             report: Takes a line about the progress, twice a second.
         """
+        self._interaction = interaction
         self._grader = grader
         self._prompts = prompts
         self._config = config
@@ -103,7 +110,7 @@ class BatchCollector:
         self._buffer = RolloutBuffer(num_earlier_batches=replay.batches)
         self._selection = Selection(self._buffer, config, replay, plan)
         self._pool: EnginePool
-        self._generation: Generation
+        self._episodes: Episodes
         self._is_attached = False
         self._driver: Driver | None = None
         self._ahead: asyncio.Task[None] | None = None
@@ -119,27 +126,27 @@ class BatchCollector:
     def attach(self, pool: EnginePool) -> None:
         """Sample from these servers."""
         self._pool, self._is_attached = pool, True
-        self._generation = Generation(pool, self._grader, self._config, self._plan.seed)
+        self._episodes = Episodes(pool, self._interaction, self._grader, self._plan_of)
         if pool.stepper is not None:
             self._driver = Driver(
                 pool.stepper,
                 pool,
-                self._generation.is_settled,
-                self._generation.news,
+                self._episodes.is_settled,
+                self._episodes.news,
                 awaits_scores=self._selection.needs_scores,
             )
 
     @property
     def finished_samples(self) -> int:
         """Responses that ended so far."""
-        return self._generation.finished_samples
+        return self._episodes.finished_samples
 
     async def close(self) -> None:
         """End every task."""
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
-        await self._generation.close()
+        await self._episodes.close()
 
     async def wait_for_ahead(self) -> None:
         """Wait until what is generated ahead has come to its end, if it has one.
@@ -176,7 +183,7 @@ class BatchCollector:
         num_new = self._config.groups_per_step - len(replayed)
         ahead = max(0, self._selection.steps_ahead(step)) * self._config.groups_per_step
         has_end = self._driver is not None or self._config.fixed_lag is not None
-        if not self._generation.is_running and self._ahead is None:
+        if not self._episodes.is_running and self._ahead is None:
             self._started_s = time.monotonic()  # generation starts: time counts from now
         with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
             await self._end_ahead()
@@ -217,9 +224,9 @@ class BatchCollector:
             Whether generation was running.
         """
         await self.wait_for_ahead()
-        if self._generation.is_running:
+        if self._episodes.is_running:
             self._is_paused = True
-            await self._generation.pause()
+            await self._episodes.pause(self._config.weight_sync)
         return self._is_paused
 
     async def resume(self) -> None:
@@ -228,7 +235,7 @@ class BatchCollector:
             if self._pool.version is not None:
                 self._give_up_stale(self._pool.version)
             self._is_paused = False
-            await self._generation.resume(self._buffer)
+            await self._episodes.resume(self._buffer)
 
     def leave_out_lost(self, num_requests: int) -> None:
         """Lost requests that do not belong to batches: they were counted during an evaluation."""
@@ -243,6 +250,7 @@ class BatchCollector:
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
             "fixed_lag": self._config.fixed_lag,
+            "environment": self._config.environment,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -256,11 +264,16 @@ class BatchCollector:
         nothing = _Totals(dropped=dict(self._buffer.dropped))
         self._before = nothing.since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
-        if state["fixed_lag"] != self._config.fixed_lag:
-            raise ValueError(
-                f"rollout.fixed_lag: was {state['fixed_lag']} when the samples were saved and is "
-                f"{self._config.fixed_lag} now; resume with the same value"
-            )
+        for name in ("fixed_lag", "environment"):
+            value = getattr(self._config, name)
+            if state[name] != value:
+                raise ValueError(
+                    f"rollout.{name}: was {state[name]} when the samples were saved and is {value} "
+                    "now; resume with the same value"
+                )
+        for group in self._buffer:
+            if self._grader.sees_groups and not group.is_scored:
+                group.start_again((), sees_groups=True)  # as other reward functions left it
         size, longest = self._config.samples_per_group, self._config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
         for saved in (*self._buffer, *earlier):
@@ -277,31 +290,43 @@ class BatchCollector:
                     f"sample, got {longest}; resume with the former value"
                 )
 
+    def _plan_of(self, pending: PendingSample) -> EpisodePlan:
+        sample, config = pending.sample, self._config
+        return EpisodePlan(
+            SamplingSettings(
+                temperature=config.temperature,
+                max_new_tokens=config.max_response_tokens,
+                seed=sample_seed(self._plan.seed, sample.group_id, sample.index),
+            ),
+            label=f"sample {sample.index} of group {sample.group_id}, {sample.prompt.prompt_id}",
+            order=(sample.group_id, sample.index),
+        )
+
     def _choose(self, num_new: int, replayed: Sequence[PendingGroup]) -> list[PendingGroup]:
-        spent_tokens = self._generation.generated_tokens - self._before.generated_tokens
+        spent_tokens = self._episodes.generated_tokens - self._before.generated_tokens
         return self._selection.choose(num_new, len(replayed), spent_tokens)
 
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
         for _ in range(self._selection.num_to_draw(num_groups)):
             self._buffer.start_group(next(self._prompts), self._config.samples_per_group)
-        self._generation.advance(self._buffer)
+        self._episodes.advance(self._buffer)
 
     def _give_up_stale(self, version: int) -> None:
         """Drop or restart what is older than ``rollout.staleness`` allows."""
-        stands_still = self._is_paused or not self._generation.is_running
+        stands_still = self._is_paused or not self._episodes.is_running
         for group, old in self._selection.stale_samples(version, unfinished=stands_still):
             if self._config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue
             for pending in old:
-                self._generation.cancel(pending)
-                pending.start_again()
+                self._episodes.cancel(pending)
+            group.start_again(old, sees_groups=self._grader.sees_groups)
             self._num_regenerated += len(old)
 
     def _drop(self, group: PendingGroup, reason: DropReason) -> None:
         for pending in group.samples:
-            self._generation.cancel(pending)
+            self._episodes.cancel(pending)
         self._buffer.drop(group, reason)
 
     async def _advance(self) -> None:
@@ -314,11 +339,11 @@ class BatchCollector:
         if self._driver is not None:
             await self._driver.drive(BURST)
             return
-        await wait_for_news(self._generation.news)
-        self._generation.raise_failure()
+        await wait_for_news(self._episodes.news)
+        self._episodes.raise_failure()
 
     async def _stop(self) -> None:
-        await self._generation.stop()
+        await self._episodes.stop()
         if self._driver is not None:
             await self._driver.settle()
 
@@ -345,7 +370,7 @@ class BatchCollector:
             await self._stop()
         except Exception:
             # A push, an evaluation and a checkpoint may come before the failure is told.
-            await self._generation.stop()
+            await self._episodes.stop()
             raise
 
     async def _end_ahead(self) -> None:
@@ -407,6 +432,7 @@ class BatchCollector:
             unfinished_samples=left_over.num_unfinished_samples,
             reward_timeouts=new.reward_timeouts,
             reward_errors=new.reward_errors,
+            environment_errors=new.environment_errors if self._config.has_environment else None,
             replayed_groups=len(replayed),
             equal_reward_groups=new.dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
             filled_groups=num_filled,
@@ -442,19 +468,20 @@ class BatchCollector:
         if not self._is_attached:
             return _Totals(dropped=dropped)
         return _Totals(
-            generated_tokens=self._generation.generated_tokens,
-            resumed_samples=self._generation.resumed_samples,
+            generated_tokens=self._episodes.generated_tokens,
+            resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
             reward_timeouts=self._grader.num_timeouts,
             reward_errors=self._grader.num_errors,
+            environment_errors=dict(self._interaction.errors),
             dropped=dropped,
         )
 
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""
         duration_s = time.monotonic() - self._started_s
-        tokens = self._generation.generated_tokens - self._before.generated_tokens
+        tokens = self._episodes.generated_tokens - self._before.generated_tokens
         ready = len(self._selection.ready())
         rate = tokens / max(duration_s, 1e-9)
         return f"{ready}/{self._config.groups_per_step} groups, {rate:.0f} tokens/s"

@@ -5,10 +5,8 @@ for a reason that is counted, so that at any moment
 
     drawn = trained + dropped + in the buffer.
 
-In between, each of its samples is unfinished (it may have a prefix from earlier steps), finished,
-or scored. ``buffer_json`` turns the whole buffer into JSON, bit for bit.
-
-R = response tokens of one sample.
+In between, each of its samples is unfinished (it may have a prefix from earlier steps, of one turn
+or of several), finished, or scored. ``buffer_json`` turns the whole buffer into JSON, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,17 +14,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bapo_megatron.data.version_spans import join_spans
-from bapo_megatron.types import FinishReason, Group, Sample, SampleText
+from bapo_megatron.types import FinishReason, Group, Sample, SampleText, WrittenSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from bapo_megatron.engine.base import Completion
+    from bapo_megatron.reward.base import Score
     from bapo_megatron.types import Prompt, PromptTokens
 
 
@@ -50,8 +49,17 @@ class PendingSample:
     sample: Sample
     """Without the latest parts while it is sampled: ``settle`` adds them."""
     prompt: Prompt
-    response_text: str | None = None
-    """Decoded, special tokens left out; comes with the reward."""
+    texts: tuple[str, ...] | None = None
+    """What policy and environment wrote, by turns, decoded, special tokens left out; there when the
+    sample has its reward."""
+    has_begun: bool = False
+    """The environment has begun the episode."""
+    state: Any = None
+    """The environment's, after its latest answer."""
+    awaits_answer: bool = False
+    """A turn has ended, and the environment has not answered it."""
+    score: Score | None = None
+    """Of the response by itself, without what is said of its group, and without shaping."""
     _parts: list[Completion] = field(default_factory=list)
     # A long response comes in a thousand parts; joined one by one, all of it is copied each time.
 
@@ -63,13 +71,19 @@ class PendingSample:
     @property
     def is_scored(self) -> bool:
         """Its reward is known."""
-        return self.response_text is not None
+        return self.texts is not None
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far."""
+        """Response tokens so far, of policy and environment."""
         settled = len(self.sample.response_token_ids)
         return settled + sum(len(part.token_ids) for part in self._parts)
+
+    @property
+    def is_within_turn(self) -> bool:
+        """The policy has begun a turn and not ended it."""
+        before = sum(self.sample.written[-1]) if self.sample.written else 0
+        return not self.is_finished and not self.awaits_answer and self.num_tokens > before
 
     def input_ids(self) -> list[int]:
         """Prompt and response so far: what the engine continues."""
@@ -77,23 +91,41 @@ class PendingSample:
         return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
     def append(self, part: Completion, max_response_tokens: int) -> None:
-        """Add what an engine sampled.
+        """Add what an engine sampled; with the end-of-sequence token a turn ends.
 
         Args:
             part: Tokens after ``input_ids()``.
-            max_response_tokens: Longest response over all requests; reaching it is LENGTH, also
-                where the request was aborted at that very token.
+            max_response_tokens: Longest response over all requests and turns; reaching it is
+                LENGTH, also where the request was aborted at that very token.
         """
-        if self.is_finished and not len(part.token_ids):
+        if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
             return  # its last token came with the end of its server, and its reason after it
         assert not self.is_finished, "a finished response is not continued"
+        assert not self.awaits_answer, "the environment comes next"
         self._parts.append(part)
-        finish_reason = part.finish_reason
-        if finish_reason is FinishReason.ABORT and self.num_tokens >= max_response_tokens:
-            finish_reason = FinishReason.LENGTH
-        self.sample.finish_reason = finish_reason
-        if finish_reason is not FinishReason.ABORT:
-            self.settle()
+        reason = part.finish_reason
+        if reason is FinishReason.STOP:
+            self.awaits_answer = True
+        elif reason is FinishReason.LENGTH or self.num_tokens >= max_response_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def write(self, token_ids: Sequence[int]) -> None:
+        """Add what the environment answered; the policy's next turn comes after it."""
+        assert self.awaits_answer, "environments write between two turns"
+        self.settle()
+        sample = self.sample
+        span = WrittenSpan(len(sample.response_token_ids), len(token_ids))
+        sample.response_token_ids = np.concatenate(
+            [sample.response_token_ids, np.asarray(token_ids, dtype=np.int32)]
+        )
+        sample.written = (*sample.written, span)
+        self.awaits_answer = False
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the episode."""
+        self.settle()
+        self.sample.finish_reason = reason
+        self.awaits_answer = False
 
     def settle(self) -> None:
         """Join the parts, so that ``sample`` has every token."""
@@ -112,18 +144,20 @@ class PendingSample:
     def start_again(self) -> None:
         """Forget the response."""
         self.sample = empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
-        self.response_text = None
+        self.texts = self.state = self.score = None
+        self.has_begun = self.awaits_answer = False
         self._parts = []
 
     def text(self) -> SampleText:
         """What people read of it; it is scored."""
-        assert self.response_text is not None
+        assert self.texts is not None
         return SampleText(
             group_id=self.sample.group_id,
             index=self.sample.index,
             prompt_text=self.prompt.text,
             answer=self.prompt.answer,
-            response_text=self.response_text,
+            response_text=self.texts[-1],
+            turns=self.texts if len(self.texts) > 1 else (),
         )
 
 
@@ -170,6 +204,19 @@ class PendingGroup:
     def is_scored(self) -> bool:
         """Every sample is finished and has its reward."""
         return all(pending.is_scored for pending in self.samples)
+
+    def start_again(self, samples: Sequence[PendingSample], *, sees_groups: bool) -> None:
+        """Forget some responses.
+
+        Args:
+            samples: These.
+            sees_groups: Whether the rewards of the others depend on them.
+        """
+        for pending in samples:
+            pending.start_again()
+        if sees_groups:
+            for pending in self.samples:
+                pending.texts = None
 
     @property
     def num_unfinished_samples(self) -> int:

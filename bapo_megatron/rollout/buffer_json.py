@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
+from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan, WrittenSpan
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import RolloutBuffer
     from bapo_megatron.types import PromptTokens
 
-_FORMAT = 4
+_FORMAT = 5
 _ARRAYS = {"response_token_ids": "<i4", "behaviour_logprobs": "<f4"}
 
 
@@ -86,11 +86,15 @@ def _sample_to_json(pending: PendingSample) -> dict[str, Any]:
     return {
         **arrays,
         "versions": [list(span) for span in sample.versions],
+        "written": [list(span) for span in sample.written],
         "finish_reason": sample.finish_reason.value,
         "reward": sample.reward,
         "reward_components": sample.reward_components,
         "answer_found": sample.answer_found,
-        "response_text": pending.response_text,
+        "texts": pending.texts,
+        "has_begun": pending.has_begun,
+        "state": pending.state,
+        "awaits_answer": pending.awaits_answer,
     }
 
 
@@ -102,13 +106,21 @@ def _sample_from_json(
         index=index,
         prompt=tokens,
         versions=tuple(VersionSpan(*span) for span in saved["versions"]),
+        written=tuple(WrittenSpan(*span) for span in saved["written"]),
         finish_reason=FinishReason(saved["finish_reason"]),
         reward=saved["reward"],
         reward_components=saved["reward_components"],
         answer_found=saved["answer_found"],
         **{name: _decode(saved[name], dtype) for name, dtype in _ARRAYS.items()},
     )
-    return PendingSample(sample, prompt, saved["response_text"])
+    return PendingSample(
+        sample,
+        prompt,
+        texts=None if saved["texts"] is None else tuple(saved["texts"]),
+        has_begun=saved["has_begun"],
+        state=saved["state"],
+        awaits_answer=saved["awaits_answer"],
+    )
 
 
 def _encode(values: np.ndarray, dtype: str) -> str:

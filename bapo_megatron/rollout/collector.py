@@ -37,6 +37,7 @@ from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.engine.supervisor import ServerSupervisor
+from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.sets import load_sets
 from bapo_megatron.evaluation.votes import votes_pool
@@ -49,6 +50,7 @@ from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.rollout.messages import (
     COLLECT,
     CONNECT,
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.reward import RewardConfig
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
+    from bapo_megatron.environment.base import Environment
     from bapo_megatron.rollout.pooled_engine import PooledEngine
     from bapo_megatron.types import Prompt, RolloutBatch, SampleText
 
@@ -139,7 +142,7 @@ class Collector:
         """Start the servers, unless others are configured, and load tokenizer and prompts.
 
         Raises:
-            RolloutError: The port of a server is in use.
+            RolloutError: The port of a server is in use, or the environment cannot be loaded.
             RewardError: A reward function cannot be loaded.
             ValueError: A data row or the tokenizer cannot be used.
             OSError: A file cannot be read.
@@ -150,6 +153,9 @@ class Collector:
         rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
         if for_training and run.eval.functions is not None:
             rewards = await self._start_rewards(run.reward)
+        if run.eval.sets:
+            eval_rewards.require_single()
+        environment = await self._start_environment()  # first for the same reason
         if run.rollout.timeline:
             self.timeline = Timeline()
         self._backend = load_kind(run.rollout.engine).open(run, request.device)
@@ -162,8 +168,12 @@ class Collector:
         )
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
         renderer = make_renderer(tokenizer, run.data)
+        limits = run.rollout.episodes
         grader = Grader(
-            tokenizer, rewards, Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
+            tokenizer,
+            rewards,
+            Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool),
+            sees_groups=rewards.sees_groups,
         )
         train_sets = load_train_sets(run.data, renderer) if for_training else []
         log_warnings(train_sets)
@@ -172,17 +182,42 @@ class Collector:
             stream = PromptMixture(train_sets, run.seed, run.data.shuffle)
             plan = BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch)
             self._batches = BatchCollector(
-                grader, stream, run.rollout, run.replay, plan, self._report
+                Interaction(environment, renderer, limits),
+                grader,
+                stream,
+                run.rollout,
+                run.replay,
+                plan,
+                self._report,
             )
         sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=for_training)
         log_overlaps(train_sets, [(each.name, each.prompts) for each in sets])
         votes = await self._stack.enter_async_context(votes_pool(run.reward))
-        self._evaluator = Evaluator(Grader(tokenizer, eval_rewards), votes, sets, run, self._report)
+        self._evaluator = Evaluator(
+            Interaction(environment, renderer, limits),  # its own: each counts its errors
+            Grader(tokenizer, eval_rewards),
+            votes,
+            sets,
+            run,
+            self._report,
+        )
 
     async def _start_rewards(self, config: RewardConfig) -> Rewards:
         rewards = await self._stack.enter_async_context(Rewards(config))
         await rewards.start()
         return rewards
+
+    async def _start_environment(self) -> Environment:
+        limits = self._config.rollout.episodes
+        environment = load_environment(
+            self._config.rollout.environment,
+            workers=limits.workers,
+            step_timeout_s=limits.step_timeout_s,
+            memory_limit_mb=limits.memory_limit_mb,
+        )
+        self._stack.push_async_callback(environment.close)
+        await environment.open()
+        return environment
 
     async def connect(self, request: Connect) -> None:
         """Reach every engine, and check it before training.

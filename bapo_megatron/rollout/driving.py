@@ -23,7 +23,8 @@ BURST = 16
 their places, after it: more steps leave places empty, fewer let the engine wait for graders more
 often. What a run samples depends on it, so it is no setting."""
 _MAX_TURNS = 8
-"""Turns of the event loop; a new task is inside the engine after the first."""
+"""Turns of the event loop; a new task is inside the engine after the first, and so is one whose
+environment has answered."""
 _REPORT_INTERVAL_S = 0.5
 
 
@@ -69,15 +70,14 @@ class Driver:
             RolloutError: Sampling failed.
             RewardError: Grading failed.
         """
-        for _ in range(_MAX_TURNS):
-            await asyncio.sleep(0)
-            if self._is_settled(scored):
-                return True
-        while not self._is_settled(scored):
+        while True:
+            for _ in range(_MAX_TURNS):
+                await asyncio.sleep(0)
+                if self._is_settled(scored):
+                    return True
             await wait_for_news(self._news)
             if self._pool.needs_weights:
                 return self._is_settled(scored)
-        return True
 
     async def drive(self, max_steps: int) -> int:
         """Settle, make up to so many decode steps, and settle again.

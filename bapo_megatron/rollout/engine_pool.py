@@ -109,6 +109,7 @@ class EnginePool:
         *,
         label: str,
         affinity: int | None = None,
+        order: tuple[int, int] = (0, 0),
         sampled_tokens: int = 0,
         return_logprobs: bool = True,
         on_part: Callable[[Completion], None] | None = None,
@@ -121,7 +122,8 @@ class EnginePool:
             label: Names the request in errors.
             affinity: Requests with the same number go to the same engine as long as one of them is
                 on its way, because it has their common prompt in its cache.
-            sampled_tokens: How many of ``input_ids`` were sampled before.
+            order: See ``GenerateRequest``.
+            sampled_tokens: How many of ``input_ids`` the response has already.
             return_logprobs: Whether log-probs are wanted.
             on_part: Takes each piece as soon as tokens, log-probs and versions are certain; the
                 finish reason is ABORT until the last one.
@@ -139,6 +141,7 @@ class EnginePool:
             input_ids=input_ids,
             sampling=sampling,
             label=label,
+            order=order,
             return_logprobs=return_logprobs,
             sampled_tokens=sampled_tokens,
             stream_tokens=self._config.stream_tokens,

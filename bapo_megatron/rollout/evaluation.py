@@ -5,10 +5,8 @@ What is made of them is in ``evaluation/``.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,36 +17,30 @@ from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
 from bapo_megatron.evaluation.settings import eval_settings
 from bapo_megatron.evaluation.summary import summarise
-from bapo_megatron.rollout.driving import BURST, Driver, reporting
-from bapo_megatron.types import FinishReason
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, empty_sample
+from bapo_megatron.rollout.driving import BURST, Driver, reporting, wait_for_news
+from bapo_megatron.rollout.episodes import EpisodePlan, Episodes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from bapo_megatron.config.evaluation import EvalSamplingConfig
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.engine.base import Completion, Stepper
     from bapo_megatron.evaluation.sets import EvalSet
     from bapo_megatron.reward.pool import RewardPool
     from bapo_megatron.rollout.engine_pool import EnginePool
     from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.types import EvalResult, Prompt
-
-_WAITING_RATIO = 2
-"""Samples on their way per connection: while some are graded, others generate."""
+    from bapo_megatron.rollout.interaction import Interaction
+    from bapo_megatron.types import EvalResult
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One sample to be made."""
+class _Place:
+    """Samples of one prompt that are to be made."""
 
+    group: PendingGroup
+    eval_set: EvalSet
     journal: SampleJournal
-    set_name: str
-    prompt: Prompt
-    index: int
-    sampling: EvalSamplingConfig
-    affinity: int
 
 
 class Evaluator:
@@ -56,6 +48,7 @@ class Evaluator:
 
     def __init__(
         self,
+        interaction: Interaction,
         grader: Grader,
         votes: RewardPool,
         sets: Sequence[EvalSet],
@@ -65,12 +58,14 @@ class Evaluator:
         """Put the parts together.
 
         Args:
+            interaction: Answers the policy's turns.
             grader: Decodes and scores.
             votes: Compares answers with each other, by the function ``math``.
             sets: What to evaluate.
             config: The run; of it the evaluation, the rewards, the seed and its directory.
             report: Takes a line about the progress.
         """
+        self._interaction = interaction
         self._grader = grader
         self._votes = votes
         self._sets = tuple(sets)
@@ -78,10 +73,6 @@ class Evaluator:
         self._report = report
         self.num_samples = 0
         """Samples finished so far, in all evaluations."""
-        self._num_tokens = 0
-        """Received since the present evaluation began to sample."""
-        self._num_sampling = 0
-        """Requests that have not had their last token."""
         self._begun: str | None = None
         """The evaluation whose files this process has begun."""
 
@@ -101,12 +92,11 @@ class Evaluator:
             resume: Go on with the samples of an earlier process.
 
         Raises:
-            RolloutError: A server failed, or gave up, or the results cannot be written (inside an
-                exception group).
+            RolloutError: A server failed, or gave up, an environment failed, or the results cannot
+                be written.
             ResultsError: The files hold samples of something else.
-            RewardError: Grading failed (inside an exception group).
+            RewardError: Grading failed; comparing answers too (inside an exception group).
         """
-        pool.reopen()
         is_resumed = resume or self._begun == moment
         async with contextlib.AsyncExitStack() as stack:
             journals = [
@@ -151,97 +141,107 @@ class Evaluator:
             journal.close()
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> None:
-        """Make every sample that its journal lacks."""
-        jobs = deque(self._jobs(journals))
-        num_jobs, began_s = len(jobs), time.monotonic()
-        self._num_tokens, self._num_sampling = 0, num_jobs
-        started_s = time.monotonic() - max((j.elapsed_s for j in journals), default=0.0)
-        num_workers = num_jobs
-        if pool.stepper is None:  # else what is sampled next must not depend on graders
-            num_workers = min(num_jobs, _WAITING_RATIO * self._config.rollout.max_connections)
-        before = sum(len(journal.samples) for journal in journals)
+        """Make every sample that its journal lacks.
 
-        async def work() -> None:
-            while jobs:
-                await self._make(pool, jobs.popleft(), started_s)
+        Raises:
+            RolloutError: No server could go on, an environment failed, or a file cannot be written.
+            RewardError: Grading failed.
+        """
+        began_s, before = time.monotonic(), sum(len(journal.samples) for journal in journals)
+        started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
+        places = self._missing(journals)
+        num_missing = sum(len(place.group.samples) for place in places.values())
+
+        async def keep(pending: PendingSample) -> None:
+            journal = places[pending.sample.group_id].journal
+            assert pool.version is not None, "a generated answer implies a version"
+            sample = _eval_sample(pending, pool.version, time.monotonic() - started_s)
+            with _named_write_errors(journal.path):
+                await journal.append(sample)
+            self.num_samples += 1
+
+        def plan_of(pending: PendingSample) -> EpisodePlan:
+            return self._plan(pending, places[pending.sample.group_id].eval_set)
+
+        episodes = Episodes(
+            pool, self._interaction, self._grader, plan_of, needs_logprobs=False, on_score=keep
+        )
+
+        def num_done() -> int:
+            return sum(len(journal.samples) for journal in journals)
 
         def report() -> None:
-            num_done = sum(len(journal.samples) for journal in journals)
-            rate = self._num_tokens / max(time.monotonic() - began_s, 1e-9)
-            self._report(f"evaluation: {num_done}/{before + num_jobs} samples, {rate:.0f} tokens/s")
+            rate = episodes.generated_tokens / max(time.monotonic() - began_s, 1e-9)
+            total = before + num_missing
+            self._report(f"evaluation: {num_done()}/{total} samples, {rate:.0f} tokens/s")
 
-        with reporting(report):
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(num_workers):
-                    tasks.create_task(work())
-                if pool.stepper is not None:
-                    await self._drive(pool.stepper, pool)
+        driver = None
+        if pool.stepper is not None:  # what is sampled next does not depend on graders
+            driver = Driver(
+                pool.stepper, pool, episodes.is_settled, episodes.news, awaits_scores=False
+            )
+        try:
+            with reporting(report):
+                episodes.advance(place.group for place in places.values())
+                while num_done() < before + num_missing:
+                    if driver is None or not await driver.drive(BURST):
+                        await wait_for_news(episodes.news)
+                        episodes.raise_failure()
+        finally:
+            await episodes.close()
 
-    async def _drive(self, stepper: Stepper, pool: EnginePool) -> None:
-        """Have the engine sample until every response has ended."""
-
-        def is_settled(_: bool) -> bool:
-            return self._num_sampling == pool.num_in_flight
-
-        driver = Driver(stepper, pool, is_settled, asyncio.Event(), awaits_scores=False)
-        while self._num_sampling:
-            await driver.drive(BURST)
-
-    def _jobs(self, journals: Sequence[SampleJournal]) -> list[_Job]:
-        missing: list[_Job] = []
-        affinity = 0
+    def _missing(self, journals: Sequence[SampleJournal]) -> dict[int, _Place]:
+        """What is to be made, by group, in the order of sets and prompts."""
+        places: dict[int, _Place] = {}
         for eval_set, journal in zip(self._sets, journals, strict=True):
             for prompt in eval_set.prompts:
-                affinity -= 1  # numbers of its own: those of groups may be in use
-                missing += [
-                    _Job(journal, eval_set.name, prompt, index, eval_set.sampling, affinity)
+                # Numbers of its own: those of training may be in flight.
+                group_id = -1 - len(places)
+                tokens = prompt.tokens()
+                samples = [
+                    PendingSample(empty_sample(group_id, index, tokens), prompt)
                     for index in range(eval_set.sampling.samples_per_prompt)
                     if (prompt.prompt_id, index) not in journal.samples
                 ]
-        return missing
+                places[group_id] = _Place(PendingGroup(group_id, samples), eval_set, journal)
+        return places
 
-    def _count(self, part: Completion) -> None:
-        self._num_tokens += len(part.token_ids)
-        self._num_sampling -= part.finish_reason is not FinishReason.ABORT
-
-    async def _make(self, pool: EnginePool, job: _Job, started_s: float) -> None:
-        prompt, sampling = job.prompt, job.sampling
-        completion = await pool.generate(
-            prompt.token_ids,
+    def _plan(self, pending: PendingSample, eval_set: EvalSet) -> EpisodePlan:
+        sample, prompt_id, sampling = pending.sample, pending.prompt.prompt_id, eval_set.sampling
+        return EpisodePlan(
             SamplingSettings(
                 temperature=sampling.temperature,
                 max_new_tokens=sampling.max_response_tokens,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=sample_seed(self._config.seed, job.set_name, prompt.prompt_id, job.index),
+                seed=sample_seed(self._config.seed, eval_set.name, prompt_id, sample.index),
             ),
-            label=f"evaluation of {job.set_name}, {prompt.prompt_id}, sample {job.index}",
-            affinity=job.affinity,
-            return_logprobs=False,
-            on_part=self._count,
+            label=f"evaluation of {eval_set.name}, {prompt_id}, sample {sample.index}",
+            order=(-sample.group_id, sample.index),
         )
-        assert completion is not None, "evaluations are never drained"
-        assert pool.version is not None, "a generated answer implies a version"
-        text, score = await self._grader.grade(
-            completion.token_ids, prompt, completion.finish_reason
-        )
-        sample = EvalSample(
-            prompt_id=prompt.prompt_id,
-            index=job.index,
-            prompt=prompt.text,
-            answer=prompt.answer,
-            response=text,
-            **score_fields(score),
-            num_tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            version=pool.version,
-            elapsed_s=time.monotonic() - started_s,
-            source=prompt.source,
-            row=prompt.row,
-        )
-        with _named_write_errors(job.journal.path):
-            await job.journal.append(sample)
-        self.num_samples += 1
+
+
+def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> EvalSample:
+    sample, prompt = pending.sample, pending.prompt
+    assert pending.score is not None, "it was scored"
+    assert pending.texts is not None, "it was decoded"
+    return EvalSample(
+        prompt_id=prompt.prompt_id,
+        index=sample.index,
+        prompt=prompt.text,
+        answer=prompt.answer,
+        response=pending.texts[-1],
+        turns=pending.texts if len(pending.texts) > 1 else (),
+        state=pending.state,
+        **score_fields(pending.score),
+        num_tokens=sample.num_sampled,
+        num_environment_tokens=sample.num_written,
+        finish_reason=sample.finish_reason,
+        version=version,
+        elapsed_s=elapsed_s,
+        source=prompt.source,
+        row=prompt.row,
+    )
 
 
 async def summarise_set(
@@ -285,6 +285,7 @@ def results_file(run_dir: Path, moment: str) -> Path:
 
 def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str, object]:
     """What the samples of a set are made with."""
+    rollout = config.rollout
     return eval_settings(
         name=eval_set.name,
         weights=weights,
@@ -292,6 +293,8 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
         sampling=eval_set.sampling,
         reward=eval_reward(config.reward, config.eval),
         seed=config.seed,
+        environment=rollout.environment if rollout.has_environment else None,
+        max_turns=rollout.episodes.max_turns if rollout.has_environment else None,
     )
 
 

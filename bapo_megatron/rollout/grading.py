@@ -2,129 +2,181 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bapo_megatron.reward.base import Response, SampleFacts
+from bapo_megatron.reward.base import Response, SampleFacts, Score
+from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
-    from bapo_megatron.reward.base import Score
     from bapo_megatron.reward.shaping import Shaping
-    from bapo_megatron.rollout.buffer import PendingSample
-    from bapo_megatron.types import Prompt
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.types import Prompt, Sample
 
 
 class Scorer(Protocol):
     """Scores decoded responses; ``reward.composition.Rewards`` does, in worker processes."""
 
     async def score(self, response: Response) -> Score:
-        """The reward without shaping."""
+        """The reward without shaping, by what sees one response."""
+        ...
+
+    async def score_group(
+        self, responses: Sequence[Response], scores: Sequence[Score]
+    ) -> list[Score]:
+        """These scores, and what is said of them by what sees the whole group."""
         ...
 
 
 class Grader:
     """Decodes responses and has them scored in worker processes."""
 
-    def __init__(self, tokenizer: Any, rewards: Scorer, shaping: Shaping | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        rewards: Scorer,
+        shaping: Shaping | None = None,
+        *,
+        sees_groups: bool = False,
+    ) -> None:
         """Keep the parts.
 
         Args:
             tokenizer: The model's Hugging Face tokenizer.
             rewards: The reward functions; their owner closes them.
             shaping: What is added for training samples, if anything.
+            sees_groups: Whether a response has its reward only with those of its whole group.
         """
         self._tokenizer = tokenizer
         self._rewards = rewards
         self._shaping = shaping
+        self.sees_groups = sees_groups
         self.num_timeouts = 0
-        """Training samples scored 0 because grading them took too long."""
+        """Samples scored 0 because grading them took too long."""
         self.num_errors = 0
-        """Training samples scored 0 because a reward function failed."""
+        """Samples scored 0 because a reward function failed."""
 
-    async def score(self, pending: PendingSample) -> None:
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         """Fill in text and reward of a finished sample, unless it was begun again meanwhile.
 
         Raises:
             RewardError: A reward function failed.
         """
-        sample, prompt = pending.sample, pending.prompt
-        text = self._decode(sample.response_token_ids)
-        num_tokens = len(sample.response_token_ids)
-        response = _response(text, prompt, sample.finish_reason, num_tokens)
-        score = await self._rewards.score(response)
-        reward, timed_out = score.reward, score.timed_out
-        components = {**score.components, **score.metrics}
-        if self._shaping is not None:
-            shaped = await self._shaping.apply(score, response, sample.response_token_ids)
-            reward, timed_out = shaped.reward, timed_out or shaped.timed_out
-            components |= shaped.terms
-        self.num_timeouts += timed_out
-        self.num_errors += score.failed
-        sample.reward = reward
-        sample.reward_components = components
-        sample.answer_found = score.answer_found
-        if pending.sample is sample:
-            pending.response_text = response.text
+        sample, response = pending.sample, self._response(pending)
+        score = await self._score_alone(response)
+        if pending.sample is not sample:
+            return
+        pending.score = score
+        if not self.sees_groups:
+            await self._reward([pending], [response], [score])
+        elif all(member.score is not None for member in group.samples):
+            await self._score_group(group)
 
     async def grade(
         self,
-        response_token_ids: np.ndarray,
+        texts: Sequence[str],
         prompt: Prompt,
         finish_reason: FinishReason = FinishReason.STOP,
-    ) -> tuple[str, Score]:
-        """The decoded response and its score, without the shaping of training.
-
-        Args:
-            response_token_ids: [R].
-            prompt: What it answers.
-            finish_reason: Why it ended, which reward functions may ask for.
-
-        Raises:
-            RewardError: A reward function failed.
-        """
-        text = self._decode(response_token_ids)
-        num_tokens = len(response_token_ids)
-        return text, await self.grade_text(text, prompt, finish_reason, num_tokens)
-
-    async def grade_text(
-        self,
-        response_text: str,
-        prompt: Prompt,
-        finish_reason: FinishReason = FinishReason.STOP,
+        *,
         num_tokens: int = 0,
+        num_written: int = 0,
+        state: Any = None,
     ) -> Score:
         """The score of a response that was decoded before, without the shaping of training.
 
         Args:
-            response_text: The response, without special tokens.
+            texts: What policy and environment wrote, by turns, without special tokens.
             prompt: What it answers.
             finish_reason: Why it ended, which reward functions may ask for.
             num_tokens: How long it was, likewise.
+            num_written: How many of the tokens the environment wrote.
+            state: The environment's at the end.
 
         Raises:
             RewardError: A reward function failed.
         """
-        return await self._rewards.score(
-            _response(response_text, prompt, finish_reason, num_tokens)
+        response = _response(texts, prompt, finish_reason, num_tokens, num_written, state)
+        return await self._score_alone(response)
+
+    async def _score_alone(self, response: Response) -> Score:
+        if response.sample.finish_reason == FinishReason.ENVIRONMENT:
+            return Score(reward=0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
+        return await self._rewards.score(response)
+
+    async def _score_group(self, group: PendingGroup) -> None:
+        samples = [member.sample for member in group.samples]
+        responses = [self._response(member) for member in group.samples]
+        alone = [member.score for member in group.samples if member.score is not None]
+        scores = await self._rewards.score_group(responses, alone)
+        for number, sample in enumerate(samples):
+            if sample.finish_reason is FinishReason.ENVIRONMENT:
+                scores[number] = alone[number]
+        if all(member.sample is s for member, s in zip(group.samples, samples, strict=True)):
+            await self._reward(group.samples, responses, scores)
+
+    async def _reward(
+        self,
+        members: Sequence[PendingSample],
+        responses: Sequence[Response],
+        scores: Sequence[Score],
+    ) -> None:
+        """Give samples their rewards, all at once, unless one is begun again meanwhile."""
+        samples = [member.sample for member in members]
+        shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
+        if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
+            return
+        for pending, response, score, final in zip(members, responses, scores, shaped, strict=True):
+            self.num_timeouts += score.timed_out or final.timed_out
+            self.num_errors += score.failed
+            sample = pending.sample
+            sample.reward = final.reward
+            sample.reward_components = {**score.components, **score.metrics, **final.terms}
+            sample.answer_found = score.answer_found
+            pending.texts = response.turns
+
+    async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
+        if self._shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
+            return ShapedReward(score.reward, {})
+        return await self._shaping.apply(score, response, sample.sampled_token_ids)
+
+    def _response(self, pending: PendingSample) -> Response:
+        sample = pending.sample
+        return _response(
+            [self._decode(token_ids) for token_ids in sample.segments()],
+            pending.prompt,
+            sample.finish_reason,
+            len(sample.response_token_ids),
+            sample.num_written,
+            pending.state,
         )
 
-    def _decode(self, response_token_ids: np.ndarray) -> str:
+    def _decode(self, token_ids: np.ndarray) -> str:
         text: str = self._tokenizer.decode(
-            response_token_ids.tolist(),
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
+            token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
 
-def _response(text: str, prompt: Prompt, finish_reason: FinishReason, num_tokens: int) -> Response:
+def _response(
+    texts: Sequence[str],
+    prompt: Prompt,
+    finish_reason: FinishReason,
+    num_tokens: int,
+    num_written: int,
+    state: Any,
+) -> Response:
     facts = SampleFacts(
         prompt_id=prompt.prompt_id,
         source=prompt.source,
         prompt=prompt.text,
         finish_reason=finish_reason.value,
         num_tokens=num_tokens,
+        num_turns=1 + len(texts) // 2,
+        environment_tokens=num_written,
     )
-    return Response(text, prompt.answer, facts, prompt.row)
+    return Response(texts[-1], prompt.answer, facts, prompt.row, tuple(texts), state)

@@ -67,7 +67,7 @@ def step_metrics(
     values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
     total_s = sum(phase_s.values())
     if total_s > 0:
-        tokens = sum(len(sample.response_token_ids) for sample in batch.samples)
+        tokens = sum(sample.num_sampled for sample in batch.samples)
         values["throughput/tokens_per_s"] = tokens / total_s
     if batch.stats.generation_s > 0:
         values["throughput/generated_tokens_per_s"] = (
@@ -98,7 +98,7 @@ def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
 
 def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     samples = batch.samples
-    lengths = [len(sample.response_token_ids) for sample in samples]
+    lengths = [sample.num_sampled for sample in samples]
     truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
     num_groups, num_samples = len(batch.groups), len(samples)
@@ -113,7 +113,27 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/response_tokens_mean": sum(lengths) / num_samples,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": truncated / num_samples,
+        **_episode_metrics(batch),
         **_work_metrics(batch.stats),
+    }
+
+
+def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """About turns and what was written between them; nothing without an environment."""
+    errors, samples = batch.stats.environment_errors, batch.samples
+    if errors is None:
+        return {}
+    turns = [sample.num_turns for sample in samples]
+    written = [sample.num_written for sample in samples]
+    at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
+    return {
+        "rollout/turns_mean": sum(turns) / len(samples),
+        "rollout/turns_max": float(max(turns)),
+        "rollout/turn_limit_share": at_limit / len(samples),
+        "rollout/environment_tokens_mean": sum(written) / len(samples),
+        "rollout/environment_tokens_max": float(max(written)),
+        "rollout/environment_errors": float(sum(errors.values())),
+        **{f"rollout/environment_{kind}_errors": float(n) for kind, n in errors.items()},
     }
 
 

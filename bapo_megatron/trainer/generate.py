@@ -49,7 +49,7 @@ class BatchTotals:
     def of(cls, batch: RolloutBatch) -> Self:
         """Count ``batch``."""
         samples = batch.samples
-        lengths = [len(sample.response_token_ids) for sample in samples]
+        lengths = [sample.num_sampled for sample in samples]
         rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
         return cls(
             groups=len(batch.groups),

@@ -19,15 +19,14 @@ from bapo_megatron.algorithm.loss import Denominators, token_weights
 from bapo_megatron.data.micro_batch import build_micro_batches
 from bapo_megatron.data.packing import plan_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
-from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from bapo_megatron.config.rollout import StalenessConfig
     from bapo_megatron.config.schema import AlgorithmConfig
     from bapo_megatron.data.packing import PackingRules
-    from bapo_megatron.types import MicroBatch, RolloutBatch, Sample
+    from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class PlannedUpdate:
     """One optimizer update, before it is made."""
 
     response_tokens: int
-    """Response tokens over all ranks, those that are too old to train included."""
+    """Sampled tokens over all ranks, those that are too old to train included."""
     lengths: dict[str, float] = field(default_factory=dict)
     """Responses with A > 0 and A < 0, and their tokens (``trainer.numbers``)."""
     trained_tokens: int = 0
@@ -68,7 +67,7 @@ def plan_step(
     staleness: StalenessConfig,
     layout: Layout,
     *,
-    masks_truncated: bool = False,
+    masked_reasons: Set[FinishReason] = frozenset(),
 ) -> tuple[PlannedUpdate, ...]:
     """Divide a batch into the updates of one epoch; further epochs repeat them.
 
@@ -79,7 +78,7 @@ def plan_step(
         config: The algorithm section.
         staleness: Which tokens are too old to train.
         layout: How samples become this rank's micro-batches.
-        masks_truncated: Whether no token of a truncated response trains.
+        masked_reasons: Responses that ended for one of these do not train.
 
     Raises:
         ValueError: a response is longer than a micro-batch, or the groups do not divide into
@@ -89,10 +88,10 @@ def plan_step(
     advantage_B = batch_advantages(batch, Advantages(config.advantage))
     masks_B = [
         trainable_mask(sample.versions, batch.version, staleness)
-        & (not masks_truncated or sample.finish_reason is not FinishReason.LENGTH)
+        & (sample.finish_reason not in masked_reasons)
         for sample in samples
     ]
-    trained_B = np.array([np.count_nonzero(mask_R) for mask_R in masks_B])
+    trained_B = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_B])
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):
         response_tokens = sum(len(masks_B[i]) for i in indices)
@@ -147,7 +146,7 @@ def _lengths(
     samples: Sequence[Sample], indices: Sequence[int], advantage_B: np.ndarray
 ) -> dict[str, float]:
     """Responses and their tokens by the sign of the advantage."""
-    length_R = np.array([len(samples[i].response_token_ids) for i in indices])
+    length_R = np.array([samples[i].num_sampled for i in indices])
     advantage_R = advantage_B[list(indices)]
     found = {}
     for name, is_meant_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):

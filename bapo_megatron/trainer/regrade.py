@@ -114,6 +114,7 @@ async def _regrade(
             progress.update(f"grading {sum(map(len, before)):,} samples of {path}")
             async with Rewards(rewards) as functions, votes_pool(rewards) as votes:
                 await functions.start()
+                functions.require_single()
                 # Nothing is decoded, so that no tokenizer is needed.
                 after = await _grade_again(Grader(None, functions), before)
                 result = await summarise(
@@ -166,8 +167,13 @@ async def _grade_again(
             source=sample.source,
             row=sample.row,
         )
-        score = await grader.grade_text(
-            sample.response, prompt, sample.finish_reason, sample.num_tokens
+        score = await grader.grade(
+            sample.turns or (sample.response,),
+            prompt,
+            sample.finish_reason,
+            num_tokens=sample.num_tokens + sample.num_environment_tokens,
+            num_written=sample.num_environment_tokens,
+            state=sample.state,
         )
         return replace(sample, **score_fields(score))
 

@@ -44,7 +44,7 @@ from bapo_megatron.trainer.probe import ProbeScorer
 from bapo_megatron.trainer.resume import Progress, load_run, save_run
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.token_dump import TokenDump
-from bapo_megatron.types import EncodedBatch, StepMetrics
+from bapo_megatron.types import EncodedBatch, FinishReason, StepMetrics
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Run:
             temperature=config.rollout.temperature,
             staleness=config.rollout.staleness,
             layout=layout,
-            masks_truncated=config.reward.truncated == "mask",
+            masked_reasons=_masked_reasons(config),
             dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
         )
         self.progress = Progress()
@@ -378,6 +378,15 @@ def _prepare_device() -> None:
 
 def _checkpoint_root(config: RunConfig) -> Path:
     return config.run_dir / "checkpoints"
+
+
+def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
+    """Responses that ended for one of these stay out of the loss."""
+    asked = {
+        FinishReason.LENGTH: config.reward.truncated,
+        FinishReason.ENVIRONMENT: config.rollout.episodes.on_error,
+    }
+    return frozenset(reason for reason, action in asked.items() if action == "mask")
 
 
 def _claim_run_dir(config: RunConfig) -> None:

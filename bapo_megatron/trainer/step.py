@@ -35,6 +35,8 @@ from bapo_megatron.trainer.token_dump import TokenDump
 from bapo_megatron.types import UpdateResult
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from torch import Tensor
 
     from bapo_megatron.config.rollout import StalenessConfig
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.policy.optimizer import OptimizerStep
     from bapo_megatron.trainer.plan import Layout, PlannedUpdate
-    from bapo_megatron.types import MicroBatch, RolloutBatch
+    from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch
 
     Tokens = tuple[tuple[MicroBatch, TokenReport], ...]
     """This rank's tokens of an update, for a dump."""
@@ -77,7 +79,7 @@ class BatchTrainer:
         temperature: float,
         staleness: StalenessConfig,
         layout: Layout,
-        masks_truncated: bool = False,
+        masked_reasons: Set[FinishReason] = frozenset(),
         dump: TokenDump | None = None,
     ) -> None:
         """Prepare for batches.
@@ -89,7 +91,7 @@ class BatchTrainer:
             temperature: Sampling temperature of the rollouts; logits are divided by it.
             staleness: Which tokens are too old to train.
             layout: How samples become this rank's micro-batches.
-            masks_truncated: Whether no token of a truncated response trains.
+            masked_reasons: Responses that ended for one of these do not train.
             dump: Writes the tokens of some steps; None: of none.
 
         Raises:
@@ -100,7 +102,7 @@ class BatchTrainer:
         self._groups = policy.groups
         self._staleness = staleness
         self._layout = layout
-        self._masks_truncated = masks_truncated
+        self._masked_reasons = masked_reasons
         self._dump = dump
         self._output = PolicyOutput(
             ops,
@@ -128,7 +130,7 @@ class BatchTrainer:
             self._config,
             self._staleness,
             self._layout,
-            masks_truncated=self._masks_truncated,
+            masked_reasons=self._masked_reasons,
         )
         updates_before = self._policy.num_updates
         first_pass: list[TokenLogprobs] | None = None

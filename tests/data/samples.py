@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from bapo_megatron.data.version_spans import spans_of
@@ -12,14 +15,30 @@ from bapo_megatron.types import (
     RolloutBatch,
     RolloutStats,
     Sample,
+    WrittenSpan,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def make_sample(
     prompt_tokens: int, response_tokens: int, group_id: int = 0, index: int = 0
 ) -> Sample:
-    """A sample whose every token, log-prob and version differs from its neighbours'."""
+    """A sample of one turn whose every token, log-prob and version differs from its neighbours'."""
+    return make_episode(prompt_tokens, (response_tokens,), group_id, index)
+
+
+def make_episode(
+    prompt_tokens: int, parts: Sequence[int], group_id: int = 0, index: int = 0
+) -> Sample:
+    """The same with several turns.
+
+    ``parts``: tokens of the policy's first turn, of what was written after it, of the second turn.
+    """
     base = 1000 * (1 + group_id) + 100 * index
+    starts = list(accumulate(parts, initial=0))
+    sampled_tokens = sum(parts[::2])
     return Sample(
         group_id=group_id,
         index=index,
@@ -28,10 +47,11 @@ def make_sample(
             token_ids=np.arange(base, base + prompt_tokens, dtype=np.int32),
             source="sums",
         ),
-        response_token_ids=np.arange(base + 50, base + 50 + response_tokens, dtype=np.int32),
-        behaviour_logprobs=-np.arange(1, response_tokens + 1, dtype=np.float32) / (base + 1),
-        versions=spans_of(np.arange(response_tokens) // 2 + index),
+        response_token_ids=np.arange(base + 50, base + 50 + starts[-1], dtype=np.int32),
+        behaviour_logprobs=-np.arange(1, sampled_tokens + 1, dtype=np.float32) / (base + 1),
+        versions=spans_of(np.arange(sampled_tokens) // 2 + index),
         finish_reason=FinishReason.STOP,
+        written=tuple(map(WrittenSpan, starts[1:-1:2], parts[1::2])),
         reward=float(index % 2),
         reward_components={"math": float(index % 2), "style/words": 7.25 + index},
         answer_found=index != 1,

@@ -6,9 +6,83 @@ import pytest
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer, make_renderer
+from bapo_megatron.tiny.tokenizer import build_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.data.rows import rendered
 
+QWEN25 = (
+    "{%- if messages[0]['role'] == 'system' %}"
+    "{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
+    "{%- else %}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' or message.role == 'assistant'"
+    " or (message.role == 'system' and not loop.first) %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}"
+    "{%- endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""The structure of Qwen2.5's."""
+QWEN3 = (
+    "{%- if messages[0].role == 'system' %}"
+    "{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- set ns = namespace(last_query=messages|length - 1) %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}"
+    "{%- endfor %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- elif message.role == 'assistant' %}"
+    "{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- set reasoning = '' %}"
+    "{%- if '</think>' in message.content %}"
+    "{%- set reasoning = message.content.split('</think>')[0].split('<think>')[-1] %}"
+    "{%- endif %}"
+    "{%- if loop.index0 > ns.last_query and (loop.last or reasoning) %}"
+    "{{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n'"
+    " + content }}"
+    "{%- else %}"
+    "{{- '<|im_start|>assistant\\n' + content }}"
+    "{%- endif %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}"
+    "{%- endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}"
+    "{%- endif %}"
+    "{%- endif %}"
+)
+"""The structure of Qwen3's: thinking is left out before the last question."""
+LLAMA3 = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}"
+)
+"""The structure of Llama 3's: nothing stands between two messages."""
 THINKING = CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
 
 
@@ -114,3 +188,123 @@ def test_a_tokenizer_without_a_chat_template_needs_one_from_a_file(tmp_path, tok
     template.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"data\.chat_template: must be UTF-8"):
         load_tokenizer(tmp_path, template)
+
+
+# --- what leads from one turn to the next ---
+
+QUESTION = {"role": "user", "content": "1 + 1 = ?"}
+WRONG = {"role": "user", "content": "No.\n\nTry again: größer?"}
+TOOL = [{"role": "tool", "content": "2"}, {"role": "tool", "content": "{'a': 3}"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def with_template(tokenizer_dir, tmp_path, template, **arguments):
+    """A renderer, and its tokenizer."""
+    (tmp_path / "x.jinja").write_text(template)
+    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+    return ChatRenderer(tokenizer, template_arguments=arguments), tokenizer
+
+
+def conversation(renderer, tokenizer, answer, messages, *, end="<|im_end|>"):
+    """The tokens of prompt, turn and continuation, and those of the whole conversation at once."""
+    [prompt] = renderer.token_ids([renderer.text([QUESTION])])
+    [turn] = renderer.token_ids([answer + end])
+    played = [*prompt, *turn, *renderer.continuation(messages)]
+    said = [QUESTION, {"role": "assistant", "content": answer}, *messages]
+    [whole] = renderer.token_ids([renderer.text(said)])
+    return played, list(whole)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN25, QWEN3, LLAMA3])
+@pytest.mark.parametrize("messages", [[WRONG], [SYSTEM, WRONG], [WRONG, WRONG]])
+def test_prompt_turn_and_continuation_are_the_whole_conversation(
+    tokenizer_dir, tmp_path, template, messages
+):
+    renderer, tokenizer = with_template(tokenizer_dir, tmp_path, template)
+
+    played, whole = conversation(renderer, tokenizer, "It is 3.", messages)
+
+    assert played == whole
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3])
+def test_answers_of_tools_are_rendered_as_the_template_wants_them(
+    tokenizer_dir, tmp_path, template
+):
+    renderer, tokenizer = with_template(tokenizer_dir, tmp_path, template)
+
+    assert renderer.decode(renderer.continuation(TOOL)) == (
+        "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n{'a': 3}\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    played, whole = conversation(renderer, tokenizer, "It is 3.", TOOL)
+    assert played == whole
+
+
+def test_a_continuation_begins_after_the_token_that_ended_the_turn(tokenizer):
+    renderer = ChatRenderer(tokenizer)
+
+    assert renderer.decode(renderer.continuation([WRONG])) == (
+        "\n<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_system_prompt_is_not_repeated(tokenizer_dir, tmp_path):
+    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
+    own = ChatRenderer(renderer._tokenizer, system_prompt="Think.", prompt_suffix=" Box it.")
+
+    assert "helpful" in renderer.text([QUESTION])
+    assert own.continuation([WRONG]) == renderer.continuation([WRONG])
+    assert renderer.decode(own.continuation([WRONG])).startswith("\n<|im_start|>user\nNo.")
+
+
+def test_the_policy_s_thinking_stays_where_a_template_would_leave_it_out(tokenizer_dir, tmp_path):
+    renderer, tokenizer = with_template(tokenizer_dir, tmp_path, QWEN3)
+    answer = "<think>\nHm.\n</think>\n\nIt is 3."
+
+    played, whole = conversation(renderer, tokenizer, answer, [WRONG])
+
+    assert "Hm." not in renderer.decode(whole)
+    assert renderer.decode(played) == (
+        "<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\nHm.\n</think>\n\nIt is 3.<|im_end|>\n"
+        "<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_arguments_of_the_template_hold_for_every_turn(tokenizer_dir, tmp_path):
+    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN3, enable_thinking=False)
+
+    assert renderer.decode(renderer.continuation([WRONG])) == (
+        "\n<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n"
+    )
+
+
+def test_the_tiny_tokenizer_continues_without_anything_between_messages():
+    tokenizer = build_tokenizer()
+    renderer = ChatRenderer(tokenizer)
+
+    assert renderer.decode(renderer.continuation([WRONG])) == (
+        "<|user|>No.\n\nTry again: größer?<|assistant|>"
+    )
+    played, whole = conversation(renderer, tokenizer, "\\boxed{3}", [WRONG], end="<eos>")
+    assert played == whole
+
+
+def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(tokenizer_dir, tmp_path):
+    strict = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{% endfor %}" + CHAT_TEMPLATE
+    )
+    renderer, _ = with_template(tokenizer_dir, tmp_path, strict)
+
+    with pytest.raises(ValueError, match=r"^is refused by the chat template \(no tools\)$"):
+        renderer.continuation(TOOL)
+    assert renderer.continuation([WRONG])
+    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
+    left_out = [{"role": "environment", "content": "2"}]
+    with pytest.raises(
+        ValueError, match=r"^is left out by the chat template \(role environment\)$"
+    ):
+        renderer.continuation(left_out)

@@ -16,12 +16,22 @@ from bapo_megatron.data.dump import (
     encode_batch,
     read_batch,
     read_encoded,
+    read_texts,
     step_of,
     write_batch,
     write_texts,
 )
-from bapo_megatron.types import EncodedBatch, FinishReason, RolloutBatch, SampleText, VersionSpan
-from tests.data.samples import make_batch
+from bapo_megatron.types import (
+    EncodedBatch,
+    FinishReason,
+    Group,
+    RolloutBatch,
+    RolloutStats,
+    SampleText,
+    VersionSpan,
+    WrittenSpan,
+)
+from tests.data.samples import make_batch, make_episode
 
 ARRAYS = ("response_token_ids", "behaviour_logprobs")
 KEY = b"bapo_megatron.rollout"
@@ -72,6 +82,109 @@ def test_a_batch_comes_back_bit_for_bit(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["step_5.parquet"]
 
 
+def make_episodes() -> RolloutBatch:
+    """Two groups of two: 2 + 1 sampled tokens, three turns, one turn, and one that failed."""
+    samples = [
+        make_episode(3, (2, 3, 1)),
+        make_episode(3, (1, 1, 2, 4, 3), index=1),
+        make_episode(2, (5,), group_id=1),
+        make_episode(2, (1, 2, 1), group_id=1, index=1),
+    ]
+    for sample, reason in zip(samples[1:], ("turns", "length", "environment"), strict=True):
+        sample.finish_reason = FinishReason(reason)
+    groups = Group(0, tuple(samples[:2])), Group(1, tuple(samples[2:]))
+    for group in groups:
+        group.samples[1].prompt = group.samples[0].prompt
+    stats = RolloutStats(environment_errors={"timeout": 1, "tokens": 2})
+    return RolloutBatch(step=5, version=9, groups=groups, stats=stats)
+
+
+def test_episodes_come_back_bit_for_bit(tmp_path):
+    batch = make_episodes()
+    assert batch.samples[1].written == (WrittenSpan(1, 1), WrittenSpan(4, 4))
+
+    write_batch(tmp_path / "step_5.parquet", batch)
+    read = read_batch(tmp_path / "step_5.parquet")
+
+    assert_equal_batches(read, batch)
+    assert encode_batch(read) == encode_batch(batch)
+    assert read.samples[1].loss_mask.tolist() == [
+        *(True, False, True, True),
+        *(False, False, False, False),
+        *(True, True, True),
+    ]
+    rows = pq.read_table(tmp_path / "step_5.parquet").to_pylist()
+    assert [row["written_starts"] for row in rows] == [[2], [1, 4], [], [1]]
+    assert [row["written_tokens"] for row in rows] == [[3], [1, 4], [], [2]]
+    assert [len(row["behaviour_logprobs"]) for row in rows] == [3, 6, 5, 2]
+
+
+@pytest.mark.parametrize("stats", [RolloutStats(), RolloutStats(environment_errors={})])
+def test_statistics_tell_a_run_without_an_environment_from_one_without_errors(stats):
+    batch = dataclasses.replace(make_episodes(), stats=stats)
+
+    assert decode(encode_batch(batch)).stats == stats
+
+
+BETWEEN = "what the environment wrote must stand between turns of the policy, got"
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ([(0, 3)], f"{BETWEEN} 3 tokens from 0;"),
+        ([(-1, 3)], f"{BETWEEN} 3 tokens from -1;"),
+        ([(2, 0)], f"{BETWEEN} 0 tokens from 2;"),
+        ([(2, -1)], f"{BETWEEN} -1 tokens from 2;"),
+        ([(1, 2), (3, 1)], f"{BETWEEN} 1 tokens from 3;"),
+        ([(1, 2), (2, 1)], f"{BETWEEN} 1 tokens from 2;"),
+        ([(3, 1), (1, 1)], f"{BETWEEN} 1 tokens from 1;"),
+        ([(3, 3)], "must end with a turn of the policy, got 6 tokens of which .* up to 6;"),
+        ([(3, 4)], "must end with a turn of the policy, got 6 tokens of which .* up to 7;"),
+        ([(2, 2)], "4 sampled tokens, 3 behaviour log-probs and 3 tokens with a version must be"),
+        ([], "6 sampled tokens, 3 behaviour log-probs and 3 tokens with a version must be"),
+    ],
+)
+def test_written_spans_that_cannot_be_are_refused(written, problem):
+    batch = make_episodes()
+    batch.samples[0].written = tuple(WrittenSpan(*span) for span in written)
+
+    with pytest.raises(DumpError, match=f"^batch of step 5: sample 0 of group 0: {problem}") as e:
+        encode_batch(batch)
+    assert str(e.value).endswith("; write the dump again")
+    assert "\n" not in str(e.value)
+
+
+def test_versions_of_written_tokens_are_refused():
+    batch = make_episodes()
+    batch.samples[0].versions = (VersionSpan(0, 6),)
+
+    with pytest.raises(DumpError, match="3 sampled tokens, 3 behaviour log-probs and 6 tokens wi"):
+        encode_batch(batch)
+
+
+def test_a_damaged_span_is_found_when_a_dump_is_read():
+    def shift(table):
+        column = table.column_names.index("written_starts")
+        starts = pa.array([[0], [1, 4], [], [1]], pa.list_(pa.int32()))
+        return table.set_column(column, "written_starts", starts)
+
+    with pytest.raises(DumpError, match=f"^rollout batch: sample 0 of group 0: {BETWEEN} 3 tok"):
+        decode(rewritten(shift, make_episodes()))
+
+
+def test_spans_without_their_numbers_of_tokens_are_refused():
+    def cut(table):
+        column = table.column_names.index("written_tokens")
+        tokens = pa.array([[3], [1], [], [2]], pa.list_(pa.int32()))
+        return table.set_column(column, "written_tokens", tokens)
+
+    with pytest.raises(
+        DumpError, match="sample 1 of group 0: 2 written spans but 1 numbers of their tokens"
+    ):
+        decode(rewritten(cut, make_episodes()))
+
+
 def test_a_response_without_tokens_comes_back():
     batch = make_batch(num_groups=1)
     for sample in batch.samples:
@@ -106,10 +219,52 @@ def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
         "prompt_text": "What is 6 · 7?",
         "answer": "42",
         "response_text": "null \x00 and 𝛑 1",
+        "turns": [],
     }
-    assert json.loads(table.schema.metadata[KEY]) == {"format": 2, "step": 5}
+    assert json.loads(table.schema.metadata[KEY]) == {"format": 3, "step": 5}
     with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
         read_batch(beside)
+
+
+def test_texts_of_episodes_have_all_turns(tmp_path):
+    path = tmp_path / "step_000005.parquet"
+    turns = ("add 3 to 4", "=> 7", "7")
+    texts = [SampleText(7, 0, "3 + 4?", "7", "7", turns), SampleText(7, 1, "3 + 4?", "7", "8")]
+
+    write_texts(path, 5, texts)
+
+    rows = pq.read_table(tmp_path / "texts" / path.name).to_pylist()
+    assert [row["turns"] for row in rows] == [list(turns), []]
+    assert [row["response_text"] for row in rows] == ["7", "8"]
+    assert read_texts(path) == tuple(texts)
+
+
+def test_texts_of_the_former_format_are_those_of_single_turns(tmp_path):
+    path = tmp_path / "step_000005.parquet"
+    text = SampleText(7, 0, "3 + 4?", "7", "7")
+    write_texts(path, 5, [text])
+    beside = tmp_path / "texts" / path.name
+    table = pq.read_table(beside).drop_columns(["turns"])
+    pq.write_table(table.replace_schema_metadata({KEY: '{"format": 2, "step": 5}'}), beside)
+
+    assert read_texts(path) == (text,)
+
+
+def test_texts_that_are_none_are_refused_by_name(tmp_path):
+    path = tmp_path / "step_5.parquet"
+    write_texts(path, 5, [SampleText(7, 0, "3 + 4?", "7", "7")])
+    beside = tmp_path / "texts" / path.name
+    whole = pq.read_table(beside)
+
+    pq.write_table(whole.drop_columns(["response_text"]), beside)
+    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: column 'response_text' is missi"):
+        read_texts(path)
+    beside.write_bytes(encode_batch(make_batch()))
+    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: a dump where its texts should be"):
+        read_texts(path)
+    beside.write_bytes(b"PAR1")
+    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: not a readable parquet file"):
+        read_texts(path)
 
 
 def with_format(number: int) -> bytes:
@@ -120,15 +275,20 @@ def with_format(number: int) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
-def test_a_dump_of_the_former_format_names_the_script_that_converts_it():
-    with pytest.raises(DumpError, match=r"format 1, .*: python examples/convert_dumps\.py") as e:
-        decode(with_format(1))
-    assert "\n" not in str(e.value)
+def test_a_dump_of_the_former_format_is_that_of_single_turns():
+    table = pq.read_table(pa.BufferReader(with_format(2)))
+    stream = pa.BufferOutputStream()
+    pq.write_table(table.drop_columns(["written_starts", "written_tokens"]), stream)
+
+    former = decode(stream.getvalue().to_pybytes())
+
+    assert encode_batch(former) == encode_batch(make_batch())
 
 
-def test_a_dump_of_a_later_format_is_refused():
-    with pytest.raises(DumpError, match="dump format 3, this version reads 2"):
-        decode(with_format(3))
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_dump_of_another_format_is_refused(number):
+    with pytest.raises(DumpError, match=f"dump format {number}, this version reads 2 and 3"):
+        decode(with_format(number))
 
 
 def test_samples_of_a_group_share_one_prompt():
@@ -191,9 +351,9 @@ def test_a_foreign_parquet_file_is_refused(tmp_path):
         read_batch(tmp_path / "other.parquet")
 
 
-def rewritten(change) -> bytes:
+def rewritten(change, batch=None) -> bytes:
     """A dump after ``change`` of its table."""
-    table = pq.read_table(pa.BufferReader(encode_batch(make_batch())))
+    table = pq.read_table(pa.BufferReader(encode_batch(batch or make_batch())))
     stream = pa.BufferOutputStream()
     pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), stream)
     return stream.getvalue().to_pybytes()
@@ -220,7 +380,7 @@ def test_log_probs_that_do_not_match_the_tokens_are_refused():
 
     with pytest.raises(
         DumpError,
-        match="sample 1 of group 1: 3 response tokens, 7 behaviour log-probs and 3 tokens",
+        match="sample 1 of group 1: 3 sampled tokens, 7 behaviour log-probs and 3 tokens",
     ):
         encode_batch(batch)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.data.micro_batch import build_micro_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops, plan_update, split_updates
-from tests.data.samples import make_batch, make_sample
+from tests.data.samples import make_batch, make_episode, make_sample
 
 LINEAR = SequenceFlops(per_token=1, per_pair=0)
 """Cost by tokens alone, so that expected divisions can be seen."""
@@ -51,6 +51,17 @@ def test_the_longest_samples_go_to_the_emptiest_micro_batches():
 
     assert sizes(plan, samples) == [[10, 10], [10, 10]]
     assert (plan.real_tokens, plan.slots, plan.rank_flops) == (40, 40, (20, 20))
+
+
+def test_what_an_environment_wrote_is_computed_and_counts():
+    # 2 + (1 + 4 + 1) = 8 tokens, of which 2 train, cost as much as 2 + 6.
+    samples = [make_episode(2, (1, 4, 1)), make_sample(2, 6, group_id=1)]
+
+    plan = plan_update(samples, [0, 1], rules(data_size=2))
+
+    assert (plan.real_tokens, plan.slots, plan.rank_flops) == (16, 16, (8, 8))
+    with pytest.raises(ValueError, match=r"sample 0 of group 0 \(train.jsonl:0\) has 8 tokens"):
+        plan_update(samples[:1], [0], rules(max_tokens=7))
 
 
 def test_fewer_samples_than_ranks_give_an_empty_micro_batch():

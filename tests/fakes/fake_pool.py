@@ -1,7 +1,7 @@
 """An engine pool without servers, of which a test decides when each request gets what.
 
 Token ``t`` of a response has id ``t``, and its log-prob tells its position and version, so that
-misplaced or misattributed tokens are seen.
+misplaced or misattributed tokens are seen. Ids from ``WRITTEN`` are an environment's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bapo_megatron.types import RolloutBatch, SampleText
+
+
+WRITTEN = 1000
+"""The least id of what environments write."""
 
 
 def logprobs_of(token_ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
@@ -50,6 +54,9 @@ class Request:
     longest: int
     """Response tokens at most, likewise."""
     on_part: Callable[[Completion], None]
+    input_ids: tuple[int, ...]
+    order: tuple[int, int]
+    seed: int | None
     ended: asyncio.Future[Completion] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -65,6 +72,9 @@ class FakePool:
         self.needs_weights = False
         self.num_lost_requests = 0
         self.requests: list[Request] = []
+        """Those that have not ended."""
+        self.sent: list[Request] = []
+        """All, in the order in which they came."""
         self.calls: list[str] = []
         self.on_drain: Callable[[], None] | None = None
         """What else happens while requests are aborted."""
@@ -78,6 +88,7 @@ class FakePool:
         *,
         label: str,
         affinity: int | None = None,
+        order: tuple[int, int] = (0, 0),
         sampled_tokens: int = 0,
         return_logprobs: bool = True,
         on_part: Callable[[Completion], None],
@@ -86,9 +97,22 @@ class FakePool:
             return None
         received = len(input_ids) - self._prompt_tokens
         longest = received + sampling.max_new_tokens
-        request = Request(label, self._prompt_tokens, received, longest, on_part)
-        assert list(input_ids[self._prompt_tokens :]) == list(range(received))
+        request = Request(
+            label,
+            self._prompt_tokens,
+            received,
+            longest,
+            on_part,
+            tuple(input_ids),
+            order,
+            sampling.seed,
+        )
+        assert sampled_tokens == received
+        assert sampling.max_new_tokens > 0
+        for position, token in enumerate(input_ids[self._prompt_tokens :]):
+            assert token == position or token >= WRITTEN
         self.requests.append(request)
+        self.sent.append(request)
         try:
             return await request.ended
         finally:

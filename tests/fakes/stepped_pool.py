@@ -7,6 +7,7 @@ decode step in which order: whatever differs between two runs changes all tokens
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import zlib
 from dataclasses import dataclass, field, replace
@@ -29,9 +30,12 @@ class SteppedRequest:
 
     label: str
     seed: int | None
+    order: tuple[int, int]
     position: int
     num_remaining: int
     on_part: Callable[[Completion], None]
+    number: int | None = None
+    """Its place among all that came; those that came between two bursts by ``order``."""
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.ABORT
     ended: asyncio.Future[Completion] = field(
@@ -91,6 +95,7 @@ class SteppedPool:
         self._num_turns = 2 * is_slow
         self._delays = random.Random(delay_seed)
         self._is_draining = False
+        self._numbers = itertools.count()
 
     @property
     def num_in_flight(self) -> int:
@@ -103,6 +108,7 @@ class SteppedPool:
         *,
         label: str,
         affinity: int | None = None,
+        order: tuple[int, int] = (0, 0),
         sampled_tokens: int = 0,
         return_logprobs: bool = True,
         on_part: Callable[[Completion], None],
@@ -114,7 +120,7 @@ class SteppedPool:
             if self._is_draining:
                 return None
             request = SteppedRequest(
-                label, sampling.seed, sampled_tokens, sampling.max_new_tokens, on_part
+                label, sampling.seed, order, sampled_tokens, sampling.max_new_tokens, on_part
             )
             self.requests.append(request)
             self.labels.append(label)
@@ -138,7 +144,11 @@ class SteppedPool:
     async def decode(self, max_steps: int) -> int:
         """``engine.base.Stepper``."""
         await asyncio.sleep(self.burst_s or self._delays.choice((0, 0, 0.0005)))
+        arrived = [request for request in self.requests if request.number is None]
+        for request in sorted(arrived, key=lambda request: request.order):
+            request.number = next(self._numbers)
         running = [request for request in self.requests if not request.ended.done()]
+        running.sort(key=lambda request: request.number)
         num_steps = 0
         while num_steps < max_steps and running:
             rows = running[: self._max_rows]

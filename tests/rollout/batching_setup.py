@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptStream
+from bapo_megatron.environment.single_turn import SingleTurn
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.fakes.fake_pool import FakePool, Request
@@ -15,7 +17,7 @@ from tests.fakes.fake_pool import FakePool, Request
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import RolloutBatch
     from tests.fakes.stepped_pool import SteppedRequest
 
@@ -23,29 +25,39 @@ PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(50)]
 TOTAL_STEPS = 10
 
 
+def single_turn() -> Interaction:
+    """Episodes end with their first turn; nothing is decoded."""
+    return Interaction(SingleTurn(), None, EpisodesConfig())
+
+
 class Rewards:
     """Equal rewards in the groups of ``equal``, else one right response per group."""
 
     num_timeouts = num_errors = 0
+    sees_groups = False
 
     def __init__(self, equal: Sequence[int]) -> None:
         self.equal = equal
         self.held: dict[int, asyncio.Event] = {}
         """Scores of these groups wait."""
 
-    async def score(self, pending: PendingSample) -> None:
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         sample = pending.sample
         if sample.group_id in self.held:
             await self.held[sample.group_id].wait()
         sample.reward = 0.0 if sample.group_id in self.equal else float(sample.index == 0)
-        pending.response_text = "scored"
+        pending.texts = ("scored",)
 
 
 class Setup:
     """Two groups of two responses per step, unless the test wants something else."""
 
     def __init__(
-        self, equal: Sequence[int] = (), replay: dict[str, Any] | None = None, **rollout: Any
+        self,
+        equal: Sequence[int] = (),
+        replay: dict[str, Any] | None = None,
+        interaction: Interaction | None = None,
+        **rollout: Any,
     ) -> None:
         config = {
             "groups_per_step": 2,
@@ -58,6 +70,7 @@ class Setup:
         """Of the next delivery."""
         self.rewards = Rewards(equal)
         self.batches = BatchCollector(
+            interaction or single_turn(),
             self.rewards,
             PromptStream(PROMPTS, seed=0, shuffle=False),
             RolloutConfig.model_validate(config),

@@ -191,7 +191,7 @@ def test_a_cancellation_that_comes_with_news_is_not_lost(num_ticks: int) -> None
         setup = Setup()
         batch = setup.collect(0)
         await settle()
-        setup.batches._generation.news.set()
+        setup.batches._episodes.news.set()
         for _ in range(num_ticks):
             await asyncio.sleep(0)
         batch.cancel()

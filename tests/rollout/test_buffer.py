@@ -32,13 +32,15 @@ def _filled() -> RolloutBuffer:
     groups = [buffer.start_group(prompt, 2) for prompt in PROMPTS]
     for pending in groups[0].samples:
         pending.append(_completion(0, 3, 1, "stop"), 8)
-        pending.response_text = "fine\n"
+        pending.finish(FinishReason.STOP)
+        pending.texts = ("fine\n",)
         pending.sample.reward = 1.0
         pending.sample.reward_components = {"math": 1.0, "overlong": -0.25}
         pending.sample.answer_found = True
     groups[1].samples[0].append(_completion(20, 2, 1), 8)
     groups[1].samples[0].append(_completion(22, 3, 2), 8)
     groups[1].samples[1].append(_completion(30, 4, 2, "stop"), 8)
+    groups[1].samples[1].finish(FinishReason.STOP)
     return buffer
 
 
@@ -86,7 +88,7 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
                 saved.sample.group_id,
                 saved.sample.index,
             )
-            for name in ("prompt", "response_text"):
+            for name in ("prompt", "texts", "has_begun", "state", "awaits_answer"):
                 assert getattr(pending, name) == getattr(saved, name)
     restored.take(restored.finished()[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
@@ -124,7 +126,8 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
     for prompt in PROMPTS:
         group = buffer.start_group(prompt, 1)
         group.samples[0].append(_completion(5, 2, group.group_id, "stop"), 8)
-        group.samples[0].response_text = "fine"
+        group.samples[0].finish(FinishReason.STOP)
+        group.samples[0].texts = ("fine",)
         buffer.take([group])
     restored = RolloutBuffer(num_earlier_batches=2)
     buffer_from_json(restored, json.loads(json.dumps(buffer_to_json(buffer))))
@@ -134,5 +137,5 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
 
 
 def test_a_state_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="its format is 0, this version reads 4"):
+    with pytest.raises(ValueError, match="its format is 0, this version reads 5"):
         buffer_from_json(RolloutBuffer(), {"format": 0, "next_group_id": 0, "groups": []})

@@ -15,10 +15,18 @@ from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan
 from tests.fakes.fake_pool import deliver
 from tests.fakes.stepped_pool import SteppedPool
-from tests.rollout.batching_setup import PROMPTS, TOTAL_STEPS, Rewards, group_of, ids, play
+from tests.rollout.batching_setup import (
+    PROMPTS,
+    TOTAL_STEPS,
+    Rewards,
+    group_of,
+    ids,
+    play,
+    single_turn,
+)
 
 if TYPE_CHECKING:
-    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
 
 
 class FailingRewards(Rewards):
@@ -26,10 +34,10 @@ class FailingRewards(Rewards):
 
     failing: int | None = None
 
-    async def score(self, pending: PendingSample) -> None:
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         if pending.sample.group_id == self.failing:
             raise RewardError("the grader is gone")
-        await super().score(pending)
+        await super().score(pending, group)
 
 
 class Setup:
@@ -41,6 +49,7 @@ class Setup:
         self.rewards = FailingRewards(equal=())
         self.lines: list[str] = []
         self.batches = BatchCollector(
+            single_turn(),
             self.rewards,
             PromptStream(PROMPTS, seed=0, shuffle=False),
             RolloutConfig.model_validate({**config, **rollout}),

@@ -22,12 +22,14 @@ from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
 from tests.fakes.stepped_pool import SteppedPool
+from tests.rollout.batching_setup import single_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from bapo_megatron.engine.base import SamplingSettings
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import EvalResult
 
 SETS = {"sums": 5, "products": 3}
@@ -53,6 +55,8 @@ class Pool:
         *,
         label: str,
         affinity: int,
+        order: tuple[int, int],
+        sampled_tokens: int,
         return_logprobs: bool,
         on_part: Callable[[Completion], None],
     ) -> Completion:
@@ -71,13 +75,12 @@ class Pool:
 class EvenIsRight:
     """Grades the number of the request."""
 
-    async def grade(
-        self, token_ids: np.ndarray, prompt: Prompt, finish_reason: FinishReason
-    ) -> tuple[str, Score]:
-        assert finish_reason is FinishReason.STOP
-        number = int(token_ids[0])
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
+        assert pending.sample.finish_reason is FinishReason.STOP
+        number = int(pending.sample.response_token_ids[0])
         reward = float(number % 2 == 0)
-        return str(number), Score(reward=reward, answer_found=True, extracted=str(number % 2))
+        pending.score = Score(reward=reward, answer_found=True, extracted=str(number % 2))
+        pending.texts = (str(number),)
 
 
 class SlowGrader(EvenIsRight):
@@ -86,11 +89,11 @@ class SlowGrader(EvenIsRight):
     def __init__(self, seed: int) -> None:
         self._delays = random.Random(seed)
 
-    async def grade(
-        self, token_ids: np.ndarray, prompt: Prompt, finish_reason: FinishReason
-    ) -> tuple[str, Score]:
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         await asyncio.sleep(self._delays.choice((0, 0.0002, 0.002)))
-        return str(token_ids.tolist()), Score(reward=float(token_ids[0] % 2), answer_found=True)
+        token_ids = pending.sample.response_token_ids
+        pending.score = Score(reward=float(token_ids[0] % 2), answer_found=True)
+        pending.texts = (str(token_ids.tolist()),)
 
 
 def evaluate(
@@ -102,10 +105,7 @@ def evaluate(
     **eval_: Any,
 ) -> list[EvalResult]:
     made = evaluator or make_evaluator(run_dir, **eval_)
-    try:
-        return asyncio.run(made.evaluate(pool, "", "m (0123)", resume=resume))
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+    return asyncio.run(made.evaluate(pool, "", "m (0123)", resume=resume))
 
 
 def make_evaluator(run_dir: Path, grader: EvenIsRight | None = None, **eval_: Any) -> Evaluator:
@@ -131,7 +131,8 @@ def make_evaluator(run_dir: Path, grader: EvenIsRight | None = None, **eval_: An
         )
         for (name, size), dataset in zip(SETS.items(), config.eval.sets, strict=True)
     ]
-    return Evaluator(grader or EvenIsRight(), TextEquality(), sets, config, lambda _: None)
+    judge = grader or EvenIsRight()
+    return Evaluator(single_turn(), judge, TextEquality(), sets, config, lambda _: None)
 
 
 def keys(run_dir: Path, name: str) -> list[tuple[str, int]]:
@@ -261,7 +262,7 @@ def test_with_an_engine_that_is_driven_an_evaluation_repeats(tmp_path: Path) -> 
 
 def test_a_grader_that_fails_ends_an_evaluation_that_is_driven(tmp_path: Path) -> None:
     class Failing(SlowGrader):
-        async def grade(self, *arguments: Any) -> tuple[str, Score]:
+        async def score(self, *arguments: Any) -> None:
             raise RewardError("the grader is gone")
 
     with pytest.raises(RewardError, match="the grader is gone"):

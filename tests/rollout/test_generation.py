@@ -24,6 +24,7 @@ from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+from tests.rollout.batching_setup import single_turn
 from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
@@ -86,7 +87,13 @@ class Setup:
         stream = PromptStream(PROMPTS, seed=0, shuffle=False)
         plan = BatchPlan(seed=0, total_steps=100, updates_per_batch=1)
         collector = BatchCollector(
-            self.grader, stream, self.config, ReplayConfig(), plan, self.lines.append
+            single_turn(),
+            self.grader,
+            stream,
+            self.config,
+            ReplayConfig(),
+            plan,
+            self.lines.append,
         )
         collector.attach(self.pool)
         return collector
@@ -278,7 +285,7 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
                 # An evaluation that goes on meanwhile has its own.
-                await setup.grader.grade(np.array([1]), PROMPTS[7])
+                await setup.grader.grade(("1",), PROMPTS[7])
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
 
     asyncio.run(run())
@@ -286,14 +293,15 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
 
 def test_a_score_of_a_response_that_was_begun_again_is_not_that_of_the_new_one() -> None:
     async def run() -> None:
-        pending = PendingGroup.start(0, PROMPTS[0], 1).samples[0]
+        group = PendingGroup.start(0, PROMPTS[0], 1)
+        [pending] = group.samples
         pending.append(part_of(0, 3, 0, FinishReason.STOP), 8)
-        grading = asyncio.create_task(Grader(Decoder(), Rewards(0.01)).score(pending))
+        grading = asyncio.create_task(Grader(Decoder(), Rewards(0.01)).score(pending, group))
         await asyncio.sleep(0)
         pending.start_again()
         await grading
         assert not pending.is_scored
-        assert pending.response_text is None
+        assert pending.texts is None
 
     asyncio.run(run())
 

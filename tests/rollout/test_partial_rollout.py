@@ -24,7 +24,7 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.engine.helpers import reference_logprobs
 from tests.engine.sglang.servers import load_weights, with_client
 from tests.fakes.fake_pool import deliver
-from tests.rollout.batching_setup import Rewards
+from tests.rollout.batching_setup import Rewards, single_turn
 from tests.rollout.pool import clients_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.base import Engine
     from bapo_megatron.engine.sglang.server import SglangServer
-    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
 
 TEMPERATURE = 0.8
@@ -49,14 +49,15 @@ class PatientGrader:
     """
 
     num_timeouts = num_errors = 0
+    sees_groups = False
     batches: BatchCollector
     num_groups = 0
     """Groups of all batches so far; those after them wait for their scores."""
 
-    async def score(self, pending: PendingSample) -> None:
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         while pending.sample.group_id >= self.num_groups or not self.is_one_in_the_middle():
             await asyncio.sleep(0.01)
-        pending.response_text = "scored"
+        pending.texts = ("scored",)
 
     def is_one_in_the_middle(self) -> bool:
         """Whether a response has tokens and many are missing; also where all have ended."""
@@ -92,7 +93,9 @@ async def _collect(
     pool = EnginePool(engines, config, version=None)
     plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
-    batches = BatchCollector(grader, stream, config, ReplayConfig(), plan, lambda line: None)
+    batches = BatchCollector(
+        single_turn(), grader, stream, config, ReplayConfig(), plan, lambda line: None
+    )
     batches.attach(pool)
     weights = WeightReceiver(pool.states, config, batches)
     made = []

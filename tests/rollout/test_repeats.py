@@ -1,7 +1,7 @@
-"""With an engine that is driven a run repeats: same batches, however long graders, decode steps and
-the trainer take, and also where it is stopped and continued in between.
+"""With an engine that is driven a run repeats: same batches, however long graders, environments,
+decode steps and the trainer take, and also where it is stopped and continued in between.
 
-Random settings; graders answer after random real delays, so in random order.
+Random settings; graders and environments answer after random real delays, so in random order.
 """
 
 from __future__ import annotations
@@ -9,44 +9,105 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptStream
+from bapo_megatron.environment.base import EnvironmentFailedError, Step
+from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import Prompt
 from tests.fakes.fake_pool import deliver
+from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
+from tests.rollout.batching_setup import single_turn
 
 if TYPE_CHECKING:
-    from bapo_megatron.rollout.buffer import PendingSample
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from bapo_megatron.environment.base import Task, Turn
+    from bapo_megatron.reward.base import Response
     from bapo_megatron.types import RolloutBatch
 
 TOTAL_STEPS, UPDATES = 5, 2
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
 
 
-class SlowRewards:
-    """Rewards by the last token; each answer takes a random time."""
+class Delays:
+    """Random real times, as of another process."""
 
-    num_timeouts = num_errors = 0
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
 
-    def __init__(self, delay_seed: int) -> None:
-        self._delays = random.Random(delay_seed)
-
-    async def score(self, pending: PendingSample) -> None:
-        sample = pending.sample
-        for _ in range(self._delays.randrange(4)):
+    async def __call__(self) -> None:
+        for _ in range(self._random.randrange(4)):
             await asyncio.sleep(0)
-        await asyncio.sleep(self._delays.choice((0, 0.0001, 0.0007)))
-        if pending.sample is sample:
-            sample.reward = float(sample.response_token_ids[-1] % 2)
-            pending.response_text = "scored"
+        await asyncio.sleep(self._random.choice((0, 0.0001, 0.0007)))
+
+
+class Renderer:
+    """Its text is the list of ids."""
+
+    vocab_size = 1 << 31
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class SlowRewards:
+    """Rewards by the last token; in a group, one more for the longest last turn."""
+
+    def __init__(self, delay: Callable[[], Awaitable[None]]) -> None:
+        self._delay = delay
+
+    async def score(self, response: Response) -> Score:
+        await self._delay()
+        return Score(float(int(response.text.split()[-1]) % 2))
+
+    async def score_group(
+        self, responses: Sequence[Response], scores: Sequence[Score]
+    ) -> list[Score]:
+        await self._delay()
+        lengths = [len(response.text.split()) for response in responses]
+        return [
+            Score(score.reward + (length == max(lengths)))
+            for length, score in zip(lengths, scores, strict=True)
+        ]
+
+
+class SlowEnvironment(ScriptedEnvironment):
+    """Writes up to seven tokens, ends, or fails, as state and turn say."""
+
+    def __init__(self, delay: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(self._step, self._first)
+        self._delay = delay
+
+    async def _wait(self) -> None:
+        await self._delay()
+
+    @staticmethod
+    def _first(task: Task) -> Any:
+        if task.seed % 16 == 0:
+            raise EnvironmentFailedError("it cannot begin", "timeout")
+        return [task.seed % 1000]
+
+    @staticmethod
+    def _step(state: list[int], turn: Turn) -> Step:
+        drawn = zlib.crc32(repr((state, turn)).encode())
+        if drawn % 16 == 0:
+            raise EnvironmentFailedError("it is broken", "error")
+        state = [*state, drawn]
+        if drawn % 4 == 1:
+            return Step(state, is_done=True)
+        return Step(state, token_ids=[(drawn >> n) % 4096 for n in range(1 + drawn % 7)])
 
 
 @dataclass
@@ -64,6 +125,8 @@ class Case:
     rollout: dict[str, Any]
     replay: dict[str, Any]
     is_slow: bool
+    has_environment: bool = False
+    sees_groups: bool = False
 
     def play(self, delay_seed: int, state: str | None = None, first_step: int = 0) -> Run:
         return asyncio.run(self._play(delay_seed, state, first_step))
@@ -72,8 +135,13 @@ class Case:
         delays, run = random.Random(delay_seed), Run()
         pool = SteppedPool(first_step * UPDATES, is_slow=self.is_slow, delay_seed=delay_seed)
         config = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
+        delay = Delays(delay_seed)
+        limits = EpisodesConfig(max_turns=3, on_error="zero")
         batches = BatchCollector(
-            SlowRewards(delay_seed),
+            Interaction(SlowEnvironment(delay), Renderer(), limits)
+            if self.has_environment
+            else single_turn(),
+            Grader(Renderer(), SlowRewards(delay), sees_groups=self.sees_groups),
             PromptStream(PROMPTS, seed=0, shuffle=True),
             RolloutConfig.model_validate({**config, **self.rollout}),
             ReplayConfig.model_validate(self.replay),
@@ -107,6 +175,7 @@ def content_of(batch: RolloutBatch | None) -> Any:
             sample.response_token_ids.tolist(),
             sample.behaviour_logprobs.tolist(),
             sample.versions,
+            sample.written,
             sample.finish_reason,
             sample.reward,
         )
@@ -150,17 +219,27 @@ NOT_PARTIAL = RULES.map(
 LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     rollout=st.one_of(PARTIAL, PARTIAL, PARTIAL, NOT_PARTIAL, LAG),
     replay=st.sampled_from([{}, {"batches": 2}]),
     is_slow=st.booleans(),
+    has_environment=st.booleans(),
+    sees_groups=st.booleans(),
     stopped_after=st.integers(1, TOTAL_STEPS - 1),
 )
 def test_neither_delays_nor_a_resumption_change_a_run(
-    rollout: dict[str, Any], replay: dict[str, Any], is_slow: bool, stopped_after: int
+    rollout: dict[str, Any],
+    replay: dict[str, Any],
+    is_slow: bool,
+    has_environment: bool,
+    sees_groups: bool,
+    stopped_after: int,
 ) -> None:
-    case = Case(rollout, {} if "fixed_lag" in rollout else replay, is_slow)
+    replay = {} if "fixed_lag" in rollout else replay
+    if has_environment:
+        rollout = {**rollout, "environment": "mine:Mine"}
+    case = Case(rollout, replay, is_slow, has_environment, sees_groups)
     first, second = case.play(1), case.play(2)
     assert first.batches == second.batches
     assert first.states == second.states

@@ -1,6 +1,6 @@
-"""Whatever happens to requests, servers and the trainer, every prompt drawn is trained, dropped
-for a counted reason, or in the buffer; never twice; group n has the n-th draw of the mixture, as if
-nothing had been interrupted; tokens, log-probs and versions stay aligned.
+"""Whatever happens to requests, servers, environments and the trainer, every prompt drawn is
+trained, dropped for a counted reason, or in the buffer; never twice; group n has the n-th draw of
+the mixture, as if nothing had been interrupted; tokens, log-probs and versions stay aligned.
 
 Random sequences of events against a pool of which the test decides what each request receives.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
@@ -19,19 +20,24 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.data.version_spans import token_versions
+from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.data.prompt_sets import make_prompt_set
-from tests.fakes.fake_pool import FakePool, Request, logprobs_of
+from tests.fakes.fake_pool import WRITTEN, FakePool, Request, logprobs_of
+from tests.fakes.scripted_environment import ScriptedEnvironment
+from tests.rollout.batching_setup import single_turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.environment.base import Task, Turn
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
 
 GROUPS, SAMPLES, LONGEST, UPDATES = 4, 2, 12, 2
@@ -45,15 +51,43 @@ SETS = [
 DRAWS = [prompt.prompt_id for prompt in islice(PromptMixture(SETS, seed=0, shuffle=True), 4000)]
 
 
+class Renderer:
+    """Turns have no text."""
+
+    vocab_size = 2 * WRITTEN
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        return ""
+
+
+def begin(task: Task) -> Any:
+    if task.seed % 16 == 0:
+        raise EnvironmentFailedError("it cannot begin", "error")
+    return {"seed": task.seed}
+
+
+def answer(state: dict[str, Any], turn: Turn) -> Step:
+    """The end of the episode, up to four tokens, which tell their positions, or a failure."""
+    drawn = zlib.crc32(repr((state, turn.number, turn.token_ids)).encode()) % 8
+    if drawn == 0:
+        raise EnvironmentFailedError("it is broken", "error")
+    if drawn <= 3:
+        return Step(state, is_done=True)
+    first = WRITTEN + LONGEST - turn.remaining_tokens
+    state["seed"] += 1
+    return Step(state, token_ids=range(first, first + drawn - 3))
+
+
 class RewardsByGroup:
     """Every third group has equal rewards; scores arrive when the test says so."""
 
     num_timeouts = num_errors = 0
+    sees_groups = False
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[None]] = []
 
-    async def score(self, pending: PendingSample) -> None:
+    async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         ready = asyncio.get_running_loop().create_future()
         self.waiting.append(ready)
         try:
@@ -62,7 +96,7 @@ class RewardsByGroup:
             self.waiting.remove(ready)
         sample = pending.sample
         sample.reward = 1.0 if sample.group_id % 3 == 0 else float(sample.index)
-        pending.response_text = "scored"
+        pending.texts = ("scored",)
 
 
 @dataclass
@@ -104,6 +138,7 @@ class RolloutMachine(RuleBasedStateMachine):
         is_partial=st.booleans(),
         scores_in_drain=st.booleans(),
         disk_is_full=st.booleans(),
+        has_environment=st.booleans(),
         replay=st.sampled_from([{}, {"batches": 2, "share": 0.5}, {"batches": 1, "max_age": 1}]),
     )
     def begin(
@@ -112,6 +147,7 @@ class RolloutMachine(RuleBasedStateMachine):
         is_partial: bool,
         scores_in_drain: bool,
         disk_is_full: bool,
+        has_environment: bool,
         replay: dict[str, Any],
     ) -> None:
         if not is_partial:
@@ -129,6 +165,7 @@ class RolloutMachine(RuleBasedStateMachine):
         )
         self.scores_in_drain = scores_in_drain
         self.disk_is_full = disk_is_full
+        self.has_environment = has_environment
         self.replay = ReplayConfig.model_validate(replay)
         self.loop = asyncio.new_event_loop()
         self.trained: list[int] = []
@@ -143,7 +180,13 @@ class RolloutMachine(RuleBasedStateMachine):
         self.rewards = RewardsByGroup()
         if self.scores_in_drain:
             self.pool.on_drain = self.score_all
+        self.environment = ScriptedEnvironment(answer, begin)
+        self.environment.waits = True
+        limits = EpisodesConfig(max_turns=3, on_error="zero")
         self.batches = BatchCollector(
+            Interaction(self.environment, Renderer(), limits)
+            if self.has_environment
+            else single_turn(),
             self.rewards,
             PromptMixture(SETS, seed=0, shuffle=True),
             self.config,
@@ -210,6 +253,19 @@ class RolloutMachine(RuleBasedStateMachine):
             self.pool.give(request, count, FinishReason.STOP)
         self.run()
 
+    @precondition(lambda self: self.environment.waiting)
+    @rule(choice=st.integers(0, 10**6))
+    def an_environment_answers(self, choice: int) -> None:
+        waiting = self.environment.waiting
+        waiting[choice % len(waiting)].set_result(None)
+        self.run()
+
+    @precondition(lambda self: self.environment.waiting)
+    @rule(count=st.integers(1, 8))
+    def environments_answer(self, count: int) -> None:
+        self.environment.let_answer(count)
+        self.run()
+
     @precondition(lambda self: self.rewards.waiting)
     @rule(count=st.integers(1, 8))
     def answers_are_scored(self, count: int) -> None:
@@ -239,7 +295,7 @@ class RolloutMachine(RuleBasedStateMachine):
     @rule()
     def every_server_is_lost_and_weights_are_pushed_again(self) -> None:
         self.pool.needs_weights = True
-        self.batches._generation.news.set()
+        self.batches._episodes.news.set()
         self.run()
         self.pool.needs_weights = False
         if not self.collecting.done():
@@ -304,6 +360,8 @@ class RolloutMachine(RuleBasedStateMachine):
             return
         for sample in samples:
             ages = version - token_versions(sample.versions)
+            if not len(ages):
+                continue  # its environment could not begin
             measured = ages.mean() if limit.measure == "mean" else ages.max()
             assert measured <= limit.max_age
 
@@ -326,6 +384,7 @@ class RolloutMachine(RuleBasedStateMachine):
     @invariant()
     def a_sample_is_sampled_by_one_request_at_a_time(self) -> None:
         if hasattr(self, "started"):
+            assert not any(p.awaits_answer for p in self.batches._episodes._sampling.values())
             labels = Counter(request.label for request in self.pool.requests)
             assert not labels or max(labels.values()) == 1
 
@@ -340,10 +399,11 @@ class RolloutMachine(RuleBasedStateMachine):
         """No work was forgotten: once everything ends and is scored, there is a batch."""
         if self.collecting is None:
             self.collecting = self.loop.create_task(self.collect())
-        for _ in range(60):
+        for _ in range(120):
             self.run()
             if self.collecting.done():
                 break
+            self.environment.let_answer()
             for request in list(self.pool.requests):
                 self.pool.give(request, 1, FinishReason.STOP)
             for ready in self.rewards.waiting:
@@ -356,18 +416,25 @@ def check_tokens(sample: Sample) -> None:
     """Tokens, log-probs and versions belong to each other; versions never decrease."""
     length = len(sample.response_token_ids)
     assert length <= LONGEST
-    assert sample.response_token_ids.tolist() == list(range(length))
+    position_R = np.arange(length)
+    expected_R = np.where(sample.loss_mask, position_R, position_R + WRITTEN)
+    assert sample.response_token_ids.tolist() == expected_R.tolist()
+    edges = [edge for start, n in sample.written for edge in (start, start + n)]
+    assert (np.diff([0, *edges]) > 0).all()  # a turn, something written, a turn …
+    assert sample.num_turns <= 3
+    if sample.finish_reason is not FinishReason.ABORT:
+        assert not edges or edges[-1] < length
     versions = token_versions(sample.versions)
-    assert len(versions) == length
+    assert len(versions) == sample.num_sampled
     assert all(span.num_tokens > 0 for span in sample.versions)
     assert (np.diff([span.version for span in sample.versions]) > 0).all()
-    expected = logprobs_of(sample.response_token_ids, versions)
+    expected = logprobs_of(sample.sampled_token_ids, versions)
     np.testing.assert_array_equal(sample.behaviour_logprobs, expected)
 
 
 TestRolloutInvariants = RolloutMachine.TestCase
 TestRolloutInvariants.settings = settings(
-    max_examples=2000,
+    max_examples=1500,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

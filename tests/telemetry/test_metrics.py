@@ -29,6 +29,7 @@ from bapo_megatron.types import (
     Sample,
     StepMetrics,
     VersionSpan,
+    WrittenSpan,
 )
 from tests.evaluation.results import result
 
@@ -109,6 +110,67 @@ def test_rollout_metrics_count_samples_and_groups() -> None:
     assert values["rollout/response_tokens_mean"] == 2.5
     assert values["rollout/response_tokens_max"] == 4.0
     assert values["rollout/truncated_share"] == 0.25
+
+
+EPISODE_METRICS = {
+    "rollout/turns_mean": 1.75,
+    "rollout/turns_max": 3.0,
+    "rollout/turn_limit_share": 0.25,
+    "rollout/environment_tokens_mean": 4.0,
+    "rollout/environment_tokens_max": 11.0,
+    "rollout/environment_errors": 0.0,
+}
+"""Of ``_episodes`` without errors."""
+
+
+def _episodes(errors: dict[str, int] | None) -> RolloutBatch:
+    """The same sampled tokens, 1, 4, 2 and 3; one response has two turns, one has three."""
+    batch = _batch()
+    for number, spans in {1: ((2, 5),), 3: ((1, 10), (12, 1))}.items():
+        sample = batch.samples[number]
+        sample.written = tuple(WrittenSpan(*span) for span in spans)
+        length = len(sample.behaviour_logprobs) + sum(n for _, n in spans)
+        sample.response_token_ids = np.zeros(length, np.int32)
+    batch.samples[3].finish_reason = FinishReason.TURNS
+    return replace(batch, stats=replace(batch.stats, environment_errors=errors))
+
+
+def test_episodes_are_measured_by_turns_and_by_what_was_written() -> None:
+    values = step_metrics(_episodes(errors={}), {}, 0.0, {}).values
+
+    assert {name: values[name] for name in EPISODE_METRICS} == EPISODE_METRICS
+    assert not any(name.endswith("_errors") for name in values.keys() - EPISODE_METRICS.keys())
+
+
+def test_environment_errors_are_reported_by_kind() -> None:
+    values = step_metrics(_episodes(errors={"timeout": 3, "tokens": 1}), {}, 0.0, {}).values
+
+    assert values["rollout/environment_errors"] == 4.0
+    assert values["rollout/environment_timeout_errors"] == 3.0
+    assert values["rollout/environment_tokens_errors"] == 1.0
+
+
+def test_lengths_ages_and_throughput_count_sampled_tokens() -> None:
+    plain, episodes = _batch(), _episodes(errors={})
+    for batch in (plain, episodes):
+        for sample, versions in zip(batch.samples, AGED_VERSIONS, strict=True):
+            sample.versions = spans_of(versions)
+
+    values = step_metrics(episodes, {}, 0.0, {"train": 2.0}).values
+
+    assert values["rollout/response_tokens_mean"] == 2.5
+    assert values["rollout/response_tokens_max"] == 4.0
+    assert values["throughput/tokens_per_s"] == 5.0
+    assert values["rollout/truncated_share"] == 0.25  # the limit of turns is none of tokens
+    without = step_metrics(plain, {}, 0.0, {"train": 2.0}).values
+    assert {name: values[name] for name in without} == without
+
+
+def test_a_run_without_an_environment_reports_nothing_about_episodes() -> None:
+    values = step_metrics(_episodes(errors=None), {}, 0.0, {}).values
+
+    assert not values.keys() & EPISODE_METRICS.keys()
+    assert not any(name.startswith("rollout/environment") for name in values)
 
 
 def test_rewards_are_reported_for_every_data_set_of_the_batch() -> None:

@@ -1,9 +1,11 @@
-"""What the ranks of test_invariance.py, test_kernel_paths.py and test_correction.py do."""
+"""What the ranks of tests that compare the gradients of one update do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from bapo_megatron.config.megatron import (
     MegatronConfig,
@@ -18,6 +20,7 @@ from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.layout import make_layout
 from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
 
@@ -104,6 +107,22 @@ def gradients_of_each_objective(
         }
 
 
+def output_gradients_of_each_objective(
+    model_dir: Path, dump: Path, algorithms: dict[str, dict[str, Any]], chunk_tokens: int
+) -> dict[str, dict[str, Any]]:
+    """As ``gradients_of_each_objective`` on one rank, in micro-batches of 64 tokens.
+
+    ``outputs`` has every micro-batch of the loss pass with the gradient of the model's output, [N,
+    V], or of its hidden states, [N, H], with chunks.
+    """
+    with joined() as groups:
+        ops = OpsConfig(logits_chunk_tokens=chunk_tokens)
+        return {
+            name: _one_update(model_dir, dump, groups, algorithm, 64, ops, watches_output=True)
+            for name, algorithm in algorithms.items()
+        }
+
+
 def _one_update(
     model_dir: Path,
     dump: Path,
@@ -114,6 +133,7 @@ def _one_update(
     *,
     sequence: bool = False,
     staleness: StalenessConfig = NO_LIMIT,
+    watches_output: bool = False,
 ) -> dict[str, Any]:
     parallel = ParallelConfig(
         tensor=groups.tensor_size,
@@ -149,8 +169,10 @@ def _one_update(
             policy, parallel, MegatronConfig(), TrainConfig(max_tokens_per_micro_batch=budget)
         ),
     )
+    outputs = _watch_output(policy) if watches_output else []
     (result,) = trainer.train(read_batch(dump))
     return {
+        "outputs": outputs,
         "loss": result.sums["policy_loss"],
         "entropy": result.sums["entropy"],
         "slots": result.sums["packing_slots"],
@@ -166,3 +188,19 @@ def _one_update(
         "skipped": result.skipped,
         "gradients": hf_gradients(policy),
     }
+
+
+def _watch_output(policy: MegatronPolicy) -> list[tuple[MicroBatch, Tensor]]:
+    """Collects the gradients of the output in the passes to come."""
+    seen: list[tuple[MicroBatch, Tensor]] = []
+    forward_backward = policy.forward_backward
+
+    def watched(micro_batches: Any, loss_fn: Any) -> Any:
+        def watching(output: Tensor, micro_batch: MicroBatch) -> Any:
+            output.register_hook(lambda gradient: seen.append((micro_batch, gradient.clone())))
+            return loss_fn(output, micro_batch)
+
+        return forward_backward(micro_batches, watching)
+
+    policy.forward_backward = watched  # type: ignore[method-assign]
+    return seen

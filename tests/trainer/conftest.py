@@ -26,6 +26,13 @@ def mixed_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) ->
 
 
 @pytest.fixture(scope="session")
+def episode_dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+    """A batch of four groups in which most responses have tokens that an environment wrote."""
+    root = tmp_path_factory.mktemp("episodes")
+    return write_dumps(root, random_model, steps=1, episodes=True) / "step_000000.parquet"
+
+
+@pytest.fixture(scope="session")
 def replay_config(
     tmp_path_factory: pytest.TempPathFactory, random_model: Path, mixed_dumps: Path
 ) -> Path:

@@ -18,6 +18,7 @@ from bapo_megatron.types import (
     RolloutBatch,
     Sample,
     VersionSpan,
+    WrittenSpan,
 )
 from tests.policy.tiny_models import load_reference, make_model
 
@@ -66,9 +67,9 @@ def replay_settings(model_dir: Path, dumps: Path, run_dir: Path) -> dict[str, An
 
 
 def write_dump_shapes(root: Path, model_dir: Path, *, steps: int) -> dict[str, Path]:
-    """Write every entry of ``DUMP_SHAPES``; returns the directories by name."""
+    """Write every entry of ``DUMP_SHAPES``, with episodes; returns the directories by name."""
     return {
-        name: write_dumps(root / name, model_dir, steps=steps, **shape)
+        name: write_dumps(root / name, model_dir, steps=steps, episodes=True, **shape)
         for name, shape in DUMP_SHAPES.items()
     }
 
@@ -82,10 +83,12 @@ def write_dumps(
     samples_per_group: int = 4,
     rewards: str = "mixed",
     noise: float = 0.1,
+    episodes: bool = False,
 ) -> Path:
     """Random prompts and responses with log-probs of ``model_dir`` plus noise.
 
     ``rewards``: ``mixed`` (both signs in every group) or ``equal`` (no gradient anywhere).
+    ``episodes``: all but the first response of a group have two or three turns.
     """
     model = load_reference("qwen2", model_dir).eval()
     rng = np.random.default_rng(7)
@@ -99,24 +102,37 @@ def write_dumps(
             for index in range(samples_per_group):
                 length = int(rng.integers(3, 20)) + 6 * index
                 response = rng.integers(3, vocab, length)
-                mu = _logprobs(model, prompt.token_ids, response)
-                samples.append(
-                    Sample(
-                        group_id=group_id,
-                        index=index,
-                        prompt=prompt,
-                        response_token_ids=response.astype(np.int32),
-                        behaviour_logprobs=(mu + rng.normal(0, noise, length)).astype(np.float32),
-                        versions=(VersionSpan(step, length),),
-                        finish_reason=FinishReason.STOP,
-                        reward=float(2 * index < samples_per_group) if rewards == "mixed" else 0.0,
-                        answer_found=True,
-                    )
+                mu = _logprobs(model, prompt.token_ids, response) + rng.normal(0, noise, length)
+                sample = Sample(
+                    group_id=group_id,
+                    index=index,
+                    prompt=prompt,
+                    response_token_ids=response.astype(np.int32),
+                    behaviour_logprobs=mu.astype(np.float32),
+                    versions=(VersionSpan(step, length),),
+                    finish_reason=FinishReason.STOP,
+                    reward=float(2 * index < samples_per_group) if rewards == "mixed" else 0.0,
+                    answer_found=True,
                 )
+                samples.append(_as_episode(sample) if episodes else sample)
             made.append(Group(group_id, tuple(samples)))
         batch = RolloutBatch(step=step, version=step, groups=tuple(made))
         write_batch(directory / f"step_{step:06d}.parquet", batch)
     return directory
+
+
+def _as_episode(sample: Sample) -> Sample:
+    """The same tokens, of which an environment wrote some: never in the first of a group."""
+    length = len(sample.response_token_ids)
+    if sample.index == 0:
+        return sample
+    if sample.index == 1:
+        sample.written = (WrittenSpan(length // 3, length // 3),)
+    else:
+        sample.written = (WrittenSpan(2, length // 8), WrittenSpan(length // 2, length // 8))
+    sample.behaviour_logprobs = sample.behaviour_logprobs[sample.loss_mask]
+    sample.versions = (VersionSpan(sample.versions[0].version, sample.num_sampled),)
+    return sample
 
 
 def _logprobs(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:

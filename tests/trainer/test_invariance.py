@@ -1,4 +1,7 @@
-"""Loss and gradient of an update do not depend on micro-batches or ranks, for every aggregation."""
+"""Loss and gradient of an update do not depend on micro-batches or ranks, for every aggregation.
+
+Most responses have tokens that an environment wrote.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ WHOLE, SMALL = 4096, 64
 
 
 @pytest.fixture(scope="module")
-def one_rank(random_model: Path, mixed_dumps: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    dump = mixed_dumps / "step_000000.parquet"
-    return run_ranks(gradients_of_each_aggregation, 1, random_model, dump, {}, (WHOLE, SMALL))[0]
+def one_rank(random_model: Path, episode_dump: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    budgets = (WHOLE, SMALL)
+    return run_ranks(gradients_of_each_aggregation, 1, random_model, episode_dump, {}, budgets)[0]
 
 
 def _assert_equal(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -63,11 +66,10 @@ def test_aggregations_differ_from_each_other(
 def test_ranks_do_not_change_the_gradient(
     one_rank: dict[tuple[str, int], dict[str, Any]],
     random_model: Path,
-    mixed_dumps: Path,
+    episode_dump: Path,
     sizes: dict[str, int],
 ) -> None:
-    dump = mixed_dumps / "step_000000.parquet"
-    ranks = run_ranks(gradients_of_each_aggregation, 2, random_model, dump, sizes, (SMALL,))
+    ranks = run_ranks(gradients_of_each_aggregation, 2, random_model, episode_dump, sizes, (SMALL,))
     for results in ranks[:1] if "pipeline" in sizes else ranks:
         for aggregation in AGGREGATIONS:
             _assert_equal(results[aggregation, SMALL], one_rank[aggregation, WHOLE], 1e-5)

@@ -1,16 +1,16 @@
 """Objectives of a user in whole updates: the gradient of their formula, on any layout.
 
 The expected gradients are those of transformers' model in float64, of the published formulae with
-their stop-gradients, written out here.
+their stop-gradients, written out here with a loss mask: most responses have tokens that an
+environment wrote.
 
-Shape legend: R = response tokens of one sample.
+Shape legend: R = tokens of one response, what an environment wrote included.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,20 +19,17 @@ from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.distributed_launch import run_ranks
 from tests.launch import run
-from tests.policy.tiny_models import load_reference
 from tests.trainer.aggregation_ranks import gradients_of_each_objective
+from tests.trainer.exact_policy import ExactPolicy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from bapo_megatron.types import RolloutBatch
-
 pytestmark = pytest.mark.distributed
 
 OWN = "tests.algorithm.own_objectives"
-TEMPERATURE = 0.7
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"objective": f"{OWN}:cispo", "objective_options": {"high": 1.3}},
     "gspo": {
@@ -56,46 +53,12 @@ LAYOUTS = {
 }
 
 
-class _Exact:
-    """Responses of a batch in float64, with a graph to the weights of transformers' model."""
-
-    def __init__(self, model_dir: Path, batch: RolloutBatch) -> None:
-        self.model = load_reference("qwen2", model_dir).eval().double()
-        self.logprobs: list[Tensor] = []
-        self.entropies: list[Tensor] = []
-        self.behaviours = [torch.tensor(s.behaviour_logprobs).double() for s in batch.samples]
-        self.lengths = [len(s.response_token_ids) for s in batch.samples]
-        self.rewards = np.array([[s.reward for s in g.samples] for g in batch.groups])
-        for sample in batch.samples:
-            ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_token_ids.tolist()]])
-            rows = (self.model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
-            start = len(sample.prompt.token_ids)
-            rows = rows[start - 1 : -1]
-            self.logprobs.append(rows.gather(1, ids[0, start:, None])[:, 0])
-            self.entropies.append(-(rows.exp() * rows).sum(-1).detach())
-
-    @property
-    def advantages(self) -> list[float]:
-        centred = self.rewards - self.rewards.mean(axis=1, keepdims=True)
-        scale = self.rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6
-        return (centred / scale).flatten().tolist()  # type: ignore[no-any-return]
-
-    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        self.model.zero_grad()
-        loss.backward(retain_graph=True)
-        return {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-
-
 @pytest.fixture(scope="module")
-def exact(random_model: Path, mixed_dumps: Path) -> _Exact:
-    return _Exact(random_model, read_batch(mixed_dumps / "step_000000.parquet"))
+def exact(random_model: Path, episode_dump: Path) -> ExactPolicy:
+    return ExactPolicy(random_model, read_batch(episode_dump))
 
 
-def _cispo(exact: _Exact) -> Tensor:
+def _cispo(exact: ExactPolicy) -> Tensor:
     """Mean over tokens of −sg(min(r, 1.3)) A log π."""
     losses = [
         -(logprob_R - behaviour_R).exp().detach().clamp(max=1.3) * advantage * logprob_R
@@ -103,36 +66,36 @@ def _cispo(exact: _Exact) -> Tensor:
             exact.logprobs, exact.behaviours, exact.advantages, strict=True
         )
     ]
-    return torch.cat(losses).mean()
+    return exact.token_mean(losses)
 
 
-def _gspo(exact: _Exact) -> Tensor:
-    """Mean over responses of −min(s A, clip(s, 0.8, 1.4) A), s = (π / μ)^(1 / length)."""
+def _gspo(exact: ExactPolicy) -> Tensor:
+    """Mean over responses of −min(s A, clip(s, 0.8, 1.4) A), s = (π / μ)^(1 / sampled tokens)."""
     losses = []
-    for logprob_R, behaviour_R, advantage in zip(
-        exact.logprobs, exact.behaviours, exact.advantages, strict=True
+    for logprob_R, behaviour_R, mask_R, advantage in zip(
+        exact.logprobs, exact.behaviours, exact.masks, exact.advantages, strict=True
     ):
-        s = (logprob_R - behaviour_R).mean().exp()
+        s = ((mask_R * (logprob_R - behaviour_R)).sum() / mask_R.sum()).exp()
         losses.append(-torch.minimum(s * advantage, s.clamp(0.8, 1.4) * advantage))
     return torch.stack(losses).mean()
 
 
-def _high_entropy(exact: _Exact) -> Tensor:
+def _high_entropy(exact: ExactPolicy) -> Tensor:
     """Mean of −r A over the tokens in the highest bins of entropy, at most 30 % of all."""
-    bins = [(entropy_R / 0.1).long().clamp(max=63) for entropy_R in exact.entropies]
-    every = torch.cat(bins)
+    bins = [(entropy_R.detach() / 0.1).long().clamp(max=63) for entropy_R in exact.entropies]
+    every = torch.cat(bins)[torch.cat(exact.masks) == 1]
     threshold = next(b for b in range(65) if (every >= b).sum() <= 0.3 * len(every))
     losses = [
-        (-(logprob_R - behaviour_R).exp() * advantage)[bin_R >= threshold]
-        for logprob_R, behaviour_R, advantage, bin_R in zip(
-            exact.logprobs, exact.behaviours, exact.advantages, bins, strict=True
+        (-(logprob_R - behaviour_R).exp() * advantage)[(bin_R >= threshold) & (mask_R == 1)]
+        for logprob_R, behaviour_R, advantage, bin_R, mask_R in zip(
+            exact.logprobs, exact.behaviours, exact.advantages, bins, exact.masks, strict=True
         )
     ]
     assert 0 < len(torch.cat(losses)) < len(every)
     return torch.cat(losses).mean()
 
 
-def _rank_advantage(exact: _Exact) -> Tensor:
+def _rank_advantage(exact: ExactPolicy) -> Tensor:
     """Mean of −r A, where A is the place in the group's order of (reward, −length)."""
     size = exact.rewards.shape[1]
     advantages: list[float] = []
@@ -146,7 +109,7 @@ def _rank_advantage(exact: _Exact) -> Tensor:
             exact.logprobs, exact.behaviours, advantages, strict=True
         )
     ]
-    return torch.cat(losses).mean()
+    return exact.token_mean(losses)
 
 
 ORACLES = {
@@ -159,15 +122,14 @@ ORACLES = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_own_objectives_have_the_gradient_of_their_formula(
-    random_model: Path, mixed_dumps: Path, exact: _Exact, layout: str
+    random_model: Path, episode_dump: Path, exact: ExactPolicy, layout: str
 ) -> None:
     num_ranks, sizes, budget, chunk_tokens = LAYOUTS[layout]
-    dump = mixed_dumps / "step_000000.parquet"
     found = run_ranks(
         gradients_of_each_objective,
         num_ranks,
         random_model,
-        dump,
+        episode_dump,
         sizes,
         ALGORITHMS,
         budget,

@@ -1,6 +1,6 @@
-"""What a batch's updates consist of where some tokens are too old to train.
+"""What a batch's updates consist of: tokens too old to train, and tokens that were not sampled.
 
-Shape legend: R = response tokens of one sample, T = response tokens of a micro-batch.
+Shape legend: R = tokens of one response, T = sampled tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.version_spans import spans_of
 from bapo_megatron.trainer.plan import PlannedUpdate, plan_step
-from bapo_megatron.types import FinishReason, Group, PromptTokens, RolloutBatch, Sample
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    Sample,
+    WrittenSpan,
+)
 from tests.trainer.dumps import ONE_RANK
 
 VERSION = 10
@@ -159,7 +166,9 @@ def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baselin
     config = AlgorithmConfig(advantage="grpo_no_std")
 
     (kept,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
-    (masked,) = plan_step(batch, config, StalenessConfig(), ONE_RANK, masks_truncated=True)
+    (masked,) = plan_step(
+        batch, config, StalenessConfig(), ONE_RANK, masked_reasons={FinishReason.LENGTH}
+    )
 
     assert (kept.trained_tokens, masked.trained_tokens) == (15, 13)
     (micro_batch,) = masked.micro_batches
@@ -170,3 +179,78 @@ def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baselin
     assert advantages == {1: third, 2: third, 3: pytest.approx(2 / 3), 4: third, 5: third}
     # token_mean: each of the 13 tokens that train has the same weight.
     assert _weights_by_sample(masked)[1] == [pytest.approx(1 / 13)] * 4
+
+
+WRITTEN = {1: ((1, 5), (8, 2)), 2: ((1, 3),), 5: ((2, 4),)}
+"""What an environment wrote in some responses of the batch: 7, 3 and 4 tokens."""
+
+
+def _episodes() -> RolloutBatch:
+    """The same sampled tokens, with more between them."""
+    batch = _batch()
+    for number, spans in WRITTEN.items():
+        sample = batch.samples[number]
+        sample.written = tuple(WrittenSpan(*span) for span in spans)
+        length = len(sample.behaviour_logprobs) + sum(n for _, n in spans)
+        sample.response_token_ids = np.arange(length, dtype=np.int32)
+    return batch
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
+def test_what_an_environment_wrote_changes_no_weight_and_no_length(aggregation: str) -> None:
+    algorithm = {"loss_aggregation": aggregation, "token_sum_norm_constant": 4.0}
+    limit = {"max_age": 3, "measure": "token"}
+    (plain,) = _plan(limit, **algorithm)
+    (update,) = _plan(limit, _episodes(), **algorithm)
+
+    assert _weights_by_sample(update) == _weights_by_sample(plain)
+    assert (update.response_tokens, update.trained_tokens) == (15, 11)
+    # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
+    assert update.lengths == plain.lengths
+    assert update.lengths == {
+        "positive_responses": 2.0,
+        "positive_length": 3.0,
+        "negative_responses": 4.0,
+        "negative_length": 12.0,
+    }
+    assert update.real_tokens == plain.real_tokens + 7 + 3 + 4
+
+
+@pytest.mark.parametrize("reason", ["length", "turns", "environment"])
+def test_episodes_that_ended_for_a_masked_reason_stay_in_the_baseline(reason: str) -> None:
+    batch = _episodes()
+    for number, ended in {1: "length", 2: "turns", 5: "environment"}.items():
+        batch.samples[number].finish_reason = FinishReason(ended)
+    masked = {"length": 1, "turns": 2, "environment": 5}[reason]
+    sampled = {1: 4, 2: 3, 5: 3}[masked]
+
+    (update,) = plan_step(
+        batch,
+        AlgorithmConfig(advantage="grpo_no_std"),
+        StalenessConfig(),
+        ONE_RANK,
+        masked_reasons={FinishReason(reason)},
+    )
+
+    weights = _weights_by_sample(update)
+    assert sorted(weights) == [number for number in range(6) if number != masked]
+    assert (update.response_tokens, update.trained_tokens) == (15, 15 - sampled)
+    for number, weight_Q in weights.items():
+        length = len(batch.samples[number].behaviour_logprobs)
+        assert weight_Q == [pytest.approx(1 / (15 - sampled))] * length
+    (micro_batch,) = update.micro_batches
+    advantages = dict(
+        zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
+    )
+    right, wrong = pytest.approx(2 / 3), pytest.approx(-1 / 3)
+    assert advantages == {n: right if n in (0, 3) else wrong for n in weights}
+
+
+def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
+    batch = _batch(versions=(((10, 10), ()),))
+    batch.samples[1].finish_reason = FinishReason.ENVIRONMENT
+
+    (update,) = plan_step(batch, AlgorithmConfig(), StalenessConfig(), ONE_RANK)
+
+    assert _weights_by_sample(update).keys() == {0}
+    assert (update.response_tokens, update.trained_tokens) == (2, 2)

@@ -12,6 +12,7 @@ Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps on the tape; 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ _ADMITTED_SHARE = 8
 class Response:
     """One response, from its request to its end."""
 
-    number: int
-    """Counts requests: their order."""
+    order: tuple[int, int]
+    """Among those that come together."""
     label: str
     token_ids: list[int]
     """The input, and what was sampled."""
@@ -64,6 +65,8 @@ class Response:
     """Why it ended."""
     is_cancelled: bool = False
     """Nobody waits for it any more."""
+    number: int = 0
+    """Its place among all that came."""
     _sampled: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def add(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
@@ -158,11 +161,14 @@ class Decoder:
         self._is_stop_V[[token for token in stop_ids if token < len(self._is_stop_V)]] = True
         self._max_rows = max_rows
         self._waiting: list[Response] = []
+        self._numbers = itertools.count()
         self._rows: _Rows | None = None
 
     def add(self, responses: Sequence[Response]) -> None:
-        """Let responses wait for their turn."""
-        self._waiting += responses
+        """Let responses wait for their turn, after those that came before."""
+        for response in sorted(responses, key=lambda response: response.order):
+            response.number = next(self._numbers)
+            self._waiting.append(response)
 
     def drop_cancelled(self) -> None:
         """Forget responses that nobody waits for."""

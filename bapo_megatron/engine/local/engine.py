@@ -148,7 +148,7 @@ class LocalEngine:
         number, sampling = next(self._numbers), request.sampling
         seed = sample_seed(ADDRESS, number) if sampling.seed is None else sampling.seed
         response = Response(
-            number=number,
+            order=request.order,
             label=request.label,
             token_ids=list(request.input_ids),
             settings=sampling,

@@ -167,6 +167,34 @@ def test_without_seeds_the_order_of_requests_decides(model_dir: Path) -> None:
     assert len({tuple(completion.token_ids) for completion in runs[0]}) == 4
 
 
+@pytest.mark.parametrize("max_rows", [8, 256])
+def test_of_requests_that_come_between_two_bursts_their_order_decides(
+    model_dir: Path, max_rows: int
+) -> None:
+    """It does not matter whose environment answered first."""
+    long = [
+        replace(given, order=(0, number))
+        for number, given in enumerate(ragged_requests(5, max_new_tokens=60))
+    ]
+    others = [replace(given, order=(1, number)) for number, given in enumerate(ragged_requests(12))]
+
+    def sampled(*arrivals: int) -> list[Completion]:
+        async def use(engine: LocalEngine) -> list[Completion]:
+            streams = await start(engine, *long)
+            await engine.decode(8)
+            later = {number: (await start(engine, others[number]))[0] for number in arrivals}
+            await engine.decode(8)
+            streams += [later[number] for number in range(len(others))]
+            await finish(engine, streams)
+            return [stream.completion for stream in streams]
+
+        return use_engine(model_dir, use, max_rows=max_rows)
+
+    in_order = sampled(*range(12))
+    _assert_equal(in_order, sampled(*reversed(range(12))))
+    _assert_equal(in_order, sampled(5, 0, 11, 1, 9, 7, 2, 10, 3, 8, 4, 6))
+
+
 def test_the_end_of_sequence_is_the_last_token(model_dir: Path) -> None:
     completions = use_engine(
         model_dir,

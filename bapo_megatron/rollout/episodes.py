@@ -1,0 +1,242 @@
+"""Plays episodes, of training and of evaluations: each is sampled until it ends, then scored.
+
+One task per sample. It lives as long as requests may be in flight: beyond the step that started it
+with ``rollout.async_steps``. What has been received is in the sample at once, so that a task may be
+ended at any moment and begun again where it stopped.
+
+    begin → the policy's turn → the environment's answer → … → the end → a score
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from bapo_megatron.config.rollout import WeightSyncConfig
+    from bapo_megatron.engine.base import Completion, SamplingSettings
+    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.rollout.engine_pool import EnginePool
+    from bapo_megatron.rollout.grading import Grader
+    from bapo_megatron.rollout.interaction import Interaction
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePlan:
+    """How one episode is played."""
+
+    sampling: SamplingSettings
+    """Of the whole response; its seed is also the environment's."""
+    label: str
+    """Names it in errors."""
+    order: tuple[int, int]
+    """Its place among all that are played."""
+
+
+class Episodes:
+    """The tasks of samples that are on their way, and what they count."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        interaction: Interaction,
+        grader: Grader,
+        plan: Callable[[PendingSample], EpisodePlan],
+        *,
+        needs_logprobs: bool = True,
+        on_score: Callable[[PendingSample], Awaitable[None]] | None = None,
+    ) -> None:
+        """Put the parts together; nothing is started.
+
+        Args:
+            pool: Samples.
+            interaction: Answers the policy's turns.
+            grader: Decodes and scores.
+            plan: How each sample is played.
+            needs_logprobs: Whether the engine's log-probs are wanted.
+            on_score: Takes a sample as soon as it has its score.
+        """
+        self._pool = pool
+        self._interaction = interaction
+        self._grader = grader
+        self._plan = plan
+        self._needs_logprobs = needs_logprobs
+        self._on_score = on_score
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._sampling: dict[asyncio.Task[None], PendingSample] = {}
+        """Those in which the policy has the turn."""
+        self._asking: set[asyncio.Task[None]] = set()
+        """Those that wait for their environment."""
+        self._failure: BaseException | None = None
+        self.is_running = False
+        """Whether requests may be in flight."""
+        self.news = asyncio.Event()
+        """Set when a turn was answered, a sample finished or was scored, and after a failure."""
+        self.generated_tokens = 0
+        """Received so far."""
+        self.resumed_samples = 0
+        """Requests so far that continued a turn."""
+        self.finished_samples = 0
+        """Responses that ended so far."""
+
+    def advance(self, groups: Iterable[PendingGroup]) -> None:
+        """Work on every sample that has no score yet; what is in progress goes on."""
+        if not self.is_running:
+            self._pool.reopen()
+            self.is_running = True
+        for group in groups:
+            for pending in group.samples:
+                key = (group.group_id, pending.sample.index)
+                is_graded = pending.is_scored or pending.score is not None
+                if not is_graded and key not in self._tasks:
+                    self._start(key, pending, group)
+
+    async def stop(self) -> None:
+        """Abort every request; each sample has what there was. Answers and scoring go on."""
+        if not self.is_running:
+            return
+        self.is_running = False
+        await self._pool.drain()
+        while self._sampling:
+            await asyncio.sleep(0)  # their requests have ended
+
+    async def pause(self, config: WeightSyncConfig) -> None:
+        """Make way for new weights, as ``in_flight`` says."""
+        if config.in_flight == "abort":
+            await self.stop()
+        elif self.is_running:
+            await self._pool.pause(config.in_flight)
+
+    async def resume(self, groups: Iterable[PendingGroup]) -> None:
+        """Go on after ``pause``."""
+        if self.is_running:
+            await self._pool.resume()
+        self.advance(groups)
+
+    def cancel(self, pending: PendingSample) -> None:
+        """End the work on a sample that is given up."""
+        task = self._tasks.pop((pending.sample.group_id, pending.sample.index), None)
+        if task is not None:
+            task.cancel()
+
+    def raise_failure(self) -> None:
+        """Do nothing while every task does its work.
+
+        Raises:
+            RolloutError: No server could go on, or an environment failed.
+            RewardError: Grading failed.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def is_settled(self, scored: bool) -> bool:
+        """Whether every task that samples waits inside the engine for the next tokens.
+
+        None is on its way there, or ends, whether its response did or was given up; none waits for
+        its environment.
+
+        Args:
+            scored: Whether no task may be grading either.
+
+        Raises:
+            RolloutError: No server could go on, or an environment failed.
+            RewardError: Grading failed.
+        """
+        self.raise_failure()
+        wanted = set(self._tasks.values())
+        return (
+            (self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted)
+            and not self._asking
+            and len(self._sampling) == self._pool.num_in_flight
+            and not any(p.is_finished or p.awaits_answer for p in self._sampling.values())
+        )
+
+    async def close(self) -> None:
+        """End every task."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, key: tuple[int, int], pending: PendingSample, group: PendingGroup) -> None:
+        task = asyncio.create_task(self._play(pending, group))
+        self._tasks[key] = task
+        if not pending.is_finished:
+            self._sampling[task] = pending
+        task.add_done_callback(functools.partial(self._end, key))
+
+    def _end(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+        self._sampling.pop(task, None)
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+        self.news.set()
+
+    async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
+        """Go on until the episode ends or the pool is drained; score what has ended."""
+        if not pending.is_finished:
+            if not await self._play_turns(pending):
+                return
+            self.finished_samples += 1
+            self.news.set()
+        await self._grader.score(pending, group)
+        if self._on_score is not None:
+            await self._on_score(pending)
+
+    async def _play_turns(self, pending: PendingSample) -> bool:
+        """Let policy and environment take their turns; returns whether the episode has ended."""
+        task, plan = asyncio.current_task(), self._plan(pending)
+        assert task is not None
+        while not pending.is_finished:
+            if pending.awaits_answer or not pending.has_begun:
+                await self._ask(task, pending, plan)
+            elif not (self.is_running and await self._sample(pending, plan)):
+                return False
+        self._sampling.pop(task, None)  # ``stop`` does not wait for its score
+        return True
+
+    async def _ask(
+        self, task: asyncio.Task[None], pending: PendingSample, plan: EpisodePlan
+    ) -> None:
+        """Have the environment begin the episode, or answer a turn."""
+        assert plan.sampling.seed is not None, "episodes have a seed"
+        self._sampling.pop(task, None)  # nor for its environment
+        self._asking.add(task)
+        try:
+            await self._interaction.go_on(
+                pending,
+                seed=plan.sampling.seed,
+                max_response_tokens=plan.sampling.max_new_tokens,
+            )
+        finally:
+            self._asking.discard(task)
+        if self.is_running and not pending.is_finished:
+            self._sampling[task] = pending
+        self.news.set()
+
+    async def _sample(self, pending: PendingSample, plan: EpisodePlan) -> bool:
+        """Go on with the policy's turn; returns whether it has ended."""
+        longest, is_resumed = plan.sampling.max_new_tokens, pending.is_within_turn
+
+        def take(part: Completion) -> None:
+            pending.append(part, longest)
+            self.generated_tokens += len(part.token_ids)
+
+        completion = await self._pool.generate(
+            pending.input_ids(),
+            replace(plan.sampling, max_new_tokens=longest - pending.num_tokens),
+            label=plan.label,
+            affinity=pending.sample.group_id,
+            order=plan.order,
+            sampled_tokens=pending.num_tokens,
+            return_logprobs=self._needs_logprobs,
+            on_part=take,
+        )
+        self.resumed_samples += is_resumed and completion is not None
+        return pending.is_finished or pending.awaits_answer
