@@ -1,0 +1,438 @@
+"""Runs with an environment of the user, from a file outside the package, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import yaml
+from pyarrow.parquet import read_table
+
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.dump import read_batch, texts_path
+from bapo_megatron.engine.base import sample_seed
+from bapo_megatron.evaluation.samples import iterate_samples
+from bapo_megatron.policy.checkpoint_files import read_state
+from bapo_megatron.types import FinishReason
+from tests.launch import run, start
+from tests.trainer.chaos import steps, wait_for
+from tests.trainer.test_local_engine import _assert_equal_runs
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+    from bapo_megatron.types import RolloutBatch
+
+pytestmark = pytest.mark.distributed
+
+SEED, STEPS, LONGEST = 7, 4, 32
+MODULE = r'''
+import re
+import time
+
+from bapo_megatron.environment.base import Step
+
+
+class Again:
+    """Asks a second time, with the length of what it heard."""
+
+    def start(self, task):
+        return {"digit": int(re.search(r"\d", task.prompt).group()), "heard": []}
+
+    def step(self, state, turn):
+        state["heard"].append(len(turn.token_ids))
+        if turn.number == 1:
+            return Step(state, is_done=True)
+        return Step(state, messages=[{"role": "user", "content": f"{state['heard'][0]}+1=?"}])
+
+
+class Bad:
+    """Fails in every way, by its episode's seed; the others end after one turn."""
+
+    def start(self, task):
+        if task.seed % 8 == 0:
+            raise RuntimeError("cannot begin")
+        return task.seed % 8
+
+    def step(self, state, turn):
+        if state == 1:
+            raise RuntimeError("cannot go on")
+        if state == 2:
+            return Step(state, token_ids=[5, 9999])
+        if state == 3:
+            return Step(state, token_ids=[5] * 10_000)
+        if state == 4:
+            return {"done": True}
+        return Step(state, is_done=True)
+
+
+class Raises(Bad):
+    def start(self, task):
+        return 1
+
+
+class Hangs:
+    def start(self, task):
+        return task.seed % 3
+
+    def step(self, state, turn):
+        if state == 0:
+            time.sleep(60)
+        return Step(state, is_done=True)
+
+
+def even(turns, state, sample):
+    """Whether the last turn and what the state holds are even together."""
+    assert sample.num_turns == 1 + len(turns) // 2
+    seen = state["digit"] + sum(state["heard"]) if isinstance(state, dict) else 0
+    return {"reward": float((len(turns[-1]) + seen) % 2 == 0), "turns": sample.num_turns}
+
+
+def best(rewards, states):
+    """A bonus for the best of a group."""
+    return [0.25 * (reward == max(rewards)) for reward in rewards]
+'''
+REWARD = {
+    "functions": [
+        {"name": "even", "function": "own_world:even"},
+        {"name": "best", "function": "own_world:best"},
+    ],
+    "workers": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+    """The random model; one token in sixteen ends a turn."""
+    path = tmp_path_factory.mktemp("model") / "random"
+    shutil.copytree(random_model, path)
+    config = path / "generation_config.json"
+    changed = json.loads(config.read_text()) if config.exists() else {}
+    config.write_text(json.dumps({**changed, "eos_token_id": [1, *range(9, 260, 16)]}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Four steps of two updates, generated one step ahead, saved at every step."""
+    directory = tmp_path_factory.mktemp("environments")
+    (directory / "own").mkdir()
+    (directory / "own" / "own_world.py").write_text(MODULE)
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    for name, part in (("train", rows[:60]), ("heldout", rows[60:])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    settings: dict[str, Any] = {
+        "name": "environments",
+        "seed": SEED,
+        "run_dir": str(directory / "unused"),
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
+        "rollout": {
+            "engine": "local",
+            "environment": "own_world:Again",
+            "episodes": {"workers": 2, "max_turns": 2},
+            "groups_per_step": 4,
+            "samples_per_group": 4,
+            "max_response_tokens": LONGEST,
+            "temperature": 0.8,
+            "async_steps": 1,
+            "oversample_groups": 2,
+            "local": {"decode_steps_ahead": 11},
+        },
+        "algorithm": {"updates_per_batch": 2, "entropy_coefficient": 0.01},
+        "optimizer": {"lr": 1e-3},
+        "reward": REWARD,
+        "train": {"steps": STEPS, "max_tokens_per_micro_batch": 512},
+        "checkpoint": {"every_steps": 1, "keep_last": 9},
+        "eval": {
+            "sets": [{"path": str(directory / "heldout.jsonl"), "name": "sums"}],
+            "samples_per_prompt": 2,
+            "max_response_tokens": LONGEST,
+            "every_steps": 2,
+        },
+        "log": {"tensorboard": False},
+    }
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def _command(
+    command: str, config: Path, run_dir: Path, *overrides: str
+) -> subprocess.CompletedProcess[str]:
+    arguments = [command, str(config), f"run_dir={run_dir}", *overrides]
+    return run(arguments, environment=_search_path(config))
+
+
+def _search_path(config: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(config.parent / "own")}
+
+
+def _train(config: Path, run_dir: Path, *overrides: str) -> None:
+    result = _command("train", config, run_dir, *overrides)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _batches(run_dir: Path) -> list[RolloutBatch]:
+    return [read_batch(path) for path in sorted((run_dir / "rollouts").glob("step_*.parquet"))]
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of an uninterrupted run."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    _train(config, run_dir)
+    return run_dir
+
+
+def _check_samples(
+    batches: list[RolloutBatch], run_dir: Path, renderer: ChatRenderer, longest: int = LONGEST
+) -> None:
+    """What was written is what the environment says, and the texts are those of the tokens."""
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert any(sample.written for sample in samples)
+    for sample in samples:
+        first, *others = sample.segments()
+        if others:
+            question = [{"role": "user", "content": f"{len(first)}+1=?"}]
+            assert others[0].tolist() == list(renderer.continuation(question))
+            assert sample.written == ((len(first), len(others[0])),)
+        assert len(sample.response_token_ids) <= longest
+        assert len(sample.behaviour_logprobs) == sample.num_sampled
+        assert sample.num_turns == 2 or sample.finish_reason is FinishReason.LENGTH
+    texts = read_table(texts_path(run_dir / "rollouts" / "step_000000.parquet")).to_pylist()
+    for sample, text in zip(batches[0].samples, texts, strict=True):
+        decoded = [renderer.decode(ids.tolist(), skips_special=True) for ids in sample.segments()]
+        assert text["response_text"] == decoded[-1]
+        assert text["turns"] == (decoded if len(decoded) > 1 else [])
+
+
+def test_a_run_keeps_turns_apart_and_trains_on_what_the_policy_wrote(
+    finished: Path, model: Path
+) -> None:
+    batches, rows = _batches(finished), steps(finished)
+    _check_samples(batches, finished, ChatRenderer(load_tokenizer(model)))
+    for batch, row in zip(batches, rows, strict=True):
+        turns = [sample.num_turns for sample in batch.samples]
+        written = [sample.num_written for sample in batch.samples]
+        assert row["rollout/turns_mean"] == sum(turns) / 16
+        assert row["rollout/turns_max"] == 2
+        assert row["rollout/environment_tokens_mean"] == sum(written) / 16
+        assert row["rollout/environment_errors"] == 0
+        assert row["rollout/turn_limit_share"] == 0
+        lengths = [len(sample.response_token_ids) - sample.num_written for sample in batch.samples]
+        assert row["rollout/response_tokens_mean"] == sum(lengths) / 16
+        for group in batch.groups:
+            even = [sample.reward_components["even"] for sample in group.samples]
+            assert [sample.reward for sample in group.samples] == [
+                reward + 0.25 * (reward == max(even)) for reward in even
+            ]
+    # By fresh weights, so that the trainer must find the log-probs of the engine in every turn.
+    fresh = [row for row in rows if row["rollout/age_max"] == 0]
+    assert fresh
+    for row in fresh:
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-4
+
+
+def test_an_evaluation_plays_whole_episodes_and_is_graded_again_to_the_same(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    path = finished / "eval" / "start_sums.jsonl"
+    samples = list(iterate_samples(path))
+    assert len(samples) == 21 * 2
+    assert {len(sample.turns) for sample in samples} == {0, 3}
+    for sample in samples:
+        assert (sample.num_environment_tokens > 0) == (len(sample.turns) == 3)
+        assert sample.num_tokens + sample.num_environment_tokens <= LONGEST
+        num_asked, num_turns = len(sample.state["heard"]), 1 + len(sample.turns) // 2
+        if sample.finish_reason is FinishReason.STOP:
+            assert num_asked == num_turns == 2
+        else:  # in the middle of a turn, or without room for another one
+            assert num_asked in (num_turns - 1, num_turns)
+        if sample.turns:
+            assert sample.turns[-1] == sample.response
+    assert {sample.reward for sample in samples} == {0.0, 1.0}
+    again = tmp_path / "again"
+    result = run(
+        ["eval", str(config), "--from", str(path), "--out", str(again)],
+        environment=_search_path(config),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "42 samples graded again, 0 rewards rose, 0 fell" in result.stderr
+    by_key = {sample.key: sample for sample in iterate_samples(again / path.name)}
+    assert by_key == {sample.key: sample for sample in samples}
+
+
+def test_a_killed_run_continues_its_episodes_bit_for_bit(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(["train", str(config), f"run_dir={run_dir}"], environment=_search_path(config))
+    wait_for(process, lambda: len(steps(run_dir)) >= 2, "two steps")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    _train(config, run_dir, "resume=true")
+    _assert_equal_runs(run_dir, finished)
+    # Some checkpoint has an episode in its second turn.
+    saved = [
+        sample
+        for number in range(1, STEPS)
+        for group in _buffer(finished, number)["groups"]
+        for sample in group["samples"]
+    ]
+    unfinished = [s for s in saved if s["finish_reason"] == FinishReason.ABORT and s["has_begun"]]
+    assert any(sample["written"] for sample in unfinished)
+
+
+def _buffer(run_dir: Path, number: int) -> dict[str, Any]:
+    state = read_state(run_dir / "checkpoints" / f"step_{number}")
+    buffer: dict[str, Any] = state.extra["rollout"]["buffer"]
+    return buffer
+
+
+def test_what_a_failing_environment_did_is_counted_and_the_run_goes_on(
+    config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    _train(
+        config,
+        run_dir,
+        "rollout.environment=own_world:Bad",
+        "rollout.episodes.on_error=mask",
+        "train.steps=3",
+        "eval.every_steps=0",
+        "eval.sets=[]",
+        "checkpoint.every_steps=0",
+    )
+    batches, rows = _batches(run_dir), steps(run_dir)
+    samples = [sample for batch in batches for sample in batch.samples]
+    fates = {
+        0: FinishReason.ENVIRONMENT,
+        1: FinishReason.ENVIRONMENT,
+        2: FinishReason.ENVIRONMENT,
+        3: FinishReason.LENGTH,
+        4: FinishReason.ENVIRONMENT,
+    }
+    seen = set()
+    for sample in samples:
+        assert sample.written == ()
+        fate = sample_seed(SEED, sample.group_id, sample.index) % 8
+        if fate == 0 or len(sample.response_token_ids) < LONGEST:  # else the turn has not ended
+            seen.add(fate)
+            assert (fate == 0) == (len(sample.response_token_ids) == 0)
+            assert sample.finish_reason is fates.get(fate, FinishReason.STOP)
+            assert sample.reward == 0 or sample.finish_reason is not FinishReason.ENVIRONMENT
+    assert seen >= {0, 1, 2, 3, 4}
+    assert rows[0]["rollout/environment_errors"] > 0
+    kinds = {name for row in rows for name in row if re.search(r"environment_\w+_errors", name)}
+    assert kinds == {"rollout/environment_error_errors", "rollout/environment_tokens_errors"}
+    assert any(row["train/updates"] for row in rows)
+    for batch, row in zip(batches, rows, strict=True):
+        masked = [s for s in batch.samples if s.finish_reason is FinishReason.ENVIRONMENT]
+        share = sum(s.num_sampled for s in masked) / sum(s.num_sampled for s in batch.samples)
+        assert row["rollout/masked_token_share"] == pytest.approx(share)
+
+
+BAD = {
+    "Raises": (
+        "own_world:Raises.step failed: RuntimeError: cannot go on (prompt '",
+        "correct it, or set rollout.episodes.on_error=zero",
+    ),
+    "Hangs": (
+        "own_world:Hangs.step must return within rollout.episodes.step_timeout_s = 1 s",
+        "correct it, raise the limit, or set rollout.episodes.on_error=zero",
+    ),
+    "Nobody": (
+        "'own_world:Nobody' module own_world has no 'Nobody'",
+        "name one of its classes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_environment_is_one_line(config: Path, tmp_path: Path, name: str) -> None:
+    run_dir = tmp_path / "run"
+    result = _command(
+        "train" if name == "Raises" else "eval",
+        config,
+        run_dir,
+        f"rollout.environment=own_world:{name}",
+        "rollout.episodes.step_timeout_s=1",
+        "eval.every_steps=0",
+    )
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("bapo-megatron:")]
+    for part in ("rollout.environment", *BAD[name]):
+        assert part in line
+    if name != "Nobody":
+        assert "jsonl:" in line
+    samples = list((run_dir / "eval").glob("*.jsonl")) if (run_dir / "eval").exists() else []
+    assert name != "Nobody" or samples == []
+
+
+def test_an_environment_that_hangs_ends_its_episodes_only(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = _command(
+        "eval",
+        config,
+        run_dir,
+        "rollout.environment=own_world:Hangs",
+        "rollout.episodes.step_timeout_s=1",
+        "rollout.episodes.on_error=zero",
+        "eval.samples_per_prompt=1",
+        "eval.max_prompts=8",
+    )
+    assert result.returncode == 0, result.stderr
+    samples = list(iterate_samples(run_dir / "eval" / "sums.jsonl"))
+    ended = {sample.finish_reason for sample in samples}
+    assert {FinishReason.ENVIRONMENT, FinishReason.STOP} <= ended
+    for sample in samples:
+        if sample.finish_reason is FinishReason.ENVIRONMENT:
+            assert (sample.reward, sample.reason) == (0.0, "environment")
+
+
+@pytest.mark.sglang
+def test_a_server_continues_episodes_of_earlier_weights(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    """The trainer finds the server's log-probs, in each turn and after what was written."""
+    run_dir = tmp_path / "run"
+    settings = yaml.safe_load(config.read_text())
+    del settings["rollout"]["local"]
+    settings["rollout"] |= {
+        "engine": "sglang",
+        "async_steps": 0,
+        "oversample_groups": 8,  # most are unfinished when four groups are complete
+        "max_response_tokens": 120,
+        "stream_tokens": 2,
+        "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},
+    }
+    settings["train"] = {"steps": 4, "max_tokens_per_micro_batch": 512}
+    settings["checkpoint"] = {}
+    settings["eval"]["every_steps"] = 0
+    path = config.parent / "sglang.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    result = run(
+        ["train", str(path), f"run_dir={run_dir}"],
+        environment=_search_path(config),
+        timeout_s=400,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    batches, rows = _batches(run_dir), steps(run_dir)
+    _check_samples(batches, run_dir, ChatRenderer(load_tokenizer(model)), longest=120)
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert sum(batch.stats.resumed_samples for batch in batches) > 0
+    assert any(sample.written and len(sample.versions) > 1 for sample in samples)
+    fresh = [row for row in rows if row.get("mismatch/tokens")]
+    assert fresh
+    for row in fresh:
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-4
