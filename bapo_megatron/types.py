@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
     """The response reached ``max_response_tokens``, or an environment wrote more than it has room
     for: it is truncated."""
     TURNS = "turns"
-    """The environment wants another turn than the last of ``episodes.max_turns``."""
+    """The environment wants a turn beyond ``episodes.max_turns``."""
     ENVIRONMENT = "environment"
     """The environment failed, and ``episodes.on_error`` lets the run go on."""
     ABORT = "abort"
@@ -202,7 +202,7 @@ class RolloutStats:
     """Answers scored 0 because a reward function failed on them (``reward.on_error: zero``)."""
     environment_errors: dict[str, int] | None = None
     """Episodes that ended since the batch before because their environment failed, by kind
-    (``environment.base.FailureKind``); None without an environment."""
+    (``EnvironmentFailedError.kind``); None without an environment."""
     replayed_groups: int = 0
     """Groups of the batch that an earlier batch held already."""
     equal_reward_groups: int = 0
@@ -396,6 +396,8 @@ class EvalResult:
     scores: tuple[EvalScore, ...]
     """Every estimate with its interval."""
     problems: tuple[EvalProblem, ...]
+    environment_errors: int = 0
+    """Episodes that a failure of their environment ended; their reward is 0."""
     grading_errors: int = 0
     """Samples of which a reward function failed and gave 0 (``reward.on_error: zero``)."""
     reward_means: Mapping[str, float] = field(default_factory=dict)

@@ -189,7 +189,7 @@ class WorkerPool:
                     if message is None:
                         await worker.wait()  # its output has ended: it is exiting by itself
         finally:
-            if message is None or "error" in message:
+            if message is None or "error" in message or self._closed:
                 await self._end(worker)
         self._refuse_if_closed()
         if message is None:

@@ -134,9 +134,9 @@ class EpisodesConfig(Section):
     """Limits of the episodes of a ``rollout.environment``."""
 
     max_turns: int = Field(8, ge=1)
-    """Most turns of the policy in one response."""
+    """Maximum number of policy turns in a response."""
     step_timeout_s: float = Field(30.0, gt=0)
-    """Longest time of one answer of the environment; then it has failed."""
+    """Time limit of one call; an environment that exceeds it has failed."""
     workers: int = Field(4, ge=1)
     """Processes that run it: how many answers are made at a time."""
     memory_limit_mb: int = Field(2048, ge=256)
@@ -153,7 +153,7 @@ class RolloutConfig(Section):
     engine: str = "sglang"
     """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
     repeats bit for bit), or ``package.module:Class``."""
-    environment: str = "single_turn"
+    environment: str = SINGLE_TURN
     """What answers the policy's turns: ``single_turn``, nothing does; or ``package.module:Class``
     (docs/extending.md)."""
     episodes: EpisodesConfig = EpisodesConfig()

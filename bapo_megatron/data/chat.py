@@ -83,6 +83,10 @@ class ChatRenderer:
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
         self._arguments = dict(template_arguments or {})
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = tuple(token.content for token in added if token.special)
+        self._end_of_turn: str | None = None
+        """What ends an assistant's turn; found when it is needed."""
         _check_arguments(tokenizer, self._arguments)
         try:
             self._render([{"role": "user", "content": "1 + 1?"}])
@@ -137,25 +141,45 @@ class ChatRenderer:
         """The tokens that lead from the assistant's turn, over further messages, to its next one.
 
         They begin after the token that ends a turn, which the policy has sampled. What was said
-        before is not rendered again: the template sees a conversation of its own.
+        before is not rendered again: the template sees a conversation of its own. Special tokens
+        that the messages spell out are left out, since a message may quote the policy.
 
         Raises:
             ValueError: The template refuses the messages, or leaves them out.
         """
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            ended = self._render(begun, asks=False).rpartition(_ANSWER)[2]
-            text = self._render([*begun, *messages]).partition(_ANSWER)[2]
-            is_left_out = text == self._render(begun).partition(_ANSWER)[2]
-        except jinja2.TemplateError as error:
-            raise ValueError(f"is refused by the chat template ({error})") from error
-        if is_left_out:
+        plain = [
+            {name: self._without_special(text) for name, text in message.items()}
+            for message in messages
+        ]
+        text = self._after_answer(plain, asks=True)
+        end = self._end_of_turn
+        if end is None:
+            ended = self._after_answer([], asks=False)
+            special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
+            end = self._end_of_turn = ended[: ended.find(special) + len(special)]
+        [token_ids] = self.token_ids([text.removeprefix(end)])
+        if not token_ids or text == self._after_answer([], asks=True):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
-        special = self._tokenizer.added_tokens_decoder.values()
-        end = next((t.content for t in special if t.special and ended.startswith(t.content)), "")
-        [token_ids] = self.token_ids([text.removeprefix(end)])
         return token_ids
+
+    def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
+        """What the template writes behind an assistant's message."""
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self._render([*begun, *messages], asks=asks)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"is refused by the chat template ({error})") from error
+        _, answer, rest = text.partition(_ANSWER)
+        if not answer:
+            raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
+        return rest
+
+    def _without_special(self, text: str) -> str:
+        """Until none is left: without one, what stands around it may be another."""
+        while found := next((each for each in self._special if each in text), None):
+            text = text.replace(found, "")
+        return text
 
     def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
         """The text of tokens.

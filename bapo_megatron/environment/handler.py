@@ -21,7 +21,7 @@ MAX_STATE_BYTES = 1_000_000
 MAX_STATE_DEPTH = 100
 """Deepest nesting of a state, since JSON is read and written by recursion: a state may hold what a
 model wrote, which may be any number of brackets."""
-_MAX_WRITTEN_BYTES = 4_000_000
+_MAX_WRITTEN_BYTES = 500_000
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BRACKET = re.compile(r"[][{}]")
@@ -174,6 +174,12 @@ def _message(message: Any) -> dict[str, str]:
             raise ValueError(
                 f"a message must hold texts, got {type(value).__name__} as {key!r:.80}"
             )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell
+            raise ValueError(
+                f"a message must be UTF-8, got {value!r:.80} as {key!r:.80}"
+            ) from error
     return dict(message)
 
 

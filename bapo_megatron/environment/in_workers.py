@@ -6,10 +6,10 @@ Its code can neither stall the event loop that generates nor end the process.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.environment.base import EnvironmentFailedError, Step
+from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.workers import (
     HandlerNotLoadedError,
@@ -21,7 +21,7 @@ from bapo_megatron.workers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bapo_megatron.environment.base import Task, Turn
+    from bapo_megatron.environment.base import Turn
 
 
 class WorkerEnvironment:
@@ -60,13 +60,13 @@ class WorkerEnvironment:
 
     async def start(self, task: Task) -> Any:
         """Begin an episode; see ``base.Environment.start``."""
-        request = {"task": asdict(replace(task, row=dict(task.row)))}
+        request = {"task": _fields_of(task)}
         return await self._ask("start", request, f"prompt '{task.prompt_id}'")
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """Answer a turn; see ``base.Environment.step``."""
         played = turn()
-        request = {"state": state, "turn": asdict(played)}
+        request = {"state": state, "turn": _fields_of(played)}
         step = await self._ask(
             "step", request, f"prompt '{played.prompt_id}', turn {played.number}"
         )
@@ -115,3 +115,9 @@ class WorkerEnvironment:
             raise RolloutError(
                 "rollout.environment: it is closed; run episodes before closing it"
             ) from error
+
+
+def _fields_of(record: Task | Turn) -> dict[str, Any]:
+    """The fields by name; ``asdict`` would copy every token."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return values | ({"row": dict(record.row)} if isinstance(record, Task) else {})

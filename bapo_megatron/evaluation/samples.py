@@ -59,8 +59,8 @@ class EvalSample:
     """The reference answer."""
     response: str
     """The response as text, without special tokens; of several turns the policy's last one."""
-    turns: Sequence[str] = ()
-    """Of several turns, what policy and environment wrote, in order; ends with ``response``."""
+    turns: tuple[str, ...] = ()
+    """Texts of policy and environment, if there are several turns; ends with ``response``."""
     state: Any = None
     """The environment's at the end."""
     extracted: str = ""
@@ -298,7 +298,7 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
 
 
 def _without_texts(sample: EvalSample) -> EvalSample:
-    return replace(sample, prompt="", response="", turns=(), row={})
+    return replace(sample, prompt="", response="", turns=(), state=None, row={})
 
 
 def in_order(
@@ -326,6 +326,7 @@ def _parse(line: bytes, place: str) -> EvalSample:
         known["finish_reason"] = FinishReason(known["finish_reason"])
     except ValueError as error:
         raise ResultsError(f"{place}: finish_reason: {error}; correct it") from error
+    known["turns"] = tuple(content.get("turns", ()))
     return EvalSample(**known)
 
 

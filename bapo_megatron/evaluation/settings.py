@@ -46,7 +46,7 @@ def eval_settings(
         reward: How they are graded.
         seed: Of the samples.
         environment: What answers the policy's turns, if anything.
-        max_turns: Of an episode with it.
+        max_turns: Limit of turns with it.
     """
     return {
         "name": name,

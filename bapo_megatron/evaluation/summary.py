@@ -107,6 +107,7 @@ def _result(
         settings=settings,
         scores=scores,
         problems=problems,
+        environment_errors=sum(s.finish_reason is FinishReason.ENVIRONMENT for s in flat),
         grading_errors=sum(sample.failed for sample in flat),
         reward_means=_reward_means(flat),
     )

@@ -40,7 +40,7 @@ class SampleFacts:
     prompt: str = ""
     """The rendered prompt, as text."""
     finish_reason: str = "stop"
-    """``stop``, or ``length`` for a truncated response."""
+    """``stop``, ``length`` for a truncated response, or as ``types.FinishReason``."""
     num_tokens: int = 0
     """Tokens of the response, of all turns and of what the environment wrote between them."""
     num_turns: int = 1

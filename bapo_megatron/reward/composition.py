@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from bapo_megatron.reward.base import FunctionFailedError, RewardError, Score
 from bapo_megatron.reward.http_service import HttpReward
 from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from bapo_megatron.reward.base import Response
 
 _LOG = logging.getLogger(__name__)
+_NOTHING = Score(0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
+"""The score of an episode whose environment failed."""
 _T = TypeVar("_T")
 
 
@@ -99,12 +102,15 @@ class Rewards:
     async def score(self, response: Response) -> Score:
         """Σ weight · reward over the functions that see one response, without shaping.
 
-        Answer, ``answer_found`` and ``reason`` are those of the first function.
+        Answer, ``answer_found`` and ``reason`` are those of the first function. An episode whose
+        environment failed has 0 of each, unasked.
 
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
         entries = self._of_one
+        if _has_failed(response):
+            return _add(_NOTHING, _NOTHING, entries, [_NOTHING] * len(entries))
         scores = await _all(self._score_one(entry, response) for entry in entries)
         return _add(scores[0] if scores else Score(0.0), Score(0.0), entries, scores)
 
@@ -130,6 +136,8 @@ class Rewards:
         added = []
         for number, before in enumerate(scores):
             more = [group[number] for group in groups]
+            if _has_failed(responses[number]):
+                more = [_NOTHING] * len(groups)
             first = more[0] if more and not self._of_one else before
             added.append(_add(first, before, entries, more))
         return added
@@ -161,6 +169,10 @@ class Rewards:
             _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
         self._has_failed = True
         return Score(reward=0.0, answer_found=False, reason="error", failed=True)
+
+
+def _has_failed(response: Response) -> bool:
+    return response.sample.finish_reason == FinishReason.ENVIRONMENT
 
 
 def _add(

@@ -59,7 +59,7 @@ class PendingSample:
     awaits_answer: bool = False
     """A turn has ended, and the environment has not answered it."""
     score: Score | None = None
-    """Of the response by itself, without what is said of its group, and without shaping."""
+    """Score of the response alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
     # A long response comes in a thousand parts; joined one by one, all of it is copied each time.
 

@@ -30,7 +30,7 @@ class EpisodePlan:
     """How one episode is played."""
 
     sampling: SamplingSettings
-    """Of the whole response; its seed is also the environment's."""
+    """Settings for the whole response; the environment gets the same seed."""
     label: str
     """Names it in errors."""
     order: tuple[int, int]
@@ -92,7 +92,8 @@ class Episodes:
             for pending in group.samples:
                 key = (group.group_id, pending.sample.index)
                 is_graded = pending.is_scored or pending.score is not None
-                if not is_graded and key not in self._tasks:
+                task = self._tasks.get(key)
+                if not is_graded and (task is None or task.done()):
                     self._start(key, pending, group)
 
     async def stop(self) -> None:
@@ -148,13 +149,12 @@ class Episodes:
             RewardError: Grading failed.
         """
         self.raise_failure()
+        if self._asking or len(self._sampling) != self._pool.num_in_flight:
+            return False
+        if any(pending.is_finished or pending.awaits_answer for pending in self._sampling.values()):
+            return False
         wanted = set(self._tasks.values())
-        return (
-            (self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted)
-            and not self._asking
-            and len(self._sampling) == self._pool.num_in_flight
-            and not any(p.is_finished or p.awaits_answer for p in self._sampling.values())
-        )
+        return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
 
     async def close(self) -> None:
         """End every task."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.grading import Grader
     from bapo_megatron.rollout.interaction import Interaction
     from bapo_megatron.types import EvalResult
+
+_WAITING_RATIO = 2
+"""Samples on their way per connection: while some are graded or answered, others are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +155,19 @@ class Evaluator:
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
         places = self._missing(journals)
         num_missing = sum(len(place.group.samples) for place in places.values())
+        waiting = deque(place.group for place in places.values())
+        # An engine that is driven gets all: what it samples next must not depend on graders.
+        most = _WAITING_RATIO * self._config.rollout.max_connections
+        most_underway = num_missing if pool.stepper else min(num_missing, most)
 
         async def keep(pending: PendingSample) -> None:
-            journal = places[pending.sample.group_id].journal
+            place = places[pending.sample.group_id]
+            group, journal = place.group, place.journal
             assert pool.version is not None, "a generated answer implies a version"
             sample = _eval_sample(pending, pool.version, time.monotonic() - started_s)
             with _named_write_errors(journal.path):
                 await journal.append(sample)
+            group.samples = [other for other in group.samples if other is not pending]
             self.num_samples += 1
 
         def plan_of(pending: PendingSample) -> EpisodePlan:
@@ -182,8 +192,11 @@ class Evaluator:
             )
         try:
             with reporting(report):
-                episodes.advance(place.group for place in places.values())
+                num_begun = 0
                 while num_done() < before + num_missing:
+                    while waiting and num_begun - (num_done() - before) < most_underway:
+                        num_begun += len(waiting[0].samples)
+                        episodes.advance([waiting.popleft()])
                     if driver is None or not await driver.drive(BURST):
                         await wait_for_news(episodes.news)
                         episodes.raise_failure()

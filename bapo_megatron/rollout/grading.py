@@ -68,7 +68,7 @@ class Grader:
             RewardError: A reward function failed.
         """
         sample, response = pending.sample, self._response(pending)
-        score = await self._score_alone(response)
+        score = await self._rewards.score(response)
         if pending.sample is not sample:
             return
         pending.score = score
@@ -101,11 +101,6 @@ class Grader:
             RewardError: A reward function failed.
         """
         response = _response(texts, prompt, finish_reason, num_tokens, num_written, state)
-        return await self._score_alone(response)
-
-    async def _score_alone(self, response: Response) -> Score:
-        if response.sample.finish_reason == FinishReason.ENVIRONMENT:
-            return Score(reward=0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
         return await self._rewards.score(response)
 
     async def _score_group(self, group: PendingGroup) -> None:
@@ -113,9 +108,6 @@ class Grader:
         responses = [self._response(member) for member in group.samples]
         alone = [member.score for member in group.samples if member.score is not None]
         scores = await self._rewards.score_group(responses, alone)
-        for number, sample in enumerate(samples):
-            if sample.finish_reason is FinishReason.ENVIRONMENT:
-                scores[number] = alone[number]
         if all(member.sample is s for member, s in zip(group.samples, samples, strict=True)):
             await self._reward(group.samples, responses, scores)
 
@@ -137,7 +129,7 @@ class Grader:
             sample.reward = final.reward
             sample.reward_components = {**score.components, **score.metrics, **final.terms}
             sample.answer_found = score.answer_found
-            pending.texts = response.turns
+            pending.texts = response.turns or (response.text,)
 
     async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
         if self._shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
@@ -179,4 +171,5 @@ def _response(
         num_turns=1 + len(texts) // 2,
         environment_tokens=num_written,
     )
-    return Response(texts[-1], prompt.answer, facts, prompt.row, tuple(texts), state)
+    turns = tuple(texts) if len(texts) > 1 else ()
+    return Response(texts[-1], prompt.answer, facts, prompt.row, turns, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from bapo_megatron.data.chat import ChatRenderer
     from bapo_megatron.environment.base import Environment, Step
     from bapo_megatron.rollout.buffer import PendingSample
+
+_LOG = logging.getLogger(__name__)
 
 
 class Interaction:
@@ -37,7 +40,9 @@ class Interaction:
         """Episodes that ended because the environment failed, by kind."""
 
     async def go_on(self, pending: PendingSample, *, seed: int, max_response_tokens: int) -> None:
-        """Begin an episode, or answer the turn that has ended; the sample is as it was until then.
+        """Begin an episode, or answer the turn that has ended.
+
+        The sample changes only once the answer is there.
 
         Args:
             pending: Has not begun, or awaits an answer.
@@ -56,6 +61,8 @@ class Interaction:
         except EnvironmentFailedError as error:
             if self._config.on_error == "raise":
                 raise
+            if not self.errors[error.kind]:
+                _LOG.warning("%s; the episode ends and is counted, as later ones are", error)
             self.errors[error.kind] += 1
             pending.finish(FinishReason.ENVIRONMENT)
 
@@ -93,14 +100,15 @@ class Interaction:
             EnvironmentFailedError: A token is not the tokenizer's, or the chat template refuses the
                 messages.
         """
-        where = f"rollout.environment: its answer to {pending.prompt.prompt_id}"
+        turn = pending.sample.num_turns - 1
+        where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
         if not step.messages:
             size = self._renderer.vocab_size
             unknown = [token for token in step.token_ids if not 0 <= token < size]
             if unknown:
                 raise EnvironmentFailedError(
                     f"{where} must have tokens from 0 to {size - 1}, got {unknown[0]}; use the "
-                    "model's own tokenizer",
+                    "model's own tokenizer, or set rollout.episodes.on_error=zero",
                     "tokens",
                 )
             return step.token_ids
@@ -108,7 +116,9 @@ class Interaction:
             return self._renderer.continuation(step.messages)
         except ValueError as error:
             raise EnvironmentFailedError(
-                f"{where} {error}; correct its messages, or give token_ids", "tokens"
+                f"{where} {error}; correct its messages, give token_ids, or set "
+                "rollout.episodes.on_error=zero",
+                "tokens",
             ) from error
 
 

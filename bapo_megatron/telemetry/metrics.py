@@ -35,6 +35,7 @@ _EVAL_FIELDS = (
     "missing_answers",
     "grading_timeouts",
     "grading_errors",
+    "environment_errors",
     "comparison_timeouts",
     "response_tokens_mean",
     "response_tokens_median",
@@ -133,7 +134,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/environment_tokens_mean": sum(written) / len(samples),
         "rollout/environment_tokens_max": float(max(written)),
         "rollout/environment_errors": float(sum(errors.values())),
-        **{f"rollout/environment_{kind}_errors": float(n) for kind, n in errors.items()},
+        **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
     }
 
 

@@ -2,7 +2,8 @@ r"""A calculator that adds by columns, and leaves each column to the policy.
 
 The prompt asks for the sum of the last column, such as ``5+9+0+3=?``. The calculator reads the
 policy's ``\boxed{17}``, writes down the 7, and asks for the next column, here the same digits but
-the first, with the 1 that is carried: ``1+9+0+3=?``. Right is who has the whole result, 137.
+the first, with the 1 that is carried: ``1+9+0+3=?``. The answer is right if the whole result is,
+here 137.
 """
 
 import re

@@ -106,6 +106,9 @@ class Bad:
     def message_of_numbers(self):
         return Step(1, messages=[{"role": "user", "content": 5}])
 
+    def message_of_half_a_pair(self):
+        return Step(1, messages=[{"role": "user", "content": "\ud800"}])
+
     def message_as_text(self):
         return Step(1, messages=["hello"])
 

@@ -21,6 +21,7 @@ RETURNED = {
     "bottomless_state": "ValueError: the state must be a JSON value (maximum recursion depth",
     "message_without_content": "ValueError: a message must have 'content', got ['role']",
     "message_of_numbers": "ValueError: a message must hold texts, got int as 'content'",
+    "message_of_half_a_pair": r"ValueError: a message must be UTF-8, got '\ud800'",
     "message_as_text": "ValueError: a message must be a mapping with role and content, got str",
     "messages_as_text": "ValueError: messages must be a list, got str",
     "texts_as_tokens": "ValueError: token_ids must be integers from 0, got '5'",
@@ -32,7 +33,7 @@ RETURNED = {
     "both": "ValueError: a step writes either messages or token_ids, got both",
     "done_and_more": "ValueError: a step that is done writes nothing, got messages or token_ids",
     "done_in_words": "ValueError: is_done must be true or false, got 'yes'",
-    "much": "ValueError: a step writes at most 4,000,000 bytes of JSON, got 4,000,",
+    "much": "ValueError: a step writes at most 500,000 bytes of JSON, got 4,000,",
     "raises": "RuntimeError: cannot step",
 }
 
@@ -42,7 +43,7 @@ def task_of(answer="", **row):
 
 
 def turn_of(text="", number=0, token_ids=()):
-    return Turn(number, text, token_ids, remaining_tokens=100, prompt_id="set:7")
+    return lambda: Turn(number, text, token_ids, remaining_tokens=100, prompt_id="set:7")
 
 
 def run(name, use, *, workers=1, step_timeout_s=20.0, memory_limit_mb=512):

@@ -30,9 +30,9 @@ class ScriptedEnvironment:
         """Calls wait until their future in ``waiting`` is set."""
         self.waiting: list[asyncio.Future[None]] = []
         self.tasks: list[Task] = []
-        """Of all calls of ``start``."""
+        """What ``start`` was called with."""
         self.turns: list[Turn] = []
-        """Of all calls of ``step``."""
+        """What ``step`` was called with."""
         self._answer = answer
         self._begin = begin
 

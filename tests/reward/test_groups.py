@@ -40,6 +40,21 @@ def score(*functions, responses=RESPONSES, **others):
     return asyncio.run(ask())
 
 
+def test_an_episode_whose_environment_failed_has_nothing_of_any_function():
+    rank = {"name": "rank", "function": f"{GROUPS}.rank"}
+    failed = Response("seven !", "42", SampleFacts(finish_reason="environment"), state=None)
+
+    _, alone, together = score(LENGTH, rank, responses=[RESPONSES[0], failed])
+
+    assert alone[1] == Score(
+        0.0, answer_found=False, reason="environment", components={"length": 0.0}
+    )
+    assert together[1] == Score(
+        0.0, answer_found=False, reason="environment", components={"length": 0.0, "rank": 0.0}
+    )
+    assert together[0].components.keys() == {"length", "rank"}
+
+
 def test_a_group_function_adds_to_the_rewards_of_each_response_in_order():
     rank = {"name": "rank", "function": f"{GROUPS}.rank", "weight": 0.5}
 

@@ -60,14 +60,16 @@ class CountingRewards:
 
     def __init__(self) -> None:
         self.responses: list[Response] = []
-        """Of all calls of ``score``."""
+        """What ``score`` was asked."""
         self.groups: list[list[Response]] = []
-        """Of all calls of ``score_group``."""
+        """What ``score_group`` was asked."""
         self.held: asyncio.Event | None = None
         """Groups wait for it."""
 
     async def score(self, response: Response) -> Score:
         self.responses.append(response)
+        if response.sample.finish_reason == "environment":
+            return Score(0.0, answer_found=False)
         return Score(len(response.text.split()) / 2, components={"length": 1.0})
 
     async def score_group(
@@ -77,7 +79,10 @@ class CountingRewards:
         if self.held is not None:
             await self.held.wait()
         best = max(score.reward for score in scores)
-        return [Score(score.reward + (score.reward == best)) for score in scores]
+        return [
+            Score(score.reward + (score.reward == best), answer_found=score.answer_found)
+            for score in scores
+        ]
 
 
 class Setup:
@@ -392,7 +397,7 @@ def test_one_turn_more_than_there_may_be_ends_the_episode_with_nothing_written()
 def test_what_there_is_no_room_for_is_not_written_and_truncates_the_response(
     num_written: int, is_end: bool
 ) -> None:
-    """Of ten tokens three are sampled; at least one must remain for the next turn."""
+    """Three of ten tokens are sampled; at least one must remain for the next turn."""
 
     async def scene() -> None:
         setup = Setup(script(Step(None, token_ids=[1100] * num_written)), longest=10)
@@ -465,12 +470,12 @@ def _begin_badly(task: Task) -> Any:
 
 
 UNKNOWN_TOKENS = (
-    "rollout.environment: its answer to p:0 must have tokens from 0 to 1999, got 2000; use the "
-    "model's own tokenizer"
+    "rollout.environment: its answer to turn 0 of p:0 must have tokens from 0 to 1999, got 2000; "
+    "use the model's own tokenizer, or set rollout.episodes.on_error=zero"
 )
 REFUSED = (
-    "rollout.environment: its answer to p:0 is refused by the chat template (no such role); "
-    "correct its messages, or give token_ids"
+    "rollout.environment: its answer to turn 0 of p:0 is refused by the chat template (no such "
+    "role); correct its messages, give token_ids, or set rollout.episodes.on_error=zero"
 )
 BAD_STEPS = [
     (_failing("error"), "error", "it is broken; correct it"),
@@ -522,7 +527,9 @@ def test_an_environment_that_fails_ends_its_episode_without_a_reward(
         assert pending.sample.response_token_ids.tolist() == [0, 1, 2]
         assert pending.texts == ("0 1 2",)
         assert (pending.sample.reward, pending.sample.answer_found) == (0.0, False)
-        assert setup.rewards.responses == []
+        assert [response.sample.finish_reason for response in setup.rewards.responses] == [
+            "environment"
+        ]
         assert setup.interaction.errors == {kind: 1}
 
     play(scene)
@@ -624,7 +631,7 @@ async def _group(*, state: str | None = None, num_ended: int = 3, **options: Any
 
 
 def _rewards(setup: Setup) -> list[float | None]:
-    """Of those that have one."""
+    """By sample; None: it has none yet."""
     return [p.sample.reward if p.is_scored else None for p in setup.group.samples]
 
 

@@ -146,8 +146,8 @@ def test_environment_errors_are_reported_by_kind() -> None:
     values = step_metrics(_episodes(errors={"timeout": 3, "tokens": 1}), {}, 0.0, {}).values
 
     assert values["rollout/environment_errors"] == 4.0
-    assert values["rollout/environment_timeout_errors"] == 3.0
-    assert values["rollout/environment_tokens_errors"] == 1.0
+    assert values["rollout/environment_errors_timeout"] == 3.0
+    assert values["rollout/environment_errors_tokens"] == 1.0
 
 
 def test_lengths_ages_and_throughput_count_sampled_tokens() -> None:

@@ -332,8 +332,8 @@ def test_what_a_failing_environment_did_is_counted_and_the_run_goes_on(
             assert sample.reward == 0 or sample.finish_reason is not FinishReason.ENVIRONMENT
     assert seen >= {0, 1, 2, 3, 4}
     assert rows[0]["rollout/environment_errors"] > 0
-    kinds = {name for row in rows for name in row if re.search(r"environment_\w+_errors", name)}
-    assert kinds == {"rollout/environment_error_errors", "rollout/environment_tokens_errors"}
+    kinds = {name for row in rows for name in row if re.search(r"environment_errors_\w+", name)}
+    assert kinds == {"rollout/environment_errors_error", "rollout/environment_errors_tokens"}
     assert any(row["train/updates"] for row in rows)
     for batch, row in zip(batches, rows, strict=True):
         masked = [s for s in batch.samples if s.finish_reason is FinishReason.ENVIRONMENT]

@@ -156,9 +156,8 @@ def test_a_real_server_generates_again_after_it_released_its_memory(server: Sgla
 
     async def use(client: SglangClient) -> None:
         running = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 200)))
-        await asyncio.sleep(0.2)  # it need not run yet; if it does, it is aborted
+        await asyncio.sleep(0.2)  # it need not have come yet; if it has, it is aborted
         await client.release_memory(120.0)
-        await running
         assert await server.ask(5.0) is Readiness.BUSY
         held_back = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 1)))
         await client.take_memory(MemoryPart.WEIGHTS, 120.0)
@@ -168,6 +167,7 @@ def test_a_real_server_generates_again_after_it_released_its_memory(server: Sgla
         completion = await held_back
         assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
         assert len(completion.token_ids) == 1
+        await running
         assert await server.ask(5.0) is Readiness.READY
 
     with_client(server.address, use, server.keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -230,7 +231,8 @@ def test_no_process_outlives_an_owner_that_is_killed(
         owner.wait()
     assert not psutil.wait_procs(started - forked, timeout=20)[1]
     for process in forked:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have noticed by itself
+            process.kill()
 
 
 def _has_everything(started: set[psutil.Process]) -> bool:
