@@ -69,7 +69,9 @@ def _show_config(config: Path, overrides: list[str] | None, rows: int) -> DataRe
 
 def _show_dump(dump: Path, overrides: list[str] | None, rows: int) -> DumpReport:
     if overrides:
-        raise typer.BadParameter(f"{dump} is a rollout dump, which takes no '{overrides[0]}'")
+        raise typer.BadParameter(
+            f"{dump} is a rollout dump, which takes no '{overrides[0]}'; leave it out"
+        )
     from bapo_megatron.data.show_dump import inspect_dump
 
     return inspect_dump(dump, rows)

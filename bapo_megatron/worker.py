@@ -12,7 +12,9 @@ needs a clock. It ends when its input closes or its parent dies.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import json
 import os
 import resource
@@ -91,6 +93,15 @@ def _reply(handler: Handler, line: bytes) -> bytes:
     except Exception as error:  # noqa: BLE001 - sent to the parent
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return _encoded({"error": text[:_MAX_ERROR]})
+
+
+def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
+    """What a user's function returned; its coroutine, if it is one, runs to its end."""
+
+    async def wait() -> Any:
+        return await result
+
+    return loop.run_until_complete(wait()) if inspect.isawaitable(result) else result
 
 
 def _send(output: BinaryIO, line: bytes) -> None:

@@ -74,8 +74,6 @@ class WorkerPool:
             timeout_s: Time limit of one request, not counting the wait for a free worker.
             memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
         """
-        self.num_workers = workers
-        """How many requests are worked on at a time."""
         self.num_killed = 0
         """Workers so far that were ended because a request exceeded a limit, or died on one."""
         self._handler = handler

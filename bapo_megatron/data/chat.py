@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -85,8 +86,6 @@ class ChatRenderer:
         self._arguments = dict(template_arguments or {})
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
-        self._end_of_turn: str | None = None
-        """What ends an assistant's turn; found when it is needed."""
         _check_arguments(tokenizer, self._arguments)
         try:
             self._render([{"role": "user", "content": "1 + 1?"}])
@@ -152,16 +151,23 @@ class ChatRenderer:
             for message in messages
         ]
         text = self._after_answer(plain, asks=True)
-        end = self._end_of_turn
-        if end is None:
-            ended = self._after_answer([], asks=False)
-            special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
-            end = self._end_of_turn = ended[: ended.find(special) + len(special)]
-        [token_ids] = self.token_ids([text.removeprefix(end)])
-        if not token_ids or text == self._after_answer([], asks=True):
+        [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
+        if not token_ids or text == self._without_messages:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
         return token_ids
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """What the template ends an assistant's message with, up to a special token."""
+        ended = self._after_answer([], asks=False)
+        special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
+        return ended[: ended.find(special) + len(special)]
+
+    @cached_property
+    def _without_messages(self) -> str:
+        """What the template writes behind an assistant's message where nothing follows."""
+        return self._after_answer([], asks=True)
 
     def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
         """What the template writes behind an assistant's message."""
@@ -188,10 +194,7 @@ class ChatRenderer:
             token_ids: Any.
             skips_special: Leave special tokens out; else it is what the engine reads.
         """
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
-        )
-        return text
+        return decode(self._tokenizer, token_ids, skips_special=skips_special)
 
     @property
     def vocab_size(self) -> int:
@@ -203,6 +206,14 @@ class ChatRenderer:
             messages, tokenize=False, add_generation_prompt=asks, **self._arguments
         )
         return text
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:
+    """The text of tokens, exactly as the tokenizer's bytes say; see ``ChatRenderer.decode``."""
+    text: str = tokenizer.decode(
+        list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 def make_renderer(tokenizer: Any, data: DataConfig) -> ChatRenderer:

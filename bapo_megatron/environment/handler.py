@@ -7,11 +7,12 @@ import inspect
 import json
 import numbers
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.environment.base import Step, Task, Turn
 from bapo_megatron.names import LoadError, load_named, shown
+from bapo_megatron.worker import settled
 
 if TYPE_CHECKING:
     from bapo_megatron.environment.base import UserEnvironment
@@ -80,21 +81,12 @@ class EnvironmentHandler:
     def answer(self, request: Mapping[str, Any]) -> Any:
         """A first state, or a step."""
         if "task" in request:
-            state = self._result(self._environment.start(Task(**request["task"])))
+            state = settled(self._environment.start(Task(**request["task"])), self._loop)
             check_state(state)
             return state
         turn = request["turn"]
         turn = Turn(**{**turn, "token_ids": tuple(turn["token_ids"])})
-        return checked_step(self._result(self._environment.step(request["state"], turn)))
-
-    def _result(self, result: Any) -> Any:
-        return (
-            self._loop.run_until_complete(_wait(result)) if inspect.isawaitable(result) else result
-        )
-
-
-async def _wait(result: Awaitable[Any]) -> Any:
-    return await result
+        return checked_step(settled(self._environment.step(request["state"], turn), self._loop))
 
 
 def check_state(state: Any) -> None:

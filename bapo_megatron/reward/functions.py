@@ -9,12 +9,13 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.names import LoadError, load_named
 from bapo_megatron.reward.base import GroupFunction, RewardFunction, Score
+from bapo_megatron.worker import settled
 
 if TYPE_CHECKING:
     import asyncio
@@ -106,12 +107,7 @@ class LoadedFunction:
         return [as_score(result) for result in results]
 
     def _call(self, loop: asyncio.AbstractEventLoop, given: Mapping[str, Any]) -> Any:
-        result: Any = self.function(**{name: given[name] for name in self.parameters})
-        return loop.run_until_complete(_wait(result)) if inspect.isawaitable(result) else result
-
-
-async def _wait(result: Awaitable[Any]) -> Any:
-    return await result
+        return settled(self.function(**{name: given[name] for name in self.parameters}), loop)
 
 
 def load(name: str) -> LoadedFunction:

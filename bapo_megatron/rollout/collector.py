@@ -208,13 +208,8 @@ class Collector:
         return rewards
 
     async def _start_environment(self) -> Environment:
-        limits = self._config.rollout.episodes
-        environment = load_environment(
-            self._config.rollout.environment,
-            workers=limits.workers,
-            step_timeout_s=limits.step_timeout_s,
-            memory_limit_mb=limits.memory_limit_mb,
-        )
+        rollout = self._config.rollout
+        environment = load_environment(rollout.environment, rollout.episodes)
         self._stack.push_async_callback(environment.close)
         await environment.open()
         return environment

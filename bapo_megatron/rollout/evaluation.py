@@ -156,9 +156,6 @@ class Evaluator:
         places = self._missing(journals)
         num_missing = sum(len(place.group.samples) for place in places.values())
         waiting = deque(place.group for place in places.values())
-        # An engine that is driven gets all: what it samples next must not depend on graders.
-        most = _WAITING_RATIO * self._config.rollout.max_connections
-        most_underway = num_missing if pool.stepper else min(num_missing, most)
 
         async def keep(pending: PendingSample) -> None:
             place = places[pending.sample.group_id]
@@ -185,8 +182,9 @@ class Evaluator:
             total = before + num_missing
             self._report(f"evaluation: {num_done()}/{total} samples, {rate:.0f} tokens/s")
 
-        driver = None
-        if pool.stepper is not None:  # what is sampled next does not depend on graders
+        driver, most_underway = None, _WAITING_RATIO * self._config.rollout.max_connections
+        if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
+            most_underway = num_missing
             driver = Driver(
                 pool.stepper, pool, episodes.is_settled, episodes.news, awaits_scores=False
             )

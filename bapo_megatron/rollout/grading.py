@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bapo_megatron.data.chat import decode
 from bapo_megatron.reward.base import Response, SampleFacts, Score
 from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from bapo_megatron.reward.shaping import Shaping
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
@@ -73,7 +72,7 @@ class Grader:
             return
         pending.score = score
         if not self.sees_groups:
-            await self._reward([pending], [response], [score])
+            await self._reward([pending], [sample], [response], [score])
         elif all(member.score is not None for member in group.samples):
             await self._score_group(group)
 
@@ -108,17 +107,16 @@ class Grader:
         responses = [self._response(member) for member in group.samples]
         alone = [member.score for member in group.samples if member.score is not None]
         scores = await self._rewards.score_group(responses, alone)
-        if all(member.sample is s for member, s in zip(group.samples, samples, strict=True)):
-            await self._reward(group.samples, responses, scores)
+        await self._reward(group.samples, samples, responses, scores)
 
     async def _reward(
         self,
         members: Sequence[PendingSample],
+        samples: Sequence[Sample],
         responses: Sequence[Response],
         scores: Sequence[Score],
     ) -> None:
-        """Give samples their rewards, all at once, unless one is begun again meanwhile."""
-        samples = [member.sample for member in members]
+        """Give samples their rewards, all at once, unless a member was begun again meanwhile."""
         shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
         if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
             return
@@ -139,19 +137,16 @@ class Grader:
     def _response(self, pending: PendingSample) -> Response:
         sample = pending.sample
         return _response(
-            [self._decode(token_ids) for token_ids in sample.segments()],
+            [
+                decode(self._tokenizer, token_ids.tolist(), skips_special=True)
+                for token_ids in sample.segments()
+            ],
             pending.prompt,
             sample.finish_reason,
             len(sample.response_token_ids),
             sample.num_written,
             pending.state,
         )
-
-    def _decode(self, token_ids: np.ndarray) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
 
 
 def _response(

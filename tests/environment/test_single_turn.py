@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import Step, Task
 from bapo_megatron.environment.in_workers import WorkerEnvironment
 from bapo_megatron.environment.load import load_environment
@@ -9,7 +10,7 @@ from bapo_megatron.environment.single_turn import SingleTurn
 
 
 def load(name):
-    return load_environment(name, workers=1, step_timeout_s=1, memory_limit_mb=512)
+    return load_environment(name, EpisodesConfig(workers=1, step_timeout_s=1, memory_limit_mb=512))
 
 
 def run_without_a_loop(coroutine):

@@ -70,7 +70,8 @@ class SlowRewards:
 
     async def score(self, response: Response) -> Score:
         await self._delay()
-        return Score(float(int(response.text.split()[-1]) % 2))
+        token_ids = response.text.split()  # none, where the environment failed to begin
+        return Score(float(int(token_ids[-1]) % 2 if token_ids else 0))
 
     async def score_group(
         self, responses: Sequence[Response], scores: Sequence[Score]

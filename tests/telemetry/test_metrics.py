@@ -120,7 +120,7 @@ EPISODE_METRICS = {
     "rollout/environment_tokens_max": 11.0,
     "rollout/environment_errors": 0.0,
 }
-"""Of ``_episodes`` without errors."""
+"""The metrics of ``_episodes`` without errors."""
 
 
 def _episodes(errors: dict[str, int] | None) -> RolloutBatch:
