@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron import __version__
-
-SGLANG_VERSION = "0.5.21"
-"""The version that requirements/ installs and the rollout code was measured with."""
+from bapo_megatron.config.rollout import ENGINES
+from bapo_megatron.engine.load import load_kind
 
 MEGATRON_VERSION = "0.16.1"
 """The version that pyproject.toml asks for."""
@@ -78,7 +77,7 @@ class Finding:
 def probe() -> Machine:
     """Look at this machine; imports the extension, and Transformer Engine where it is installed."""
     build, load_error = _load_extension()
-    names = ("megatron-core", "transformers", "sglang", "transformer-engine", "apex")
+    names = ("megatron-core", "transformers", "transformer-engine", "apex", *_engine_packages())
     return Machine(
         python=platform.python_version(),
         build=build,
@@ -101,7 +100,10 @@ def diagnose(machine: Machine) -> list[Finding]:
         *_judge_gpus(machine),
         _judge_backend(machine),
         _judge_version("megatron-core", machine, MEGATRON_VERSION, "problem"),
-        _judge_version("sglang", machine, SGLANG_VERSION, "note"),
+        *(
+            _judge_version(name, machine, version, "note")
+            for name, version in _engine_packages().items()
+        ),
         _judge_version("transformers", machine, None, "problem"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
@@ -126,6 +128,11 @@ def print_report(findings: list[Finding], console: Console) -> None:
 def to_json(findings: list[Finding]) -> str:
     """Return the findings as a JSON list."""
     return json.dumps([asdict(finding) for finding in findings], indent=2)
+
+
+def _engine_packages() -> dict[str, str]:
+    """What the kinds of engines need, and the versions they were measured with."""
+    return {name: v for kind in map(load_kind, ENGINES) for name, v in kind.packages.items()}
 
 
 def _judge_extension(machine: Machine) -> list[Finding]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.rollout import ENGINES
 from bapo_megatron.names import LoadError, load_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
-
-BUILT_IN = {
-    "sglang": "bapo_megatron.engine.sglang.kind:SglangKind",
-    "local": "bapo_megatron.engine.local.kind:LocalKind",
-}
-"""Kinds of engines by the short name of ``rollout.engine``."""
 
 
 class EngineKind(Protocol):
@@ -25,6 +20,9 @@ class EngineKind(Protocol):
 
     Importing it must be cheap: every process of a run does.
     """
+
+    packages: ClassVar[Mapping[str, str]]
+    """Distributions that its engines need, each with the version they were measured with."""
 
     def check(self, config: RunConfig) -> None:
         """Refuse what this kind cannot do, before anything is started.
@@ -58,12 +56,13 @@ class EngineKind(Protocol):
 
 
 def load_kind(name: str) -> EngineKind:
-    """The kind that ``rollout.engine`` names.
+    """The kind that ``rollout.engine`` names: of ``local``, ``engine.local.kind:Kind``.
 
     Raises:
         ConfigError: It cannot be imported.
     """
     try:
-        return cast("EngineKind", load_named(BUILT_IN.get(name, name))())
+        path = f"bapo_megatron.engine.{name}.kind:Kind" if name in ENGINES else name
+        return cast("EngineKind", load_named(path)())
     except LoadError as error:
         raise ConfigError(f"rollout.engine: {error}") from error

@@ -6,7 +6,7 @@ import pytest
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.load import EngineKind, load_kind
-from bapo_megatron.engine.sglang.kind import SglangKind
+from bapo_megatron.engine.sglang.kind import Kind as SglangKind
 
 
 class OwnKind(SglangKind):

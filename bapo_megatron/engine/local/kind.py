@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from bapo_megatron.config.load import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from bapo_megatron.config.rollout import RolloutConfig
     from bapo_megatron.config.schema import RunConfig
@@ -19,8 +19,11 @@ MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _OTHER_ENGINE = "leave it out, or use another rollout.engine"
 
 
-class LocalKind:
+class Kind:
     """The model in the collector's process: no server, and repeats bit for bit."""
+
+    packages: ClassVar[Mapping[str, str]] = {}
+    """None that the trainer does not need too."""
 
     def check(self, config: RunConfig) -> None:
         """Refuse what it cannot do."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
 
-class SglangKind:
+class Kind:
     """An ``EngineKind``."""
+
+    packages: ClassVar[Mapping[str, str]] = {"sglang": "0.5.21"}
+    """What requirements/ installs."""
 
     def check(self, config: RunConfig) -> None:
         """See ``EngineKind``."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import ConfigError, load_config
-from bapo_megatron.engine.sglang.kind import SglangKind
+from bapo_megatron.engine.sglang.kind import Kind as SglangKind
 
 
 @pytest.fixture

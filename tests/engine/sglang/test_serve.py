@@ -17,7 +17,7 @@ import pytest
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from bapo_megatron.engine.sglang.kind import SglangKind
+from bapo_megatron.engine.sglang.kind import Kind as SglangKind
 from tests.engine.helpers import descendants
 from tests.launch import REPOSITORY, free_port, run
 
