@@ -22,3 +22,7 @@ class BrokenConnectionError(ServerGoneError):
 def describe_cause(error: BaseException) -> str:
     """The error's text, or its kind where it has none."""
     return str(error) or type(error).__name__
+
+
+class InterruptedRunError(Exception):
+    """Ctrl-C ended a command that can be continued; the message says how."""

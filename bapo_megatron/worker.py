@@ -23,7 +23,7 @@ import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from bapo_megatron.names import LoadError
-from bapo_megatron.parent import end_with_parent
+from bapo_megatron.processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -77,6 +77,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 of four layers with the tiny tokenizer; its logits are far from uniform."""
+    from tests.trainer.dumps import make_random_model
+
+    return make_random_model(tmp_path_factory.mktemp("random_model"))
+
+
+@pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     """A real server; tests leave no request behind, and give it back the weights it had."""
     from tests.engine.sglang.servers import make_server, running

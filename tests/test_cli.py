@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+import bapo_megatron
 from bapo_megatron import cli
+from bapo_megatron.commands import train
 from bapo_megatron.config.describe import describe_keys
 from tests.launch import REPOSITORY, run
 
@@ -92,6 +94,20 @@ cli.main()
     assert "Traceback" not in result.stderr
 
 
+def test_version_and_help_name_the_package_and_its_commands() -> None:
+    assert run(["--version"]).stdout == f"bapo-megatron {bapo_megatron.__version__}\n"
+    listed = run(["--help"], environment={"COLUMNS": "200"}).stdout
+    for name, line in cli.COMMANDS.items():
+        assert f"{name} " in listed
+        assert line in listed
+
+
+def test_a_misspelt_command_is_told_the_nearest() -> None:
+    assert (
+        run(["trian"]).stderr == "bapo-megatron: No such command 'trian'. Did you mean 'train'?\n"
+    )
+
+
 def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
 
@@ -99,7 +115,7 @@ def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(overrides)
         raise ValueError("seen")
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(train, "load", load)
     for arguments in (["seed=1", "--resume"], ["--resume"], ["seed=1"]):
         with pytest.raises(ValueError, match="seen"):
             cli.app(["train", "run.yaml", *arguments], standalone_mode=False)

@@ -2,31 +2,35 @@
 
 They run once, before anything is started, so that no run ends after an hour with an error that
 was there from the beginning. Rules about one kind of engine are with the engine.
+
+What a parallel layout pads packed tokens to.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from bapo_megatron.config.check_data import check_rendering, check_train_data
-from bapo_megatron.config.check_eval import check_eval, check_training_eval
-from bapo_megatron.config.check_model import (
+from bapo_megatron.config.check_sections import (
+    check_eval,
     check_heads,
     check_layers,
     check_model,
     check_positions,
+    check_rendering,
+    check_rewards,
+    check_shaping,
+    check_train_data,
+    check_training_eval,
+    check_weight_sync,
 )
-from bapo_megatron.config.check_reward import check_rewards, check_shaping
-from bapo_megatron.config.check_rollout import check_weight_sync
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.multiples import packing_multiples
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bapo_megatron.config.megatron import ParallelConfig
+    from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
     from bapo_megatron.config.schema import LogConfig, RunConfig
 
 
@@ -225,3 +229,27 @@ def _check_optimizer(config: RunConfig) -> None:
             f"optimizer.warmup_updates: must be at most the run's {updates} updates "
             f"(steps × updates per batch × epochs), got {optimizer.warmup_updates}; lower it"
         )
+
+
+FP8_MULTIPLE = 128
+"""Tokens of a micro-batch on one rank with 8-bit products: their scaling blocks have 128 rows."""
+
+
+class PackingMultiples(NamedTuple):
+    """Lengths are padded to multiples of these; tokens are those of all context-parallel ranks."""
+
+    per_sequence: int
+    """Each sequence; divides ``total``."""
+    total: int
+    """Each micro-batch."""
+
+
+def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> PackingMultiples:
+    """Return what TP × CP × sequence parallelism and 8-bit products need."""
+    # Context-parallel ranks hold two chunks of every sequence each.
+    per_sequence = 2 * parallel.context if parallel.context > 1 else 1
+    per_rank = math.lcm(
+        parallel.tensor if parallel.sequence else 1,
+        FP8_MULTIPLE if megatron.fp8 != "none" else 1,
+    )
+    return PackingMultiples(per_sequence, math.lcm(per_sequence, per_rank * parallel.context))

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from bapo_megatron.config.explain import explain
+from bapo_megatron.config.describe import explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
 from bapo_megatron.files import atomic_write_text

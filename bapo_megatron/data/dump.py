@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bapo_megatron.data.version_spans import num_spanned
+from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.types import (
     EncodedBatch,

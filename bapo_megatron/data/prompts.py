@@ -11,8 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from bapo_megatron.data.readers import DataError, read_rows
-from bapo_megatron.data.schemas import bad_field, recognise
+from bapo_megatron.data.rows import DataError, bad_field, read_rows, recognise
 from bapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.data import DataConfig, DatasetConfig
     from bapo_megatron.data.chat import ChatRenderer, Message
-    from bapo_megatron.data.readers import Row
-    from bapo_megatron.data.schemas import RowFormat
+    from bapo_megatron.data.rows import Row, RowFormat
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from bapo_megatron.data.version_spans import join_spans
+from bapo_megatron.data.staleness import join_spans
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:

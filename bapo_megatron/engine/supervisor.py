@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bapo_megatron.engine.base import Readiness
-from bapo_megatron.engine.processes import tail
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

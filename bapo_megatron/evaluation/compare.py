@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.evaluation.bootstrap import PairedDifference, paired_difference
+from bapo_megatron.evaluation.estimators import PairedDifference, paired_difference
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import values_by_problem
 

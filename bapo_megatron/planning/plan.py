@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.planning.communication import Messages
 from bapo_megatron.planning.hardware import Assumptions, LayerKind, find_gpu, peak_flops
 from bapo_megatron.planning.layout import (
     Layout,
     check_layout,
     configured_layout,
+    model_parameters,
     possible_layouts,
 )
 from bapo_megatron.planning.memory import (
@@ -21,8 +21,8 @@ from bapo_megatron.planning.memory import (
     plan_rollout_memory,
     worst_stage,
 )
-from bapo_megatron.planning.parameters import model_parameters
 from bapo_megatron.planning.timing import (
+    Messages,
     PhaseTime,
     rollout_time,
     training_time,
@@ -32,7 +32,7 @@ from bapo_megatron.planning.workload import Workload, check_lengths, plan_worklo
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.planning.communication import Collective
+    from bapo_megatron.planning.timing import Collective
     from bapo_megatron.policy.hf_config import HfConfig
 
 RESERVE_BYTES = 5e9

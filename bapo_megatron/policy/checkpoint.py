@@ -45,7 +45,7 @@ from bapo_megatron.policy.checkpoint_files import (
     unfinished_directory,
 )
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
-from bapo_megatron.policy.optimizer_state import load_state, sharded_state
+from bapo_megatron.policy.optimizer import load_state, sharded_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor, nn
 
-from bapo_megatron.data.context import context_positions
+from bapo_megatron.data.micro_batch import context_positions
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -6,6 +6,18 @@ of a context group the parts that ``data.context`` makes of them. Their number i
 ranks, and with interleaved stages a multiple of the number of stages.
 
 Shape legend: N = packed tokens of a micro-batch, V = columns of the padded vocabulary on this rank.
+
+Messages of one shape between pipeline stages, for micro-batches of different lengths.
+
+Every stage knows the lengths of all micro-batches, so what travels is padded to the longest one and
+cut where it arrives: nothing is computed on padding. Megatron's own way (``variable_seq_lengths``)
+sends the shape ahead of each message and waits for it on the host, and hangs with interleaved
+stages, where a stage waits for the shape of a gradient before it sends the activations that lead to
+it.
+
+Shape legend: N = tokens of a micro-batch on this rank, M = tokens of the longest, H = hidden size.
+
+A GPTModel that ends before its language-model head, and that head for whoever applies it.
 """
 
 from __future__ import annotations
@@ -15,11 +27,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.hf_config import read_hf_config
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
@@ -30,21 +45,77 @@ from bapo_megatron.policy.optimizer import (
     step_optimizer,
     wrap_for_data_parallel,
 )
-from bapo_megatron.policy.output_head import output_head, return_hidden_states
-from bapo_megatron.policy.pipeline import cut_input, pad_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    import torch.distributed as dist
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor, nn
 
     from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
     from bapo_megatron.distributed import ProcessGroups
     from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.policy.hf_config import HfConfig
     from bapo_megatron.types import MicroBatch
+
+
+def cut_input(model: nn.Module, length: int) -> None:
+    """Cut what the previous stage sent, [M, 1, H], to [N, 1, H]; the first stage got nothing."""
+    decoder = get_attr_wrapped_model(model, "decoder")
+    if not decoder.pre_process:
+        decoder.set_input_tensor(decoder.input_tensor[:length])
+
+
+def pad_output(model: nn.Module, output: Tensor, longest: int) -> Tensor:
+    """Pad what the next stage gets, [N, 1, H], to [M, 1, H]; the last stage's output stays."""
+    padding = longest - len(output)
+    if get_attr_wrapped_model(model, "post_process") or padding == 0:
+        return output
+    return F.pad(output, (0, 0, 0, 0, 0, padding))
+
+
+def return_hidden_states(gpt: GPTModel) -> None:
+    """Make the model return what its output layer is given, instead of logits.
+
+    That is [1, N, H] after the final norm, under sequence parallelism this rank's [1, N / tensor,
+    H]; nothing is copied. The layer stays where it is, with its weight, name and hooks.
+
+    Args:
+        gpt: A model of the last pipeline stage.
+    """
+    assert gpt.post_process, "only the last pipeline stage has an output layer"
+    # These compute more logits, or their gradients, inside the model.
+    assert not gpt.mtp_process, "multi-token prediction is not supported"
+    assert not gpt.config.defer_embedding_wgrad_compute
+
+    def forward(
+        hidden_N1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        del weight, runtime_gather_output
+        return hidden_N1H, None
+
+    gpt.output_layer.forward = forward
+
+
+def output_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead:
+    """Return the head of a model of the last pipeline stage.
+
+    Args:
+        gpt: The model; before or after it is wrapped for data parallelism.
+        tensor_group: The ranks that share its vocabulary.
+    """
+    # The method that finds a shared weight returns the embedding's where nothing is shared, too.
+    tied = gpt.share_embeddings_and_output_weights
+    weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
+    return OutputHead(
+        weight=weight,
+        tensor_group=tensor_group,
+        sequence_parallel=gpt.config.sequence_parallel,
+    )
+
 
 Result = TypeVar("Result")
 

@@ -53,7 +53,7 @@ class RewardPool:
         """How many requests are worked on at a time."""
         self._functions = tuple(functions)
         self._workers = WorkerPool(
-            "bapo_megatron.reward.handler:build",
+            "bapo_megatron.reward.functions:build",
             self._functions,
             workers=workers,
             timeout_s=timeout_s,

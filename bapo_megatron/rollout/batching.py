@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.engine.base import SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.buffer import DropReason, RolloutBuffer
-from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.buffer import DropReason, RolloutBuffer, buffer_from_json, buffer_to_json
 from bapo_megatron.rollout.driving import BURST, Driver, reporting, wait_for_news
 from bapo_megatron.rollout.episodes import EpisodePlan, Episodes
 from bapo_megatron.rollout.selection import Selection, merge
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
     from bapo_megatron.data.stream import PromptMixture, PromptStream
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.engine_pool import EnginePool
+    from bapo_megatron.rollout.episodes import Interaction
     from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.interaction import Interaction
+    from bapo_megatron.rollout.pool import EnginePool
     from bapo_megatron.rollout.selection import BatchPlan, LeftOver
     from bapo_megatron.types import SampleText
 

@@ -4,6 +4,11 @@ It owns the run's own servers, HTTP, the rollout buffer and the graders, so that
 requests never share an interpreter lock with a trainer rank. ``collector_client.CollectorClient``
 starts it and calls it over the socket FD (``messages``, ``weight_sync.messages``; on the wire:
 ``calls``). It ends when the socket closes.
+
+Ends a run whose servers fail again and again before anything is finished.
+
+A prompt that crashes its server is sent again after each restart, once the trainer has pushed the
+weights; without a limit that goes on for ever.
 """
 
 from __future__ import annotations
@@ -35,22 +40,20 @@ from bapo_megatron.data.overlap import log_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.evaluation.sets import load_sets
-from bapo_megatron.evaluation.votes import votes_pool
+from bapo_megatron.evaluation.settings import load_sets
+from bapo_megatron.evaluation.summary import votes_pool
+from bapo_megatron.processes import OWNER_PID_VARIABLE
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
-from bapo_megatron.rollout.base import first_cause
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
-from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.rollout.messages import (
     COLLECT,
     CONNECT,
@@ -71,10 +74,11 @@ from bapo_megatron.rollout.messages import (
     ReleaseMemory,
     SourceState,
     SyncWeights,
+    first_cause,
 )
-from bapo_megatron.rollout.push_limit import PushLimit
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.replay import write_samples, write_timeline
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.rollout.step_files import write_samples, write_timeline
 from bapo_megatron.rollout.timeline import NullTimeline, Timeline
 from bapo_megatron.weight_sync.messages import Load, Resume
 from bapo_megatron.weight_sync.receive import WeightReceiver
@@ -89,6 +93,41 @@ if TYPE_CHECKING:
     from bapo_megatron.environment.base import Environment
     from bapo_megatron.rollout.pooled_engine import PooledEngine
     from bapo_megatron.types import Prompt, RolloutBatch, SampleText
+
+
+MOST_PUSHES = 5
+"""In a row, of weights that servers have lost, without a result in between."""
+
+
+class PushLimit:
+    """Counts how often the trainer is asked for weights that it has pushed before."""
+
+    def __init__(self) -> None:
+        self._num_pushes = 0
+        self._num_results = -1
+
+    def count(self, num_results: int, servers: str, logs: str) -> None:
+        """The trainer is asked once more.
+
+        Args:
+            num_results: Responses, also of evaluations, that were finished since the start.
+            servers: Which servers there are, and why they lack the weights, for people.
+            logs: Where they say why they failed.
+
+        Raises:
+            RolloutError: It was asked ``MOST_PUSHES`` times since the last result.
+        """
+        if num_results != self._num_results:
+            self._num_pushes, self._num_results = 0, num_results
+        if self._num_pushes == MOST_PUSHES:
+            raise RolloutError(
+                f"the weights were pushed {MOST_PUSHES} times in a row, and each time every server "
+                f"failed before anything was finished: {servers}; a prompt or a setting seems to "
+                f"crash them: see {logs}, correct it (rollout.server, data) and continue with "
+                "resume=true"
+            )
+        self._num_pushes += 1
+
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_MESSAGE_BYTES = 4 << 30

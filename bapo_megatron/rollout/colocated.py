@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.base import Engine, EngineServer
     from bapo_megatron.engine.supervisor import ServerSupervisor
-    from bapo_megatron.rollout.engine_pool import EnginePool
+    from bapo_megatron.rollout.pool import EnginePool
     from bapo_megatron.weight_sync.servers import Pausable
 
 _LOG = logging.getLogger(__name__)

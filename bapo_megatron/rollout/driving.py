@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bapo_megatron.engine.base import Stepper
-    from bapo_megatron.rollout.engine_pool import EnginePool
+    from bapo_megatron.rollout.pool import EnginePool
 
 BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded, and others take

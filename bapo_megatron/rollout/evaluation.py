@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.evaluation.sets import EvalSet
+    from bapo_megatron.evaluation.settings import EvalSet
     from bapo_megatron.reward.pool import RewardPool
-    from bapo_megatron.rollout.engine_pool import EnginePool
+    from bapo_megatron.rollout.episodes import Interaction
     from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.interaction import Interaction
+    from bapo_megatron.rollout.pool import EnginePool
     from bapo_megatron.types import EvalResult
 
 _WAITING_RATIO = 2

@@ -10,9 +10,8 @@ import torch
 from rich.console import Console
 
 from bapo_megatron.files import atomic_directory
-from bapo_megatron.tiny.model import TinyQwen2, save_model, tiny_config
+from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, save_model, tiny_config
 from bapo_megatron.tiny.task import SolutionMixture, split_problems
-from bapo_megatron.tiny.tokenizer import build_tokenizer
 from bapo_megatron.tiny.warmup import WarmupSettings, warm_up
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
-from bapo_megatron.trainer.numbers import update_metrics
+from bapo_megatron.trainer.records import update_metrics
 from bapo_megatron.trainer.run import Run
 
 if TYPE_CHECKING:

@@ -31,19 +31,16 @@ from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, uncut_console
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
-from bapo_megatron.telemetry.progress import ProgressLine
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.telemetry.timer import PhaseTimer
-from bapo_megatron.trainer.best import take_best
-from bapo_megatron.trainer.layout import make_layout
-from bapo_megatron.trainer.probe import ProbeScorer
-from bapo_megatron.trainer.resume import Progress, load_run, save_run
+from bapo_megatron.trainer.checkpointing import Progress, load_run, save_run, take_best
+from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.records import TokenDump
+from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.trainer.step import BatchTrainer
-from bapo_megatron.trainer.token_dump import TokenDump
 from bapo_megatron.types import EncodedBatch, FinishReason, StepMetrics
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
@@ -53,7 +50,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.rollout.base import RolloutSource
+    from bapo_megatron.rollout.messages import RolloutSource
     from bapo_megatron.types import EvalResult, RolloutBatch, UpdateResult
 
 

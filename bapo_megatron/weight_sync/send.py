@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.distributed import broadcast_bytes, fail_together
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.weight_sync.buckets import WeightBuckets
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
     MemoryCarrier,
+    WeightBuckets,
     check,
     handed_over,
 )

@@ -27,7 +27,7 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import Completion, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.pool import EnginePool
 from tests.benchmarks import harness
 
 if TYPE_CHECKING:

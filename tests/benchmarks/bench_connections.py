@@ -18,8 +18,7 @@ from typing import Any
 import httpx
 import torch
 
-from bapo_megatron.engine.sglang.http import KEEPALIVE_EXPIRY_S
-from bapo_megatron.engine.sglang.transport import SeparateConnections
+from bapo_megatron.engine.sglang.http import KEEPALIVE_EXPIRY_S, SeparateConnections
 from tests.benchmarks import harness
 from tests.fakes.wave_server import WaveServer
 

@@ -29,7 +29,7 @@ from bapo_megatron.engine.local.engine import LocalEngine
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.rollout.driving import BURST
-from bapo_megatron.tiny.tokenizer import build_tokenizer
+from bapo_megatron.tiny.model import build_tokenizer
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.engine.sglang.servers import KEYS, running
 from tests.policy.tiny_models import make_model

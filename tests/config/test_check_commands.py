@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.commands.evaluate import evaluate_model
+from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.check import check_eval_config, check_generate_config
 from bapo_megatron.config.load import ConfigError, load_config
-from bapo_megatron.trainer.evaluate import evaluate_model
-from bapo_megatron.trainer.generate import generate_batches
 from bapo_megatron.trainer.run import Run
 
 

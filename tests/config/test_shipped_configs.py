@@ -8,7 +8,7 @@ import pytest
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.evaluation.cost import SetCost
+from bapo_megatron.evaluation.report import SetCost
 from tests.config.shipped import (
     CONTROLS,
     FOLDER,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapo_megatron.data.version_spans import spans_of
+from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.types import (
     FinishReason,
     Group,

@@ -6,7 +6,7 @@ import pytest
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer, make_renderer
-from bapo_megatron.tiny.tokenizer import build_tokenizer
+from bapo_megatron.tiny.model import build_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.data.rows import rendered
 

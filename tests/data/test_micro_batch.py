@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.data.micro_batch import build_micro_batch, build_micro_batches
 from bapo_megatron.data.packing import PackingRules, SequenceFlops, plan_update
-from bapo_megatron.data.version_spans import token_versions
+from bapo_megatron.data.staleness import token_versions
 from tests.data.samples import make_episode, make_sample
 
 FLOPS = SequenceFlops(per_token=1, per_pair=0)

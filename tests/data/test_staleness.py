@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.data.staleness import response_age, token_ages, trainable_mask
-from bapo_megatron.data.version_spans import spans_of
+from bapo_megatron.data.staleness import response_age, spans_of, token_ages, trainable_mask
 
 SPANS = spans_of([1, 1, 3, 4])
 """At version 5: ages 4, 4, 2 and 1, mean 2.75."""

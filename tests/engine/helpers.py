@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
-from bapo_megatron.tiny.tokenizer import build_tokenizer
+from bapo_megatron.tiny.model import build_tokenizer
 from tests.policy.tiny_models import load_reference, make_model
 
 if TYPE_CHECKING:

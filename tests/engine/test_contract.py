@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.data.version_spans import token_versions
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import START_VERSION, Needs
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason

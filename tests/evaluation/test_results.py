@@ -14,8 +14,14 @@ from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation import summary
 from bapo_megatron.evaluation.compare import compare_results
-from bapo_megatron.evaluation.cost import SetCost, describe_cost, describe_duration
-from bapo_megatron.evaluation.report import read_results, scoring_lines, write_results
+from bapo_megatron.evaluation.report import (
+    SetCost,
+    describe_cost,
+    describe_duration,
+    read_results,
+    scoring_lines,
+    write_results,
+)
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.types import EvalResult, FinishReason, Prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.planning.parameters import layer_parameters
+from bapo_megatron.planning.layout import layer_parameters
 from bapo_megatron.planning.plan import Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from tests.launch import REPOSITORY

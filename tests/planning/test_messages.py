@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.planning.communication import Messages, sent_bytes
 from bapo_megatron.planning.plan import PlanOptions, make_assumptions
+from bapo_megatron.planning.timing import Messages, sent_bytes
 from bapo_megatron.planning.workload import plan_workload
 from tests.planning.cases import LENGTHS, MESSAGES, layout_of, small_model
 from tests.planning.runs import run_config

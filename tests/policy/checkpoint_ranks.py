@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.data.context import TOKEN_FIELDS, shard_context
+from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import find_latest

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.data.context import TOKEN_FIELDS, shard_context
+from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
 from bapo_megatron.torchvision_names import declare_torchvision_operators
 from bapo_megatron.types import MicroBatch
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.schemas import parse_answer
+from bapo_megatron.data.rows import parse_answer
 from bapo_megatron.reward.extraction import extract_answer
 from bapo_megatron.reward.math_answer import grade_math_answer
 

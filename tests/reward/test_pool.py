@@ -315,7 +315,7 @@ def test_workers_die_with_a_killed_parent_even_while_they_hang():
 
 def test_workers_import_no_torch():
     program = (
-        "import sys, bapo_megatron.worker, bapo_megatron.reward.handler\n"
+        "import sys, bapo_megatron.worker, bapo_megatron.reward.functions\n"
         "import bapo_megatron.reward.math_answer\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )

@@ -9,7 +9,7 @@ from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutCo
 from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.environment.single_turn import SingleTurn
 from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.interaction import Interaction
+from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.fakes.fake_pool import FakePool, Request

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data.version_spans import num_spanned
+from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from bapo_megatron.engine.base import Completion
-from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
-from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.buffer import (
+    DropReason,
+    PendingGroup,
+    RolloutBuffer,
+    buffer_from_json,
+    buffer_to_json,
+)
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 
 PROMPTS = [

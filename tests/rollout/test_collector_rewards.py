@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.rollout.client import CollectorClient
 from tests.engine.helpers import descendants
 from tests.fakes.fake_sglang import FakeSglang
 

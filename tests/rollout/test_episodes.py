@@ -14,11 +14,9 @@ from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.shaping import ShapedReward
-from bapo_megatron.rollout.buffer import RolloutBuffer
-from bapo_megatron.rollout.buffer_json import buffer_from_json, buffer_to_json
-from bapo_megatron.rollout.episodes import EpisodePlan, Episodes
+from bapo_megatron.rollout.buffer import RolloutBuffer, buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.episodes import EpisodePlan, Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import WRITTEN, FakePool
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.reward.base import Response
     from bapo_megatron.rollout.buffer import PendingSample
-    from bapo_megatron.rollout.engine_pool import EnginePool
+    from bapo_megatron.rollout.pool import EnginePool
 
 PROMPT = Prompt("p:0", (1, 2), "7", "What?", "p", {"level": 3})
 LONGEST = 40

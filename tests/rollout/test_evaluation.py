@@ -15,8 +15,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import Completion, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import iterate_samples
-from bapo_megatron.evaluation.sets import EvalSet
-from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.evaluation.settings import EvalSet, ResultsError
 from bapo_megatron.reward.base import RewardError, Score
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.data.stream import PromptStream
-from bapo_megatron.data.version_spans import token_versions
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.engine_pool import EnginePool
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, Sample, SampleText
 from bapo_megatron.weight_sync.messages import Load, Resume

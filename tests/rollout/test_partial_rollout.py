@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig, ReplayConfig, RolloutConfig
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.data.stream import PromptStream
-from bapo_megatron.data.version_spans import token_versions
 from bapo_megatron.engine.local.backend import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.engine_pool import EnginePool
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
 from bapo_megatron.weight_sync.messages import Load, Resume

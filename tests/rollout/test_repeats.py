@@ -21,8 +21,8 @@ from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.interaction import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import Prompt
 from tests.fakes.fake_pool import deliver

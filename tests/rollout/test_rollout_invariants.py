@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.data.version_spans import token_versions
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.interaction import Interaction
+from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.data.prompt_sets import make_prompt_set

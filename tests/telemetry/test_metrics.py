@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from bapo_megatron.commands.plot import draw_dynamics
 from bapo_megatron.config.schema import LogConfig
-from bapo_megatron.data.version_spans import spans_of
-from bapo_megatron.telemetry.figures import draw_dynamics
+from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.telemetry.metrics import (
     BEFORE_TRAINING,
     eval_metrics,

@@ -8,8 +8,7 @@ import torch
 from rich.console import Console
 
 from bapo_megatron.tiny import TinySettings, make, make_tiny
-from bapo_megatron.tiny.model import TinyQwen2, tiny_config
-from bapo_megatron.tiny.tokenizer import build_tokenizer
+from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, tiny_config
 from bapo_megatron.tiny.warmup import WarmupSettings
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from bapo_megatron.tiny.model import TinyQwen2, save_model, tiny_config
-from bapo_megatron.tiny.tokenizer import build_tokenizer
+from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, save_model, tiny_config
 from tests.policy.tiny_models import load_reference
 
 

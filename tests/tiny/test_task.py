@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from bapo_megatron.tiny.model import build_tokenizer
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
-from bapo_megatron.tiny.tokenizer import build_tokenizer
 
 
 def test_careful_solution_writes_every_partial_sum_and_a_boxed_answer():

@@ -4,9 +4,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from bapo_megatron.tiny.model import TinyQwen2, tiny_config
+from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, tiny_config
 from bapo_megatron.tiny.task import SolutionMixture, all_problems
-from bapo_megatron.tiny.tokenizer import build_tokenizer
 from bapo_megatron.tiny.warmup import WarmupSettings, learning_rate, pad_batch, warm_up
 
 

@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
+from tests.trainer.dumps import replay_settings, write_dumps
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 of four layers with the tiny tokenizer; its logits are far from uniform."""
-    return make_random_model(tmp_path_factory.mktemp("random_model"))
 
 
 @pytest.fixture(scope="session")

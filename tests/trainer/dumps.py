@@ -9,8 +9,8 @@ import torch
 
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
-from bapo_megatron.tiny.tokenizer import build_tokenizer
-from bapo_megatron.trainer.plan import Layout
+from bapo_megatron.tiny.model import build_tokenizer
+from bapo_megatron.trainer.split import Layout
 from bapo_megatron.types import (
     FinishReason,
     Group,

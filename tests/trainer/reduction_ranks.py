@@ -12,9 +12,9 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss_stage import TokenReport
-from bapo_megatron.trainer.numbers import Numbers
-from bapo_megatron.trainer.reduction import find_faults, read_measurements, reduce_reports
+from bapo_megatron.trainer.loss import TokenReport
+from bapo_megatron.trainer.records import Numbers
+from bapo_megatron.trainer.step import find_faults, read_measurements, reduce_reports
 from tests.distributed_launch import joined
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.data.dump import read_batch, write_batch
-from bapo_megatron.data.version_spans import spans_of, token_versions
+from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.types import RolloutBatch
 from tests.distributed_launch import run_ranks

@@ -16,9 +16,9 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.trainer.loss_stage import LossStage, PolicyOutput, UpdateContext
-from bapo_megatron.trainer.plan import plan_step
-from bapo_megatron.trainer.reduction import find_faults, reduce_reports
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.split import plan_step
+from bapo_megatron.trainer.step import find_faults, reduce_reports
 from tests.trainer.dumps import ONE_RANK
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")

@@ -8,19 +8,12 @@ import pytest
 
 from tests.engine.sglang.servers import make_server, running
 from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.trainer.dumps import make_random_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from bapo_megatron.engine.sglang.server import SglangServer
-
-
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of four layers."""
-    return make_random_model(tmp_path_factory.mktemp("random_model"))
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,8 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
 from bapo_megatron.rollout.pooled_engine import EngineState, PooledEngine
-from bapo_megatron.trainer.layout import make_layout
-from bapo_megatron.trainer.probe import ProbeScorer
+from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync

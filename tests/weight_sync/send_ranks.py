@@ -11,7 +11,7 @@ from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import OpsConfig
 from bapo_megatron.distributed import barrier
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.trainer.probe import ProbeScorer
+from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.weight_sync import carriers, send
 from bapo_megatron.weight_sync.messages import BEGIN, RESUME, TAKE, Begin, Opened, Outcome, Resumed
 from bapo_megatron.weight_sync.send import WeightSync

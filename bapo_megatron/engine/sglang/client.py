@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from bapo_megatron.engine.base import MemoryPart
-from bapo_megatron.engine.sglang.bodies import stream_body
-from bapo_megatron.engine.sglang.convention import check_temperature_convention
+from bapo_megatron.engine.sglang.convention import check_temperature_convention, stream_body
 from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo, is_supported
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser

@@ -6,22 +6,55 @@ log_softmax(logits) instead, which no single answer gives away. Differences betw
 position do: their logsumexp cancels, and at T they are 1/T times, or exactly, those at 1.
 
 K = probed tokens of one position.
+
+What ``/generate`` is sent.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.engine.sglang.bodies import sampling_params
 from bapo_megatron.errors import RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
     from bapo_megatron.engine.sglang.http import SglangHttp
+
+
+def sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
+    """The settings as JSON, complete, so that no server default acts.
+
+    The seed acts only with ``--enable-deterministic-inference``, which without one gives all
+    responses the same.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        **({} if sampling.seed is None else {"sampling_seed": sampling.seed}),
+    }
+
+
+def stream_body(request: GenerateRequest) -> dict[str, Any]:
+    """A request whose answer is streamed; its id is added by who sends it."""
+    return {
+        "input_ids": list(request.input_ids),
+        "sampling_params": sampling_params(request.sampling)
+        | {"stream_interval": request.stream_tokens},
+        "return_logprob": request.return_logprobs,
+        "stream": True,
+    }
+
 
 _NUM_TOP = 16
 _SMALLEST_SEPARATION = 0.1

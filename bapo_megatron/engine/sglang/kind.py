@@ -25,7 +25,7 @@ class Kind:
 
     def open(self, config: RunConfig, device: str) -> Backend:
         """See ``EngineKind``."""
-        from bapo_megatron.engine.sglang.backend import SglangBackend
+        from bapo_megatron.engine.sglang.server import SglangBackend
 
         return SglangBackend(config, device)
 

@@ -30,9 +30,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from bapo_megatron.engine.processes import OWNER_PID_VARIABLE
 from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
 from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
+from bapo_megatron.processes import OWNER_PID_VARIABLE
 from bapo_megatron.torchvision_names import declare_torchvision_operators
 
 _OWNER_POLL_S = 1.0

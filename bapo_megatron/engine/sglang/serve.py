@@ -14,8 +14,8 @@ from bapo_megatron.engine.sglang.check import check_served
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import LOOPBACK, own_servers
 from bapo_megatron.engine.supervisor import ServerSupervisor
-from bapo_megatron.interruption import run_async
-from bapo_megatron.telemetry.progress import ProgressLine
+from bapo_megatron.processes import run_async
+from bapo_megatron.telemetry.console import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 The server runs ``launcher`` in a session of its own. It ends with ``close``, at exit of the
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
+
+The SGLang servers of a run: its own, or those of ``rollout.servers``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,17 +25,22 @@ from typing import TYPE_CHECKING
 import httpx
 
 from bapo_megatron.engine.base import START_VERSION, Readiness
-from bapo_megatron.engine.processes import child_environment, describe_exit, end_group, open_log
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from bapo_megatron.config.megatron import ModelConfig
     from bapo_megatron.config.rollout import ServerConfig
     from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.engine.base import Engine, EngineServer
     from bapo_megatron.engine.sglang.keys import ApiKeys
+
 
 LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""
@@ -290,3 +298,30 @@ def _hold_port(host: str, port: int) -> socket.socket:
             "in use, not allowed, or the address is another machine's); end what uses it, or set "
             "rollout.server.port=0"
         ) from error
+
+
+class SglangBackend:
+    """A ``Backend``."""
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        """Prepare the servers; nothing is started.
+
+        Args:
+            config: The run.
+            device: ``cuda`` or ``cpu``.
+        """
+        self._rollout = config.rollout
+        self.servers: Sequence[EngineServer] = ()
+        if config.rollout.servers:
+            self._keys = ApiKeys.from_environment()
+        else:
+            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+            self.servers = own_servers(config, device, self._keys)
+
+    async def connect(self) -> list[Engine]:
+        """See ``Backend``."""
+        addresses = self._rollout.servers or [server.address for server in self.servers]
+        timeout_s = self._rollout.request_timeout_s
+        return [
+            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
+        ]

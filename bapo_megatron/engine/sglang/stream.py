@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bapo_megatron.data.version_spans import spans_of
+from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion, join
 from bapo_megatron.types import FinishReason, VersionSpan
 

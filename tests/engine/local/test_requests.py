@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.data.version_spans import num_spanned
+from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.engine.base import CompletionSink, Needs, SamplingSettings
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason, VersionSpan

@@ -16,11 +16,11 @@ import pytest
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.base import CompletionSink, GenerateRequest, Readiness
-from bapo_megatron.engine.processes import tail
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.processes import tail
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

@@ -33,7 +33,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.rollout.collector_client import CollectorClient
+from bapo_megatron.rollout.client import CollectorClient
 config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
 client = CollectorClient(config, on_progress=print)
 client.start()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.data.version_spans import token_versions
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
 from bapo_megatron.types import FinishReason
 

@@ -1,0 +1,64 @@
+"""``bapo-megatron convert``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapo_megatron.telemetry.console import ProgressLine
+
+
+def command(
+    source: Annotated[
+        Path, typer.Argument(help="Hugging Face directory, or a torch_dist checkpoint (step_<n>).")
+    ],
+    target: Annotated[Path, typer.Argument(help="Directory to write, of the other kind.")],
+    hf: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json and tokenizer of a checkpoint that does not name its model."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; default: as in SOURCE, bit by bit.")
+    ] = None,
+    max_file_gb: Annotated[
+        float, typer.Option(help="Largest weight file (and host memory), in 10^9 bytes.")
+    ] = 5.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete and replace a TARGET that is not empty.")
+    ] = False,
+) -> None:
+    """Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model."""
+    from bapo_megatron.policy.quiet import ignore_known_warnings
+
+    ignore_known_warnings()  # before megatron is imported
+    from bapo_megatron.policy.convert import Amount
+    from bapo_megatron.policy.convert import convert as run_conversion
+
+    with ProgressLine() as progress:
+
+        def report(done: Amount, total: Amount) -> None:
+            progress.update(
+                f"{done.num_bytes / total.num_bytes:.0%}: {done.num_tensors}/{total.num_tensors} "
+                f"tensors, {done.num_bytes / 1e9:.1f}/{total.num_bytes / 1e9:.1f} GB"
+            )
+
+        start_s = time.monotonic()
+        made = run_conversion(
+            source,
+            target,
+            hf_dir=hf,
+            dtype=dtype,
+            max_file_bytes=int(max_file_gb * 1e9),
+            force=force,
+            report=report,
+        )
+    typer.echo(
+        f"wrote {target} ({made.format}): {made.amount.num_tensors} tensors, "
+        f"{made.amount.num_bytes / 1e9:.3g} GB {str(made.dtype).removeprefix('torch.')}, "
+        f"{made.num_files} file{'s' * (made.num_files > 1)}, {time.monotonic() - start_s:.0f} s"
+    )

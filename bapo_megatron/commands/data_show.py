@@ -1,0 +1,501 @@
+"""The ``data show`` command: what a run would train and evaluate on, without starting anything.
+
+The ``data show`` command with a rollout dump: what policy and environment wrote, by turns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from bapo_megatron.commands.options import OverridesArgument, load
+from bapo_megatron.config.check_sections import check_data
+from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
+from bapo_megatron.data.overlap import find_overlaps
+from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
+from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.telemetry.console import uncut_console
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from rich.console import Console
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.data.chat import ChatRenderer
+    from bapo_megatron.data.overlap import Overlap
+    from bapo_megatron.data.prompts import PromptSet, SetReport
+    from bapo_megatron.types import Prompt, Sample, SampleText
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLengths:
+    """Lengths of a set's rendered prompts; quantiles are lengths that occur (nearest rank)."""
+
+    min: int
+    median: int
+    p95: int
+    max: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetSummary:
+    """One set."""
+
+    name: str
+    use: str
+    """``train`` or ``eval``."""
+    kept: int
+    """Prompts that can be drawn."""
+    share: float | None
+    """Of the draws of training."""
+    epoch_steps: float | None
+    """Steps of training after which every prompt was drawn once, if each draws as many prompts as
+    its batch has groups."""
+    tokens: TokenLengths
+    report: SetReport
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """One prompt as the engine will see it."""
+
+    source: str
+    prompt_id: str
+    num_tokens: int
+    text: str
+    """Its token ids, decoded with every special token."""
+    answer: str
+    row: Mapping[str, Any]
+    """What reward functions get besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What ``data show`` prints."""
+
+    sets: tuple[SetSummary, ...]
+    shared: tuple[str, ...]
+    """About prompts that several training sets have, one line each."""
+    overlaps: tuple[Overlap, ...]
+    prompts: dict[str, tuple[ShownPrompt, ...]]
+    """By use: the first draws of training, and the first prompts of each evaluation set."""
+    special_tokens: tuple[str, ...]
+
+    def warnings(self) -> list[str]:
+        """What a user should know, one line each."""
+        own = [line for each in self.sets for line in each.report.warnings()]
+        return [*own, *self.shared] + [overlap.warning() for overlap in self.overlaps]
+
+    def to_json(self) -> str:
+        """Everything, as one JSON object."""
+        return json.dumps(
+            {
+                "sets": [asdict(each) for each in self.sets],
+                "overlaps": [asdict(overlap) for overlap in self.overlaps],
+                "warnings": self.warnings(),
+                "prompts": {
+                    use: [asdict(prompt) for prompt in prompts]
+                    for use, prompts in self.prompts.items()
+                },
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+
+    def print(self, console: Console) -> None:
+        """Tables and panels on a terminal, else Markdown."""
+        console.print(_set_table(self.sets, console.is_terminal))
+        for line in self.warnings():
+            mark = "[bold yellow]![/]" if console.is_terminal else "-"
+            console.print(f"{mark} {escape(line)}", soft_wrap=True, highlight=False)
+        for use, prompts in self.prompts.items():
+            for prompt in prompts:
+                _print_prompt(console, use, prompt, self.special_tokens)
+
+
+def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
+    """Read and render every prompt that the configuration names.
+
+    Args:
+        config: A validated configuration whose files exist.
+        num_rows: How many prompts of training and of each evaluation set to show.
+
+    Raises:
+        ValueError: A row, the tokenizer or the chat template cannot be used.
+        OSError: A file cannot be read.
+    """
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+    renderer = make_renderer(tokenizer, config.data)
+    train_sets = load_train_sets(config.data, renderer)
+    eval_sets = [
+        load_eval_set(dataset, renderer, config.data.max_prompt_tokens)
+        for dataset in config.eval.sets
+    ]
+    summaries = []
+    prompts: dict[str, tuple[ShownPrompt, ...]] = {}
+    if train_sets:
+        mixture = PromptMixture(train_sets, config.seed, config.data.shuffle)
+        for prompt_set in train_sets:
+            share = mixture.shares[prompt_set.name]
+            draws_per_step = share * config.rollout.groups_per_step
+            epoch_steps = len(prompt_set.prompts) / draws_per_step
+            summaries.append(_summary(prompt_set, "train", share, epoch_steps))
+        prompts["train"] = tuple(_shown(p, renderer) for p in islice(mixture, num_rows))
+    for prompt_set in eval_sets:
+        summaries.append(_summary(prompt_set, "eval", None, None))
+        first = prompt_set.prompts[:num_rows]
+        prompts[f"eval: {prompt_set.name}"] = tuple(_shown(p, renderer) for p in first)
+    return DataReport(
+        sets=tuple(summaries),
+        shared=tuple(shared_prompts(train_sets)),
+        overlaps=tuple(find_overlaps(train_sets, [(s.name, s.prompts) for s in eval_sets])),
+        prompts=prompts,
+        special_tokens=tuple(
+            sorted(token.content for token in tokenizer.added_tokens_decoder.values())
+        ),
+    )
+
+
+def token_lengths(prompts: Sequence[Prompt]) -> TokenLengths:
+    """Lengths of prompts, of which there is at least one."""
+    lengths = sorted(len(prompt.token_ids) for prompt in prompts)
+
+    def quantile(share: float) -> int:
+        return lengths[math.ceil(share * len(lengths)) - 1]
+
+    return TokenLengths(lengths[0], quantile(0.5), quantile(0.95), lengths[-1])
+
+
+def fenced(text: str) -> str:
+    """A text as a Markdown code block that nothing in the text ends."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([fence, text.removesuffix("\n"), fence])
+
+
+def _summary(
+    prompt_set: PromptSet, use: str, share: float | None, epoch_steps: float | None
+) -> SetSummary:
+    return SetSummary(
+        name=prompt_set.name,
+        use=use,
+        kept=len(prompt_set.prompts),
+        share=share,
+        epoch_steps=epoch_steps,
+        tokens=token_lengths(prompt_set.prompts),
+        report=prompt_set.report,
+    )
+
+
+def _shown(prompt: Prompt, renderer: ChatRenderer) -> ShownPrompt:
+    return ShownPrompt(
+        source=prompt.source,
+        prompt_id=prompt.prompt_id,
+        num_tokens=len(prompt.token_ids),
+        text=renderer.decode(prompt.token_ids),
+        answer=prompt.answer,
+        row=prompt.row,
+    )
+
+
+def _set_table(summaries: Sequence[SetSummary], is_terminal: bool) -> Table:
+    table = Table(title="Prompts" if is_terminal else None, box=None if is_terminal else _MARKDOWN)
+    headings = ("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts")
+    tokens = ("tokens min", "median", "p95", "max")
+    for heading in (*headings, *tokens, "share", "steps per epoch"):
+        is_text = heading in ("set", "use", "format")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_terminal)
+    for each in summaries:
+        report, lengths = each.report, each.tokens
+        table.add_row(
+            escape(each.name),
+            each.use,
+            report.row_format,
+            f"{report.num_rows:,}",
+            f"{report.num_bad:,}",
+            f"{report.num_too_long:,}",
+            f"{report.num_duplicates:,}",
+            f"{each.kept:,}",
+            *(f"{n:,}" for n in (lengths.min, lengths.median, lengths.p95, lengths.max)),
+            "" if each.share is None else f"{each.share:.2%}",
+            "" if each.epoch_steps is None else f"{each.epoch_steps:,.1f}",
+        )
+    return table
+
+
+_MARKDOWN = box.MARKDOWN
+
+
+def _print_prompt(
+    console: Console, use: str, prompt: ShownPrompt, special_tokens: Sequence[str]
+) -> None:
+    about = f"{use} · {prompt.prompt_id} · {prompt.num_tokens} tokens · answer {prompt.answer}"
+    row = json.dumps(prompt.row, ensure_ascii=False)
+    if console.is_terminal:
+        text = Text(prompt.text)
+        text.highlight_words(special_tokens, "bold magenta")
+        content = Group(text, Text(f"row: {row}", style="dim"))
+        console.print(Panel(content, title=escape(about), title_align="left"), highlight=False)
+        return
+    lines = ["", f"### {about}", "", fenced(prompt.text), "", f"row: {row}"]
+    console.out("\n".join(lines), highlight=False)
+
+
+_CONTROL_PICTURES = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+"""What is shown for characters that a terminal would obey."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPart:
+    """What one of them wrote before it was the other's turn."""
+
+    author: str
+    """``policy`` or ``environment``."""
+    num_tokens: int
+    text: str | None
+    """Without special tokens; None where the dump has no texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSample:
+    """One response."""
+
+    group_id: int
+    index: int
+    prompt_id: str
+    source: str
+    finish_reason: str
+    reward: float
+    reward_components: dict[str, float]
+    versions: tuple[tuple[int, int], ...]
+    """(weights version, sampled tokens)."""
+    sampled_tokens: int
+    written_tokens: int
+    prompt: str | None
+    answer: str | None
+    parts: tuple[ShownPart, ...]
+
+    def title(self) -> str:
+        """Which sample it is, and how it ended."""
+        place = f"group {self.group_id} · sample {self.index} · {self.prompt_id}"
+        return f"{place} · {self.finish_reason} · reward {self.reward:g}"
+
+    def facts(self) -> list[str]:
+        """What is known besides the texts, one line each."""
+        components = (f"{name} {value:g}" for name, value in self.reward_components.items())
+        versions = (f"{version} ({num_tokens})" for version, num_tokens in self.versions)
+        return [
+            f"reward components: {' · '.join(components) or 'none'}",
+            f"weights versions (tokens): {' · '.join(versions) or 'none'}",
+            f"tokens: {self.sampled_tokens:,} sampled, {self.written_tokens:,} written",
+            *([] if self.answer is None else [f"answer: {self.answer}"]),
+        ]
+
+    def blocks(self) -> list[tuple[str, str | None]]:
+        """Headings with their texts: the prompt, then the parts."""
+        found: list[tuple[str, str | None]] = []
+        if self.prompt is not None:
+            found.append(("prompt", self.prompt))
+        for number, part in enumerate(self.parts):
+            turn = f"turn {1 + number // 2} · " if part.author == "policy" else ""
+            found.append((f"{turn}{part.author} · {part.num_tokens:,} tokens", part.text))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DumpReport:
+    """What ``data show`` prints of a dump."""
+
+    path: str
+    step: int
+    version: int
+    num_groups: int
+    num_samples: int
+    has_texts: bool
+    samples: tuple[ShownSample, ...]
+    """The first ones."""
+
+    def to_json(self) -> str:
+        """Everything, as one JSON object."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+
+    def print(self, console: Console) -> None:
+        """Panels on a terminal, else Markdown."""
+        about = f"step {self.step} · version {self.version} · {self.num_groups:,} groups"
+        lines = [f"{self.path} · {about} · {self.num_samples:,} samples"]
+        if not self.has_texts:
+            lines.append("No texts beside the dump: numbers of tokens only.")
+        if not console.is_terminal:
+            console.out("\n\n".join(lines), highlight=False)
+            for sample in self.samples:
+                console.out(_markdown(sample), highlight=False)
+            return
+        console.print(_text("\n".join(lines)), highlight=False)
+        for sample in self.samples:
+            console.print(_panel(sample), highlight=False)
+
+
+def inspect_dump(path: Path, num_samples: int) -> DumpReport:
+    """Read a dump, and the texts beside it where there are some.
+
+    Args:
+        path: The dump.
+        num_samples: How many samples to show.
+
+    Raises:
+        DumpError: It is no intact dump, or its texts are not its own.
+        OSError: It cannot be read.
+    """
+    batch = read_batch(path)
+    has_texts = texts_path(path).exists()
+    texts = {(t.group_id, t.index): t for t in read_texts(path)} if has_texts else {}
+    first = batch.samples[:num_samples]
+    return DumpReport(
+        path=str(path),
+        step=batch.step,
+        version=batch.version,
+        num_groups=len(batch.groups),
+        num_samples=len(batch.samples),
+        has_texts=has_texts,
+        samples=tuple(_shown_sample(s, texts.get((s.group_id, s.index)), path) for s in first),
+    )
+
+
+def _shown_sample(sample: Sample, text: SampleText | None, path: Path) -> ShownSample:
+    lengths = [len(part) for part in sample.segments()]
+    written: tuple[str | None, ...] = (None,) * len(lengths)
+    if text is not None:
+        written = text.turns or (text.response_text,)
+        if len(written) != len(lengths):
+            raise DumpError(
+                f"{texts_path(path)}: sample {sample.index} of group {sample.group_id} has "
+                f"{len(written)} texts, its tokens are of {len(lengths)} parts; give the dump that "
+                "the texts were written with"
+            )
+    authors = ("policy", "environment")
+    return ShownSample(
+        group_id=sample.group_id,
+        index=sample.index,
+        prompt_id=sample.prompt.prompt_id,
+        source=sample.prompt.source,
+        finish_reason=sample.finish_reason.value,
+        reward=sample.reward,
+        reward_components=sample.reward_components,
+        versions=tuple((span.version, span.num_tokens) for span in sample.versions),
+        sampled_tokens=sample.num_sampled,
+        written_tokens=sample.num_written,
+        prompt=None if text is None else text.prompt_text,
+        answer=None if text is None else text.answer,
+        parts=tuple(
+            ShownPart(authors[number % 2], length, part)
+            for number, (length, part) in enumerate(zip(lengths, written, strict=True))
+        ),
+    )
+
+
+def _markdown(sample: ShownSample) -> str:
+    lines = ["", f"### {sample.title()}", "", *(f"- {fact}" for fact in sample.facts())]
+    for heading, text in sample.blocks():
+        lines += (
+            ["", f"**{heading}**"] if text is None else ["", f"**{heading}**", "", fenced(text)]
+        )
+    return "\n".join(lines)
+
+
+def _panel(sample: ShownSample) -> Panel:
+    content = [_text(fact, "dim") for fact in sample.facts()]
+    for heading, text in sample.blocks():
+        style = "cyan" if heading.startswith("environment") else ""
+        content.append(_text(f"\n{heading}", "bold"))
+        if text is not None:
+            content.append(_text(text, style))
+    return Panel(Group(*content), title=_text(sample.title()), title_align="left")
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Shown as it is: neither markup nor control sequences."""
+    return Text(text.translate(_CONTROL_PICTURES), style)
+
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Look at prompts before a run, at responses after it.",
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Look at prompts before a run, at responses after it."""
+
+
+@app.command("show")
+def show(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|DUMP.parquet", help="YAML file of a run, or a rollout dump of one."
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    rows: Annotated[
+        int,
+        typer.Option(
+            "--rows",
+            "-n",
+            min=0,
+            help="Prompts to print, of training and of each evaluation set; or samples of a dump.",
+        ),
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read and render every prompt of CONFIG; needs the model's tokenizer, no GPU and no server.
+
+    Prints counts, token lengths, shares, what was left out, training prompts that evaluation sets
+    have too, and prompts as the engine will see them: the first draws of training.
+
+    With a rollout dump: its first samples, by turns of policy and environment.
+    """
+    is_dump = file.suffix == ".parquet"
+    report = _show_dump(file, overrides, rows) if is_dump else _show_config(file, overrides, rows)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        report.print(uncut_console())
+
+
+def _show_config(config: Path, overrides: list[str] | None, rows: int) -> DataReport:
+    run_config = load(config, overrides)
+
+    check_data(run_config)
+
+    return inspect_data(run_config, rows)
+
+
+def _show_dump(dump: Path, overrides: list[str] | None, rows: int) -> DumpReport:
+    if overrides:
+        raise typer.BadParameter(
+            f"{dump} is a rollout dump, which takes no '{overrides[0]}'; leave it out"
+        )
+
+    return inspect_dump(dump, rows)

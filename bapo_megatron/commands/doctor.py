@@ -1,0 +1,337 @@
+"""``bapo-megatron doctor``: what was built, what will run here, and what does not fit together.
+
+``probe`` looks at the machine, ``diagnose`` judges what it saw.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bapo_megatron import __version__
+from bapo_megatron.config.rollout import ENGINES
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.telemetry.console import uncut_console
+
+MEGATRON_VERSION = "0.16.1"
+"""The version that pyproject.toml asks for."""
+
+REBUILD = "pip install --no-build-isolation -e ."
+
+Verdict = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device that torch sees."""
+
+    name: str
+    capability: int
+    """Compute capability without the dot: 90."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is installed here."""
+
+    python: str
+    build: dict[str, Any] | None
+    """``build_info()`` of the extension, None where it does not load."""
+    load_error: str
+    """Why it does not."""
+    torch: str
+    torch_cuda: str | None
+    """The CUDA that torch was built with."""
+    gpus: tuple[Gpu, ...]
+    packages: dict[str, str | None]
+    """Installed version by distribution name."""
+    apex_has_kernels: bool
+    """Whether the apex here is NVIDIA's (``amp_C``), not the web framework of the package index."""
+    transformer_engine_error: str
+    """Why Transformer Engine cannot be imported, "" if it can or is not there."""
+    tools: dict[str, str | None]
+    """Version line of each compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+
+
+def probe() -> Machine:
+    """Look at this machine; imports the extension, and Transformer Engine where it is installed."""
+    build, load_error = _load_extension()
+    names = ("megatron-core", "transformers", "transformer-engine", "apex", *_engine_packages())
+    return Machine(
+        python=platform.python_version(),
+        build=build,
+        load_error=load_error,
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        gpus=_find_gpus(),
+        packages={name: _version(name) for name in names},
+        apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
+        transformer_engine_error=_import_error("transformer_engine.pytorch"),
+        tools={"c++": _first_line("c++", "--version"), "nvcc": _last_line("nvcc", "--version")},
+    )
+
+
+def diagnose(machine: Machine) -> list[Finding]:
+    """Judge what ``probe`` saw, in the order of the report."""
+    return [
+        Finding("python", "ok", machine.python),
+        *_judge_extension(machine),
+        *_judge_gpus(machine),
+        _judge_backend(machine),
+        _judge_version("megatron-core", machine, MEGATRON_VERSION, "problem"),
+        *(
+            _judge_version(name, machine, version, "note")
+            for name, version in _engine_packages().items()
+        ),
+        _judge_version("transformers", machine, None, "problem"),
+        _judge_transformer_engine(machine),
+        _judge_apex(machine),
+        *(
+            Finding(name, "ok" if line else "note", line or "not found")
+            for name, line in machine.tools.items()
+        ),
+    ]
+
+
+def print_report(findings: list[Finding], console: Console) -> None:
+    """Print the findings as a table, problems with their remedy."""
+    table = Table("", "what", "finding")
+    marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]"}
+    for finding in findings:
+        mark = marks.get(finding.verdict, "[red]problem[/red]")
+        remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
+        table.add_row(mark, finding.topic, finding.text + remedy)
+    console.print(table)
+
+
+def to_json(findings: list[Finding]) -> str:
+    """Return the findings as a JSON list."""
+    return json.dumps([asdict(finding) for finding in findings], indent=2)
+
+
+def _engine_packages() -> dict[str, str]:
+    """What the kinds of engines need, and the versions they were measured with."""
+    return {name: v for kind in map(load_kind, ENGINES) for name, v in kind.packages.items()}
+
+
+def _judge_extension(machine: Machine) -> list[Finding]:
+    if machine.build is None:
+        return [Finding("extension", "problem", machine.load_error, REBUILD)]
+    build = machine.build
+    sets = ", ".join(build["available_isas"])
+    findings = [
+        Finding(
+            "extension",
+            "ok",
+            f"version {__version__}, commit {build['git_commit']}, {build['compiler']}, "
+            f"{build['flags']}",
+        ),
+        Finding("CPU kernels", "ok", f"{build['isa']} of {sets}"),
+    ]
+    if build["cuda"]:
+        text = f"compute capabilities {build['cuda_archs'].replace(';', ', ')}, the last as PTX too"
+        findings.append(Finding("CUDA kernels", "ok", text))
+    else:
+        verdict: Verdict = "problem" if machine.gpus else "note"
+        remedy = f"install nvcc or set CUDA_HOME, then {REBUILD}"
+        findings.append(Finding("CUDA kernels", verdict, "not built", remedy))
+    return findings
+
+
+def _judge_gpus(machine: Machine) -> list[Finding]:
+    torch_text = f"{machine.torch}, " + (
+        f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
+    )
+    findings = [Finding("torch", "ok", torch_text)]
+    build = machine.build or {}
+    archs = [arch for arch in build.get("cuda_archs", "").split(";") if arch]
+    if not machine.gpus:
+        findings.append(Finding("GPU", "note", "none that torch can use"))
+    for gpu in machine.gpus:
+        text = f"{gpu.name}, compute capability {gpu.capability / 10:.1f}"
+        if archs and not _runs_on(archs, gpu.capability):
+            remedy = f"BAPO_CUDA_ARCHS='{gpu.capability}' {REBUILD}"
+            findings.append(Finding("GPU", "problem", f"{text}: no kernels for it", remedy))
+        else:
+            findings.append(Finding("GPU", "ok", text))
+    runtime, driver = build.get("cuda_runtime", 0), build.get("cuda_driver", 0)
+    if runtime and (driver or machine.gpus):
+        findings.append(_judge_driver(runtime, driver))
+    return findings
+
+
+def _judge_driver(runtime: int, driver: int) -> Finding:
+    text = f"driver up to CUDA {_cuda(driver)}, kernels linked with CUDA {_cuda(runtime)}"
+    if driver // 1000 >= runtime // 1000:
+        return Finding("driver", "ok", text)
+    remedy = (
+        f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer), or build with an "
+        "older CUDA_HOME"
+    )
+    return Finding("driver", "problem", text, remedy)
+
+
+def _runs_on(archs: list[str], capability: int) -> bool:
+    """Whether code for these architectures, the last one as PTX too, runs on a GPU.
+
+    A binary runs on later minor versions of its generation, PTX on everything later; with the
+    suffix ``a`` both run on that one architecture only, with ``f`` on its generation.
+    """
+    for arch in archs:
+        number = int(arch.rstrip("af"))
+        same = number // 10 == capability // 10 and number <= capability
+        if number == capability or (same and not arch.endswith("a")):
+            return True
+    return archs[-1].isdigit() and int(archs[-1]) <= capability
+
+
+def _judge_backend(machine: Machine) -> Finding:
+    if machine.build is None:
+        return Finding("ops.backend: auto", "problem", "nothing can run", REBUILD)
+    if not machine.gpus:
+        return Finding("ops.backend: auto", "ok", f"runs cpu ({machine.build['isa']})")
+    if machine.build["cuda"] and not machine.build["cuda_streams"]:
+        text = "would run cuda, but the kernels cannot ask this torch for its stream"
+        return Finding("ops.backend: auto", "problem", text, REBUILD)
+    if machine.build["cuda"]:
+        return Finding("ops.backend: auto", "ok", "runs cuda")
+    return Finding(
+        "ops.backend: auto", "problem", "runs the slow reference on the GPU", "see CUDA kernels"
+    )
+
+
+def _judge_version(name: str, machine: Machine, wanted: str | None, missing: Verdict) -> Finding:
+    version = machine.packages[name]
+    if version is None:
+        text = "not installed" if missing == "problem" else "not installed; needed where it serves"
+        return Finding(name, missing, text, f"pip install {name}{f'=={wanted}' if wanted else ''}")
+    if wanted is not None and version != wanted:
+        text = f"{version}, but this code was measured with {wanted}"
+        return Finding(name, missing, text, f"pip install {name}=={wanted}")
+    return Finding(name, "ok", version)
+
+
+def _judge_transformer_engine(machine: Machine) -> Finding:
+    version = machine.packages["transformer-engine"]
+    name = "transformer-engine"
+    if version is None:
+        if machine.gpus:
+            remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+            return Finding(name, "note", "not installed; layers are the slower local ones", remedy)
+        return Finding(name, "ok", "not installed, and of no use without a GPU")
+    if machine.transformer_engine_error:
+        text = f"{version} cannot be imported: {machine.transformer_engine_error}"
+        if not machine.gpus:
+            return Finding(name, "note", text)
+        return Finding(name, "problem", text, "build it for this torch and CUDA, or uninstall it")
+    return Finding(name, "ok", version)
+
+
+def _judge_apex(machine: Machine) -> Finding:
+    version = machine.packages["apex"]
+    if version is None:
+        return Finding("apex", "ok", "not installed; the optimizer is torch's AdamW")
+    if not machine.apex_has_kernels:
+        return Finding(
+            "apex",
+            "problem",
+            f"{version} is not NVIDIA's: the package index has an unrelated web framework of this "
+            "name, or the CUDA extensions were not built",
+            "pip uninstall apex, or build NVIDIA's from its repository with APEX_CUDA_EXT=1",
+        )
+    return Finding("apex", "ok", f"{version} with fused kernels")
+
+
+def _load_extension() -> tuple[dict[str, Any] | None, str]:
+    try:
+        extension = importlib.import_module("bapo_megatron.ops.extension")
+    except ImportError as error:
+        return None, str(error)
+    build: dict[str, Any] = extension.build_info()
+    return build, ""
+
+
+def _find_gpus() -> tuple[Gpu, ...]:
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(Gpu(properties.name, 10 * properties.major + properties.minor))
+    return tuple(gpus)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return ""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  (a broken build raises whatever it likes)
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
+
+
+def _run(tool: str, argument: str) -> list[str]:
+    path = shutil.which(tool) or shutil.which(tool, path=str(Path("/usr/local/cuda/bin")))
+    if path is None:
+        return []
+    answer = subprocess.run([path, argument], capture_output=True, text=True, check=False)
+    return answer.stdout.strip().splitlines()
+
+
+def _first_line(tool: str, argument: str) -> str | None:
+    lines = _run(tool, argument)
+    return lines[0] if lines else None
+
+
+def _last_line(tool: str, argument: str) -> str | None:
+    lines = _run(tool, argument)
+    return lines[-1] if lines else None
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what was built, which kernels will run, and what does not fit together.
+
+    The exit status is 1 if there is a problem.
+    """
+    findings = diagnose(probe())
+    if as_json:
+        typer.echo(to_json(findings))
+    else:
+        print_report(findings, uncut_console())
+    if any(finding.verdict == "problem" for finding in findings):
+        raise typer.Exit(1)

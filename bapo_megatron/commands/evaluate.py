@@ -1,0 +1,149 @@
+"""The ``eval`` command: score a model directory without a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bapo_megatron.commands.regrade import regrade, run_graded
+from bapo_megatron.config.check import check_eval_config
+from bapo_megatron.config.load import load_config
+from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.evaluation.report import SetCost, describe_cost, print_results, write_results
+from bapo_megatron.evaluation.samples import iterate_samples, read_samples
+from bapo_megatron.evaluation.settings import ResultsError, check_same, fingerprint, load_sets
+from bapo_megatron.evaluation.summary import votes_pool
+from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of, summarise_set
+from bapo_megatron.telemetry.console import ProgressLine, say, uncut_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.evaluation.settings import EvalSet
+    from bapo_megatron.types import EvalResult
+
+
+NO_TRAINING = ""
+"""The moment of an evaluation by the command."""
+
+
+def evaluate_model(config: RunConfig) -> list[EvalResult]:
+    """Score every set of ``config.eval`` with the weights in ``config.model.path``.
+
+    Says first what it will cost. Starts servers unless ``rollout.servers`` names some, or every
+    sample is there already; writes ``<run_dir>/eval.json`` and ``eval.md``.
+
+    Raises:
+        ValueError: No evaluation set is configured, a file is missing or unreadable, or the run
+            directory holds samples that are not to be gone on with.
+        RolloutError: A server failed.
+    """
+    check_eval_config(config)
+    load_kind(config.rollout.engine).check(config)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+    renderer = make_renderer(tokenizer, config.data)
+    sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
+    model = (
+        f"{config.model.path.name} ({config.model.dtype}, files {fingerprint(config.model.path)})"
+    )
+    costs = [_cost_of(eval_set, config, model) for eval_set in sets]
+    for line in describe_cost(costs, config.eval.assumed_tokens_per_s):
+        say(line)
+    if not any(cost.num_samples for cost in costs):
+        results = run_graded(_summarise_finished(sets, config, model))
+        write_results(results, results_file(config.run_dir, NO_TRAINING))
+        return results
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with ProgressLine() as progress:
+        source = CollectorClient(config, on_progress=progress.update, for_training=False)
+        try:
+            source.start()
+            return source.evaluate_model(model, resume=config.resume)
+        finally:
+            source.close()
+
+
+def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
+    """What is still to be done for a set.
+
+    Raises:
+        ResultsError: There are samples of another evaluation, or of one to be resumed.
+    """
+    path = samples_file(config.run_dir, NO_TRAINING, eval_set.name)
+    num_done = 0
+    if path.exists() and path.stat().st_size:
+        if not config.resume:
+            raise ResultsError(
+                f"{path}: holds samples of an earlier evaluation; continue it with --resume, or "
+                "change run_dir"
+            )
+        check_same(path, settings_of(eval_set, config, model))
+        num_done = sum(1 for _ in iterate_samples(path, allow_torn=True))
+    return SetCost(
+        name=eval_set.name,
+        num_prompts=len(eval_set.prompts),
+        samples_per_prompt=eval_set.sampling.samples_per_prompt,
+        num_done=num_done,
+        max_response_tokens=eval_set.sampling.max_response_tokens,
+    )
+
+
+async def _summarise_finished(
+    sets: Sequence[EvalSet], config: RunConfig, model: str
+) -> list[EvalResult]:
+    """The results of an evaluation whose samples are all there."""
+    async with votes_pool(config.reward) as votes:
+        return [
+            await summarise_set(
+                eval_set,
+                read_samples(samples_file(config.run_dir, NO_TRAINING, eval_set.name)),
+                votes,
+                config,
+                model,
+            )
+            for eval_set in sets
+        ]
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="YAML file of the run; --from works without."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: eval.temperature=0.6"),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue an evaluation; short for resume=true."),
+    ] = False,
+    samples: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Grade this samples file again, without a server; repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --from: directory for what was graded again.")
+    ] = None,
+) -> None:
+    """Score the configured evaluation sets with model.path, or grade its samples again."""
+    if out is not None and not samples:
+        raise typer.BadParameter("--out needs --from; an evaluation writes into its run_dir")
+    if config is None and not samples:
+        raise typer.BadParameter("give CONFIG, or --from with a samples file")
+    if resume and samples:
+        raise typer.BadParameter("--from samples nothing, so that there is nothing to --resume")
+    given = [*(overrides or []), *(["resume=true"] if resume else [])]
+    run_config = load_config(config, given) if config is not None else None
+
+    if samples:
+        results = regrade(samples, run_config, out)
+    else:
+        assert run_config is not None, "refused above"
+        results = evaluate_model(run_config)
+    print_results(results, uncut_console())

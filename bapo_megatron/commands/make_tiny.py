@@ -1,0 +1,22 @@
+"""``bapo-megatron make-tiny``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapo_megatron.tiny import make_tiny
+
+
+def command(
+    out: Annotated[Path, typer.Argument(help="Directory for model/, train.jsonl, heldout.jsonl.")],
+    seed: Annotated[int, typer.Option(help="Seed of data, initialisation and warm-up.")] = 0,
+) -> None:
+    """Make a tiny Qwen2 model with a supervised warm-up on sums, and its data (deterministic)."""
+    report = make_tiny(out, seed=seed)
+    typer.echo(
+        f"made {report.model_dir} ({report.num_parameters:,} parameters) "
+        f"in {report.warmup_s:.0f} s, final loss {report.final_loss:.3f}"
+    )

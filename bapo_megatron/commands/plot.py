@@ -1,0 +1,155 @@
+"""Training-dynamics figures from one or more ``metrics.jsonl`` files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.telemetry.sinks import read_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", (("reward/mean", "mean reward"),)),
+    ("Entropy of the policy", (("policy/entropy", "entropy (nats)"),)),
+    (
+        "Positive share of the contributions",
+        (
+            ("bapo/positive_share_start", "before the search"),
+            ("bapo/positive_share", "after the search"),
+            ("loss/positive_share", "of the loss"),
+        ),
+    ),
+    ("Clip bounds", (("bapo/clip_high", "upper"), ("bapo/clip_low", "lower"))),
+    (
+        "Gradient norm before clipping",
+        (("policy/grad_norm_max", "largest update"), ("policy/grad_norm", "mean")),
+    ),
+    (
+        "Response tokens by the sign of the advantage",
+        (
+            ("rollout/positive_response_tokens_mean", "A > 0"),
+            ("rollout/negative_response_tokens_mean", "A < 0"),
+        ),
+    ),
+    (
+        "Clipped tokens",
+        (
+            ("clip/fraction_high", "above the upper bound"),
+            ("clip/fraction_low", "below the lower bound"),
+            ("clip/fraction_dual", "above the dual clip"),
+        ),
+    ),
+    (
+        "Share of stale tokens",
+        (
+            ("rollout/stale_token_share", "sampled by older weights"),
+            ("rollout/masked_token_share", "masked for their age"),
+        ),
+    ),
+    (
+        "Age of tokens in a new batch (updates)",
+        (
+            ("rollout/age_max", "oldest"),
+            ("rollout/age_p90", "90th percentile"),
+            ("rollout/age_mean", "mean"),
+        ),
+    ),
+)
+"""Title and (metric, label) pairs of each panel."""
+
+_LINE_STYLES = ("-", "--", ":", "-.")
+
+
+def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draw the training dynamics of one or several runs into one PNG.
+
+    Args:
+        run_dirs: Run directories; with several, each has its own line style.
+        out: The PNG, replaced atomically.
+
+    Raises:
+        ValueError: a run has no ``metrics.jsonl`` or an empty one.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    are_unique = len({run_dir.name for run_dir in run_dirs}) == len(run_dirs)
+    runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
+    figure = Figure(figsize=(14, 10), layout="constrained")
+    axes = figure.subplots(3, 3)
+    for axis, (title, series) in zip(axes.flat, PANELS, strict=True):
+        _draw_panel(axis, title, series, runs)
+    figure.suptitle(", ".join(runs))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    atomic_write_bytes(out, buffer.getvalue())
+
+
+def _draw_panel(
+    axis: Any,
+    title: str,
+    series: tuple[tuple[str, str], ...],
+    runs: dict[str, list[dict[str, float]]],
+) -> None:
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.3)
+    for color, (name, label) in enumerate(series):
+        for style, (run_name, rows) in zip(_cycle(len(runs)), runs.items(), strict=True):
+            points = [(row["step"] + 1, row[name]) for row in rows if name in row]
+            if points:
+                text = label if len(runs) == 1 else f"{run_name}: {label}"
+                # Earlier series are wider, so that they show where a later one covers them.
+                axis.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    color=f"C{color}",
+                    label=text,
+                    linewidth=1.2 + 0.9 * (len(series) - 1 - color),
+                )
+    if title == "Reward":
+        for color, name in enumerate(_eval_names(runs), start=1):
+            for rows in runs.values():
+                points = [(row["step"] + 1, row[name]) for row in rows if name in row]
+                if points:
+                    axis.plot(*zip(*points, strict=True), "o", color=f"C{color}", label=name)
+    if axis.has_data():
+        axis.legend(fontsize=8)
+
+
+def _cycle(count: int) -> list[str]:
+    return [_LINE_STYLES[i % len(_LINE_STYLES)] for i in range(count)]
+
+
+def _eval_names(runs: dict[str, list[dict[str, float]]]) -> list[str]:
+    names = {name for rows in runs.values() for row in rows for name in row}
+    return sorted(n for n in names if n.startswith("eval/") and n.endswith("/avg_at_k"))
+
+
+def _load(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; give the directory of a run")
+    rows = read_metrics(path)
+    if not rows:
+        raise ValueError(f"{path}: no step was recorded yet")
+    return rows
+
+
+def command(
+    run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
+    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/dynamics.png")] = None,
+) -> None:
+    """Draw the training dynamics of runs into one PNG."""
+    target = out or run_dirs[0] / "dynamics.png"
+    draw_dynamics(run_dirs, target)
+    typer.echo(f"drew {target}")

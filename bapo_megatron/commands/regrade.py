@@ -1,0 +1,185 @@
+"""``eval --from`` and ``compare``: grade samples again, compare results; without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bapo_megatron.config.check_sections import check_rewards
+from bapo_megatron.config.evaluation import EvalConfig, eval_reward
+from bapo_megatron.config.load import parse_section
+from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
+from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.samples import EvalSample, read_samples, score_fields
+from bapo_megatron.evaluation.settings import (
+    ResultsError,
+    comparable_reward,
+    read_settings,
+    settings_path,
+    write_settings,
+)
+from bapo_megatron.evaluation.summary import summarise, votes_pool
+from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.processes import run_async
+from bapo_megatron.reward.base import RewardError
+from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.messages import first_cause
+from bapo_megatron.telemetry.console import ProgressLine, say
+from bapo_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.types import EvalResult
+
+
+_T = TypeVar("_T")
+
+
+def regrade(
+    paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
+) -> list[EvalResult]:
+    """Grade samples with the present reward code, without a server.
+
+    Args:
+        paths: Complete samples files.
+        config: Has the settings of rewards and scores; without it those that the samples were
+            graded with, and the defaults.
+        out_dir: Gets the samples with their new scores, ``eval.json`` and ``eval.md``, if given.
+
+    Raises:
+        ResultsError: A file cannot be used.
+        OSError: A file cannot be read or written.
+    """
+    for path in paths:
+        if not path.is_file():
+            raise ResultsError(f"{path}: no such file; give a .jsonl of samples")
+        if out_dir is not None and out_dir.resolve() == path.parent.resolve():
+            raise ResultsError(
+                f"--out: would replace {path}, which is graded again; give another directory"
+            )
+    if out_dir is not None and len({path.name for path in paths}) < len(paths):
+        raise ResultsError("--out: two of the files have the same name; grade them one by one")
+    return run_graded(_regrade(paths, config, out_dir))
+
+
+async def _regrade(
+    paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
+) -> list[EvalResult]:
+    results = []
+    for path in paths:
+        before = read_samples(path)
+        settings = settings_beside(path)
+        evaluation = config.eval if config else EvalConfig()
+        if config is not None:
+            rewards = eval_reward(config.reward, config.eval)
+            check_rewards(rewards.functions)
+        else:
+            rewards = _recorded_rewards(settings, str(settings_path(path)))
+        if settings:
+            settings["reward"] = comparable_reward(rewards)
+        with ProgressLine() as progress:
+            progress.update(f"grading {sum(map(len, before)):,} samples of {path}")
+            async with Rewards(rewards) as functions, votes_pool(rewards) as votes:
+                await functions.start()
+                functions.require_single()
+                # Nothing is decoded, so that no tokenizer is needed.
+                after = await _grade_again(Grader(None, functions), before)
+                result = await summarise(
+                    str(settings.get("name", path.stem)),
+                    after,
+                    votes,
+                    settings=settings,
+                    k_values=evaluation.k_values,
+                    num_resamples=evaluation.bootstrap_resamples,
+                    seed=config.seed if config else settings.get("seed", 0),
+                )
+        results.append(result)
+        say(f"{path}: {_describe_changes(before, after)}")
+        if out_dir is not None:
+            lines = b"".join(sample.to_line() for group in after for sample in group)
+            atomic_write_bytes(out_dir / path.name, lines)
+            if settings:
+                write_settings(out_dir / path.name, settings)
+    if out_dir is not None:
+        write_results(results, out_dir / "eval.json")
+    return results
+
+
+def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
+    """The reward section beside samples, which may come from anywhere: it runs no foreign code.
+
+    Raises:
+        ResultsError: It names a module or a service.
+        ConfigError: It is damaged.
+    """
+    rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
+    for number, entry in enumerate(rewards.functions):
+        if entry.function not in BUILT_IN_FUNCTIONS:
+            raise ResultsError(
+                f"{place}: reward.functions[{number}] is {entry.url or entry.function}, which "
+                "samples alone may not run; give the CONFIG that may run it"
+            )
+    return rewards
+
+
+async def _grade_again(
+    grader: Grader, groups: Sequence[Sequence[EvalSample]]
+) -> list[list[EvalSample]]:
+    async def grade(sample: EvalSample) -> EvalSample:
+        prompt = Prompt(
+            prompt_id=sample.prompt_id,
+            token_ids=(),
+            answer=sample.answer,
+            text=sample.prompt,
+            source=sample.source,
+            row=sample.row,
+        )
+        score = await grader.grade(
+            sample.turns or (sample.response,),
+            prompt,
+            sample.finish_reason,
+            num_tokens=sample.num_tokens + sample.num_environment_tokens,
+            num_written=sample.num_environment_tokens,
+            state=sample.state,
+        )
+        return replace(sample, **score_fields(score))
+
+    async with asyncio.TaskGroup() as tasks:
+        graded = [[tasks.create_task(grade(sample)) for sample in group] for group in groups]
+    return [[task.result() for task in group] for group in graded]
+
+
+def _describe_changes(
+    before: Sequence[Sequence[EvalSample]], after: Sequence[Sequence[EvalSample]]
+) -> str:
+    changes = [
+        new.reward - old.reward
+        for old_group, new_group in zip(before, after, strict=True)
+        for old, new in zip(old_group, new_group, strict=True)
+    ]
+    num_up, num_down = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
+    return f"{len(changes):,} samples graded again, {num_up:,} rewards rose, {num_down:,} fell"
+
+
+def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``work`` to its end; what a reward function does wrong is one line.
+
+    Raises:
+        ResultsError: Grading failed.
+    """
+    try:
+        return run_async(work)
+    except* RewardError as errors:
+        error = first_cause(errors)
+        raise ResultsError(str(error)) from error
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """The settings that lie beside a samples file; none where they do not."""
+    beside = settings_path(path)
+    return read_settings(beside) if beside.exists() else {}

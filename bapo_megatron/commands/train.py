@@ -1,0 +1,39 @@
+"""``bapo-megatron train``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Annotated
+
+import typer
+
+from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
+from bapo_megatron.errors import InterruptedRunError
+from bapo_megatron.processes import end_with_parent
+
+
+def command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run; short for resume=true.")
+    ] = False,
+) -> None:
+    """Train with BAPO; start it with torchrun for more than one rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # No rank outlives torchrun. SIGKILL, because Python runs no handler while a collective
+        # waits in C++; what rank 0 started ends by itself once rank 0 is gone.
+        end_with_parent(signal.SIGKILL)
+    run_config = load(config, [*(overrides or []), *(["resume=true"] if resume else [])])
+    from bapo_megatron.policy.quiet import ignore_known_warnings
+
+    ignore_known_warnings()  # before megatron is imported
+    from bapo_megatron.trainer.checkpointing import how_to_continue
+    from bapo_megatron.trainer.loop import train as run_training
+
+    try:
+        run_training(run_config)
+    except KeyboardInterrupt:
+        # Typer would make a status of it, after which nobody knows the run.
+        raise InterruptedRunError(f"interrupted{how_to_continue(run_config)}") from None

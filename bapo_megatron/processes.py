@@ -1,0 +1,202 @@
+"""Child processes that never outlive their owner, and the logs they leave.
+
+Each child runs in a session of its own, so that Ctrl-C reaches the owner only, which then ends its
+children in order. Standard library only: launchers of servers import this.
+
+Ending with the parent process, also when it is killed with -9 (Linux).
+
+Ending by a signal as an exception, so that every context manager cleans up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Coroutine
+    from types import FrameType
+    from typing import BinaryIO
+
+
+OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
+"""Environment variable with the process id of a child's owner."""
+
+_KILL_GRACE_S = 10.0
+_POLL_S = 0.02
+_TAIL_LINES = 12
+_TAIL_BYTES = 64 << 10
+# Set by torchrun for the trainer's ranks; a server that sees them joins the wrong rendezvous.
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
+_TORCHRUN_NAMES = frozenset(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, without what torchrun set for its rank, naming it as owner."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    environment[OWNER_PID_VARIABLE] = str(os.getpid())
+    return environment
+
+
+def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
+    """Wait until a process group is gone; kill what still runs after ``grace_s``.
+
+    Args:
+        process: The leader of the group.
+        grace_s: How long the group may take to end by itself.
+    """
+    if not _wait_until_gone(process, grace_s):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        _wait_until_gone(process, _KILL_GRACE_S)
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        process.poll()  # reaps the leader, which would else count as a member
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(_POLL_S)
+
+
+def describe_exit(status: int) -> str:
+    """A return code for people: ``exit status 1`` or ``SIGKILL``."""
+    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a child's log for appending, behind what an earlier run in the directory left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("ab")
+    log.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
+    log.flush()
+    return log
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log, indented; of a progress bar only its last state."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            content = log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return "    (no log)"
+    states = (line.rstrip().rpartition("\r")[2] for line in content.split("\n"))
+    lines = deque((line for line in states if line), _TAIL_LINES)
+    return "\n".join(f"    {line}" for line in lines) or "    (empty log)"
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send ``number`` to this process when the thread that started it ends.
+
+    A parent that ends during the call counts. One that was gone before it sends nothing; compare
+    ``os.getppid()`` with its known id where that may happen. It is not enough that the parent is
+    process 1: in a container that may be the parent itself.
+    """
+    parent_pid = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), number)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RETRY_S = 0.01
+_T = TypeVar("_T")
+
+
+def end_by_exception() -> None:
+    """Have SIGINT raise ``KeyboardInterrupt`` and SIGTERM ``SystemExit``, once, in the main thread.
+
+    Python drops an exception that is raised within a finalizer or a weak reference's callback and
+    tells ``sys.unraisablehook``; there it is raised again a moment later, until it arrives.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, _end_once)
+    sys.unraisablehook = _end_later
+
+
+def run_async(work: Coroutine[Any, Any, _T]) -> _T:
+    """``asyncio.run`` that SIGINT and SIGTERM end by cancellation, and by their exception after it.
+
+    Without this the exception would be raised in whichever task happens to run.
+    """
+    received: list[int] = []
+
+    async def run() -> _T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "asyncio.run makes one"
+
+        def cancel(number: int, frame: FrameType | None) -> None:
+            _ignore_signals()
+            received.append(number)
+            loop.call_soon_threadsafe(task.cancel)
+
+        before = {number: signal.signal(number, cancel) for number in _SIGNALS}
+        try:
+            return await work
+        finally:
+            if not received:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        if received:
+            _raise(received[0])
+
+
+def _end_once(number: int, frame: FrameType | None) -> None:
+    _ignore_signals()
+    _raise(number)
+
+
+def _ignore_signals() -> None:
+    """No second signal disturbs the cleaning up.
+
+    One is usual: Ctrl-C reaches torchrun and its ranks, and torchrun passes it on.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _raise(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+def _end_later(unraisable: sys.UnraisableHookArgs) -> None:
+    dropped = unraisable.exc_value
+    if not isinstance(dropped, KeyboardInterrupt | SystemExit):
+        sys.__unraisablehook__(unraisable)
+        return
+    number = signal.SIGINT if isinstance(dropped, KeyboardInterrupt) else signal.SIGTERM
+    signal.signal(signal.SIGALRM, lambda alarm, frame: _raise(number))
+    signal.setitimer(signal.ITIMER_REAL, _RETRY_S)

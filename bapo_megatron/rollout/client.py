@@ -1,0 +1,334 @@
+"""Rank 0's side of the collector, which owns the servers: starts it, calls it, ends it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from bapo_megatron.calls import (
+    Failure,
+    Notice,
+    Progress,
+    Request,
+    Result,
+    decode,
+    decode_reply,
+    encode,
+)
+from bapo_megatron.data.dump import read_encoded
+from bapo_megatron.engine.base import START_VERSION
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    open_log,
+    tail,
+)
+from bapo_megatron.rollout.messages import (
+    COLLECT,
+    CONNECT,
+    EVALUATE,
+    OPEN,
+    RELEASE_MEMORY,
+    RESTORE,
+    STATE,
+    SYNC_WEIGHTS,
+    Collect,
+    Connect,
+    Evaluate,
+    GetState,
+    Open,
+    ReleaseMemory,
+    SourceState,
+    SyncWeights,
+)
+from bapo_megatron.weight_sync.messages import RESUME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import Any
+
+    from bapo_megatron.calls import Call, Caller, Reply, RequestT, ResponseT
+    from bapo_megatron.config.schema import RunConfig
+    from bapo_megatron.types import EncodedBatch, EvalResult
+
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.5
+_RECEIVE_BYTES = 1 << 20
+_CLOSE_GRACE_S = 5.0
+
+
+class CollectorClient:
+    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        on_progress: Callable[[str], None],
+        for_training: bool = True,
+    ) -> None:
+        """Prepare; nothing is started.
+
+        Args:
+            config: The run.
+            on_progress: Takes lines for people while something is waited for.
+            for_training: Whether batches will be collected; else only evaluations are, and neither
+                the training prompts nor the temperature convention matter.
+        """
+        self._config = config
+        self._on_progress = on_progress
+        self._for_training = for_training
+        self._log_path = config.run_dir / "logs" / "collector.log"
+        self._owner_pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._poll = select.poll()  # not select(): a trainer may have more than 1024 open files
+        self._lines: deque[bytes] = deque()
+        self._partial_line = bytearray()
+        self._call_numbers = itertools.count(1)
+        self._opening: Callable[[], None] | None = None
+        self._is_connected = False
+        # Servers that it did not start may hold anything.
+        self._start_version = None if config.rollout.servers else START_VERSION
+        self._lacks_weights = self._start_version is None
+
+    def start(self) -> None:
+        """Start the collector, which starts the servers, and return at once."""
+        assert self._process is None, "a collector is started once"
+        atexit.register(self.close)
+        self._socket, remote = socket.socketpair()
+        self._poll.register(self._socket, select.POLLIN)
+        with remote, open_log(self._log_path) as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bapo_megatron.rollout.collector", str(remote.fileno())],
+                env=child_environment(),
+                pass_fds=(remote.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._opening = self._start(
+            OPEN, Open(config=self._config, for_training=self._for_training, device=device)
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until prompts are loaded and every server answers by the trainer's convention.
+
+        Raises:
+            RolloutError: A data row is unreadable, a server does not start or answer, or its
+                log-probs do not fit.
+        """
+        if self._is_connected:
+            return
+        self._wait_opened()
+        self._call(CONNECT, Connect(version=self._start_version))
+        self._is_connected = True
+
+    def collect(self, step: int) -> EncodedBatch | None:
+        """Return the batch of ``step``; needs a weight sync before the first one."""
+        self.wait_ready()
+        written = self._call(COLLECT, Collect(step=step)).batch
+        if written is None:
+            return None
+        batch = read_encoded(written.path)
+        if not written.keep:
+            written.path.unlink()
+        return batch
+
+    def sync_weights(self, model_dir: Path, version: int) -> None:
+        """Load ``model_dir`` into every server as ``version``."""
+        self.wait_ready()
+        self._on_progress(f"loading weights version {version} into the servers")
+        self._lacks_weights = True
+        self._call(SYNC_WEIGHTS, SyncWeights(model_dir=model_dir.absolute(), version=version))
+        self._lacks_weights = False
+
+    def release_memory(self) -> None:
+        """Have colocated servers give their memory away until weights are pushed."""
+        self.wait_ready()
+        self._call(RELEASE_MEMORY, ReleaseMemory())
+        self._lacks_weights = True
+
+    @property
+    def weights(self) -> Caller:
+        """The collector, as a push calls it."""
+        return _WeightCalls(self)
+
+    def ensure_weights(self) -> None:
+        """Load ``model.path`` into servers of whose weights nothing is known."""
+        self.wait_ready()
+        if self._lacks_weights:
+            self.sync_weights(self._config.model.path, START_VERSION)
+
+    def evaluate(self, step: int) -> list[EvalResult] | None:
+        """Score every evaluation set with the weights that were pushed.
+
+        Every answer is kept in ``<run_dir>/eval``, under the step; before training: ``start``.
+
+        Returns:
+            None where no server holds the trainer's weights any more.
+        """
+        self.ensure_weights()
+        moment = f"step_{step:06d}" if step >= 0 else "start"
+        return self._evaluate(moment, weights=f"{moment} of {self._config.name}", resume=False)
+
+    def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
+        """Score every evaluation set with ``model.path``; nothing is trained.
+
+        Args:
+            weights: Names them, see ``evaluation.settings``.
+            resume: Go on with the samples of an earlier process.
+        """
+        while True:
+            self.ensure_weights()
+            results = self._evaluate("", weights=weights, resume=resume)
+            if results is not None:
+                return results
+            self._lacks_weights = True
+
+    def _evaluate(self, moment: str, *, weights: str, resume: bool) -> list[EvalResult] | None:
+        results = self._call(
+            EVALUATE, Evaluate(moment=moment, weights=weights, resume=resume)
+        ).results
+        return None if results is None else list(results)
+
+    def state(self) -> dict[str, Any]:
+        """Data position and unfinished samples."""
+        self._wait_opened()
+        return self._call(STATE, GetState()).values
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; works before the servers are ready.
+
+        Raises:
+            RolloutError: It does not fit data and settings, or a replay wrote it.
+        """
+        if not state:
+            raise RolloutError(
+                "the checkpoint was written by a replay and has no position in the training data; "
+                "continue with replay, or start a new run with model.path set to its export"
+            )
+        self._wait_opened()
+        self._call(RESTORE, SourceState(values=state))
+
+    def close(self) -> None:
+        """End the collector and its servers; safe to call twice, does nothing in a fork."""
+        if os.getpid() != self._owner_pid:
+            return
+        atexit.unregister(self.close)
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            end_group(self._process, _CLOSE_GRACE_S)
+            self._process = None
+
+    def _wait_opened(self) -> None:
+        """Take the answer to ``open``, once."""
+        assert self._process is not None, "start comes first"
+        if self._opening is not None:
+            wait, self._opening = self._opening, None
+            self._on_progress("reading the prompts")
+            wait()
+
+    def _call(self, call: Call[RequestT, ResponseT], request: RequestT) -> ResponseT:
+        return self._start(call, request)()
+
+    def _start(self, call: Call[RequestT, ResponseT], request: RequestT) -> Callable[[], ResponseT]:
+        """Send a request; what is returned waits for the response."""
+        assert self._socket is not None, "start comes first"
+        number = next(self._call_numbers)
+        with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
+            self._socket.sendall(encode(Request(number, call.name, request)))
+        return lambda: decode(call.response, self._wait_for(number))
+
+    def _wait_for(self, number: int) -> Any:
+        """Handle messages until call ``number`` is answered."""
+        while True:
+            message = self._receive()
+            if message is None:
+                continue
+            match message:
+                case Progress(progress):
+                    self._on_progress(progress)
+                case Notice(warning):
+                    _LOG.warning("%s", warning)
+                case Failure(id=id_, error=error) if id_ == number:
+                    raise RolloutError(error)
+                case Result(id=id_, result=result) if id_ == number:
+                    return result
+
+    def _receive(self) -> Reply | None:
+        """The next message, or none if there is none for a while.
+
+        Raises:
+            RolloutError: The collector died.
+        """
+        if not self._lines and self._poll.poll(_POLL_S * 1000):
+            self._receive_chunk()
+        if not self._lines:
+            return None
+        return decode_reply(self._lines.popleft())
+
+    def _receive_chunk(self) -> None:
+        """Read what the socket has; a line of many megabytes is copied once."""
+        assert self._socket is not None
+        chunk = b""
+        with contextlib.suppress(ConnectionError):
+            chunk = self._socket.recv(_RECEIVE_BYTES)
+        if not chunk:
+            self._raise_collector_died()
+        first, *others = chunk.split(b"\n")
+        self._partial_line += first
+        for part in others:
+            self._lines.append(bytes(self._partial_line))
+            self._partial_line = bytearray(part)
+
+    def _raise_collector_died(self) -> None:
+        assert self._process is not None
+        try:
+            how = describe_exit(self._process.wait(_CLOSE_GRACE_S))
+        except subprocess.TimeoutExpired:
+            how = "its connection closed"
+        raise RolloutError(
+            f"the collector process died ({how}); the last lines of {self._log_path} say why:\n"
+            f"{tail(self._log_path)}"
+        )
+
+
+class _WeightCalls:
+    """A ``Caller`` for pushes: waits for the servers first, and notes when they have weights."""
+
+    def __init__(self, client: CollectorClient) -> None:
+        self._client = client
+
+    def start(
+        self, call: Call[RequestT, ResponseT], request: RequestT, /
+    ) -> Callable[[], ResponseT]:
+        client = self._client
+        client.wait_ready()
+        wait = client._start(call, request)
+
+        def answer() -> ResponseT:
+            response = wait()
+            if call is RESUME:  # the last call of every push
+                client._lacks_weights = False
+            return response
+
+        return answer

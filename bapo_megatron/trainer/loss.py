@@ -1,0 +1,471 @@
+"""What the last pipeline stage does with the model's output for a micro-batch.
+
+The output is the logits [N, V], or with ``ops.logits_chunk_tokens`` the hidden states [N, H] from
+which logits are made chunk by chunk. With compiled kernels nothing here waits for the device.
+
+Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
+C = response tokens of a chunk, B = samples of the step's batch, D = entries of a decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.algorithm.loss import Denominators, limit_weights, token_weights
+from bapo_megatron.algorithm.objective import (
+    SAFE_LOGPROB,
+    TokenBatch,
+    add_over_responses,
+    differentiate,
+    is_finite,
+    response_sums,
+)
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.chunked import LossGradient, apply_token_loss, chunked_logprobs, chunked_loss
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from bapo_megatron.ops.ratio import importance_ratio
+from bapo_megatron.trainer.records import Numbers, TokenView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bapo_megatron.algorithm.objective import Objective
+    from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.ops.backend import Kernels
+    from bapo_megatron.ops.chunked import OutputHead
+    from bapo_megatron.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """What one micro-batch reports beside its loss; all of it on the device, without gradient."""
+
+    sums: Tensor
+    """[S] float64: ``Numbers.sum_names``."""
+    maxima: Tensor
+    """[M] float64: ``Numbers.max_names``."""
+    decision: Tensor
+    """[D] float64: the objective's decision that held; empty where it needs none."""
+    policy: TokenLogprobs
+    """[T] ℓ and H; for dumps, and to explain a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What an objective knows of a whole update before its first gradient."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    """This rank's, with what the objective asked for."""
+    decision: Tensor | None
+    """[D] float64, equal on all ranks."""
+    faults: Tensor
+    """[2] int64: tokens of this rank that train and whose collected values are not finite; and
+    those to which the objective gave a statistic that is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateContext:
+    """What an update knows about its place in the run."""
+
+    num_updates: int
+    """Optimizer updates made before this one: the age of a token is this minus its version."""
+    rollout_version: int | None
+    """While the policy still has the weights that the engines held, their version: its tokens are
+    compared with the trainer's log-probs. None once the weights have moved."""
+
+
+class PolicyOutput:
+    """Log-probs and entropies of the response tokens from the model's output."""
+
+    def __init__(
+        self,
+        ops: OpsConfig,
+        *,
+        vocab_size: int,
+        temperature: float,
+        groups: ProcessGroups,
+        head: OutputHead | None,
+    ) -> None:
+        """Choose the kernels.
+
+        Args:
+            ops: The ops section.
+            vocab_size: True size of the vocabulary.
+            temperature: Sampling temperature of the rollouts; logits are divided by it.
+            groups: This rank's process groups.
+            head: The language-model head where the model returns hidden states, else None.
+
+        Raises:
+            ValueError: ``ops.backend`` names kernels that this machine does not have.
+        """
+        self.kernels: Kernels = select_kernels(ops.backend, groups.device)
+        self.head = head
+        self.chunk_tokens = ops.logits_chunk_tokens
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self._tensor_group = groups.tensor
+
+    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """ℓ and H [T] of the response tokens, without gradient."""
+        if self.head is None:
+            with torch.no_grad():
+                return self.differentiable(output, micro_batch)
+        return chunked_logprobs(
+            output,
+            self.head,
+            micro_batch.target_T,
+            rows_T=micro_batch.rows_T,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            kernels=self.kernels,
+        )
+
+    def logprobs(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """ℓ [T] of the response tokens, without gradient."""
+        return self.read(output, micro_batch).logprob_T
+
+    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """ℓ and H [T] with a graph; their backward pass overwrites the logits."""
+        return vocab_parallel_logprobs(
+            logits_NV,
+            micro_batch.target_T,
+            vocab_size=self.vocab_size,
+            rows_T=micro_batch.rows_T,
+            temperature=self.temperature,
+            group=self._tensor_group,
+            kernels=self.kernels,
+            overwrite_logits=True,
+        )
+
+
+class LossStage:
+    """The objective of a run on the ranks that hold the model's output."""
+
+    def __init__(
+        self, config: AlgorithmConfig, output: PolicyOutput, groups: ProcessGroups
+    ) -> None:
+        """Load the objective and try it.
+
+        Args:
+            config: The algorithm section.
+            output: How log-probs are made of the model's output.
+            groups: This rank's process groups.
+
+        Raises:
+            UserCodeError: The objective cannot be used.
+        """
+        self._config = config
+        self._output = output
+        self._device = groups.device
+        self._data_group = groups.data
+        loaded = load_objective(config, groups.device, output.kernels)
+        self.objective: Objective = loaded.objective
+        self.collects = loaded.collects
+        """Whether the objective must see the whole update before the first gradient."""
+        self.decision_size = loaded.decision_size
+        """D."""
+        self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
+        self._statistic_size = loaded.statistic_size
+
+    def collect(
+        self,
+        policy: Sequence[TokenLogprobs],
+        micro_batches: Sequence[MicroBatch],
+        context: UpdateContext,
+        *,
+        num_samples: int,
+    ) -> Collected:
+        """Form what the objective must know of these tokens of this rank and of all others.
+
+        A collective over the data-parallel group: one integer all-reduce, another one where the
+        objective selects tokens.
+
+        Args:
+            policy: ℓ and H of each micro-batch.
+            micro_batches: This rank's micro-batches.
+            context: Where the update stands.
+            num_samples: B.
+        """
+        objective, kernels = self.objective, self._output.kernels
+        # A rank without any token takes part with zeros.
+        held = [
+            (index, _SafeTokens(self._config, micro_batch, None, context, self._device))
+            for index, micro_batch in enumerate(micro_batches)
+            if micro_batch.num_response_tokens
+        ]
+        tokens = {index: safe.batch(*policy[index], kernels=kernels) for index, safe in held}
+        by_response = objective.needs == "response"
+        size = num_samples if by_response else self._statistic_size
+        total = torch.zeros(size, dtype=torch.int64, device=self._device)
+        faults = torch.zeros(2, dtype=torch.int64, device=self._device)
+        for batch in tokens.values():
+            if by_response:
+                value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0.0)
+                finite_T = is_finite(value_T)
+                faults[1] += (~finite_T).sum()
+                add_over_responses(total, torch.where(finite_T, value_T, 0.0), batch.response)
+            else:
+                total += objective.statistics(batch)
+        dist.all_reduce(total, group=self._data_group)
+        decision = None if by_response else objective.decide(total)
+        known = list(micro_batches)
+        for index, safe in held:
+            batch = tokens[index]
+            faults[0] += (safe.trains_T & ~safe.finite(*policy[index])).sum()
+            known[index] = replace(known[index], entropy_T=batch.entropy)
+            if by_response:
+                sum_T = response_sums(total, batch.response)
+                known[index] = replace(known[index], response_sum_T=sum_T)
+                tokens[index] = replace(batch, response_sums=sum_T.to(batch.logprob.dtype))
+            else:
+                tokens[index] = replace(batch, decision=decision)
+        if objective.selects_tokens:
+            self._select(known, tokens, num_samples)
+        return Collected(tuple(known), decision, faults)
+
+    def loss(
+        self,
+        output: Tensor,
+        micro_batch: MicroBatch,
+        *,
+        decision: Tensor | None,
+        context: UpdateContext,
+    ) -> tuple[Tensor, TokenReport]:
+        """The loss of one micro-batch over the global denominators, and its report.
+
+        Args:
+            output: Logits [N, V], overwritten by their gradient; or hidden states.
+            micro_batch: The tokens, with what was collected.
+            decision: The decision for the update, where the objective made one.
+            context: Where the update stands.
+        """
+        made, head = self._output, self._output.head
+        policy = made.differentiable(output, micro_batch) if head is None else None
+        if self.objective.needs == "micro_batch":
+            # Over the micro-batches that all data-parallel ranks hold at this position. With
+            # chunks it takes one more pass over them.
+            current = made.read(output, micro_batch) if policy is None else _detached(policy)
+            decision = self.collect([current], [micro_batch], context, num_samples=0).decision
+        safe = _SafeTokens(self._config, micro_batch, decision, context, self._device)
+        token_loss = _MicroBatchLoss(self.objective, safe, made.kernels)
+        if policy is not None:
+            loss = apply_token_loss(*policy, token_loss)
+            policy = _detached(policy)
+        else:
+            assert head is not None
+            loss, policy = chunked_loss(
+                output,
+                head,
+                micro_batch.target_T,
+                rows_T=micro_batch.rows_T,
+                vocab_size=made.vocab_size,
+                temperature=made.temperature,
+                token_loss=token_loss,
+                chunk_tokens=made.chunk_tokens,
+                kernels=made.kernels,
+            )
+        sums, maxima = self._measure(token_loss, policy)
+        if decision is None:
+            decision = torch.zeros(0, dtype=torch.float64, device=self._device)
+        return loss, TokenReport(sums, maxima, decision, policy)
+
+    def _select(
+        self, known: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int
+    ) -> None:
+        """Let the objective leave tokens out, and count the denominators of those that stay."""
+        count_B = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
+        for index, batch in tokens.items():
+            selected_T = self.objective.select(batch) & (batch.mask > 0)
+            known[index] = replace(known[index], selected_T=selected_T)
+            count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
+        dist.all_reduce(count_B, group=self._data_group)
+        denominators = Denominators.count(count_B)
+        for index, batch in tokens.items():
+            kept_T = known[index].selected_T
+            assert kept_T is not None
+            weight_T = token_weights(
+                kept_T,
+                count_B[batch.response],
+                self._config.loss_aggregation,
+                denominators,
+                self._config.token_sum_norm_constant,
+            )
+            known[index] = replace(known[index], loss_weight_T=weight_T)
+
+    def _measure(self, token_loss: _MicroBatchLoss, policy: TokenLogprobs) -> tuple[Tensor, Tensor]:
+        """Sums and maxima over the tokens with mask 1."""
+        safe = token_loss.safe
+        if len(policy.logprob_T) == 0:
+            return self.numbers.nothing(self._device)
+        tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
+        age_T, same_weights_T = safe.ages()
+        mismatch_T = (policy.logprob_T - safe.micro_batch.rollout_logprob_T).abs_()
+        positive_T, negative_T = tokens.advantage > 0, tokens.advantage < 0
+        limits = self.objective.bounds(tokens)
+        held_T = tokens.ratio
+        if limits is not None:
+            low, high = limits
+            held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
+        kept_T = tokens.mask > 0
+        is_selection = safe.micro_batch.selected_T is not None
+        counts_T = kept_T & (token_loss.weight_T != 0)
+        view = TokenView(
+            tokens=tokens,
+            trains_T=safe.trains_T,
+            finite_T=safe.finite(*policy) if is_selection else kept_T,
+            counts_T=counts_T,
+            loss_T=token_loss.loss_T,
+            weight_T=token_loss.weight_T,
+            derivative_T=token_loss.derivative_T,
+            finite_loss_T=token_loss.finite_T,
+            contribution_T=tokens.advantage.abs() * held_T,
+            age_T=age_T,
+            mismatch_T=torch.where(same_weights_T, mismatch_T, 0.0),
+            same_weights_T=same_weights_T,
+            positive_T=positive_T & counts_T,
+            negative_T=negative_T & counts_T,
+            correction_T=safe.correction_T,
+            importance_T=safe.micro_batch.importance_T,
+        )
+        return self.numbers.measure(view, self.objective.report(tokens))
+
+
+class _SafeTokens:
+    """The tokens of a micro-batch for an objective, harmless where they do not train."""
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        micro_batch: MicroBatch,
+        decision: Tensor | None,
+        context: UpdateContext,
+        device: torch.device,
+    ) -> None:
+        self.micro_batch = own = micro_batch.to(device)
+        self.entropy_coefficient = config.entropy_coefficient
+        self.trains_T = own.mask_T > 0
+        self.correction_T: Tensor | None = None
+        if config.correction.kind != "none":
+            self.correction_T = limit_weights(own.importance_T, config.correction)
+        self._context = context
+        self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
+        behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
+        self._known = TokenBatch(
+            logprob=behaviour_T,
+            behaviour_logprob=behaviour_T,
+            rollout_logprob=torch.where(
+                self._finite_T & is_finite(own.rollout_logprob_T),
+                own.rollout_logprob_T,
+                behaviour_T,
+            ),
+            ratio=behaviour_T,
+            advantage=own.advantage_T,
+            reward=own.reward_T,
+            mask=(self.trains_T if own.selected_T is None else own.selected_T).float(),
+            entropy=behaviour_T,
+            collected_entropy=behaviour_T if own.entropy_T is None else own.entropy_T,
+            reference_logprob=None,
+            response=own.sample_T,
+            response_tokens=own.response_tokens_T,
+            response_sums=None if own.response_sum_T is None else own.response_sum_T.float(),
+            decision=decision,
+            update=context.num_updates,
+        )
+
+    def finite(self, logprob_T: Tensor, entropy_T: Tensor, part: slice = slice(None)) -> Tensor:
+        """Return which tokens of ``part`` train and have finite values only."""
+        return self._finite_T[part] & is_finite(logprob_T + entropy_T)
+
+    def batch(
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice = slice(None),
+        *,
+        kernels: Kernels | None,
+    ) -> TokenBatch:
+        """Return the tokens ``part``, with these ℓ and H of the policy.
+
+        Without kernels the ratio is left to ``differentiate``.
+        """
+        is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._known))
+        known = self._known if is_whole else self._known.select(part)
+        finite_T = self.finite(logprob_T, entropy_T, part)
+        logprob_T = torch.where(finite_T, logprob_T, known.behaviour_logprob)
+        entropy_T = torch.where(finite_T, entropy_T, 0.0)
+        ratio_T = known.ratio
+        if kernels is not None:
+            ratio_T = importance_ratio(logprob_T, known.behaviour_logprob, kernels)
+        collected_T = entropy_T if self.micro_batch.entropy_T is None else known.collected_entropy
+        return replace(
+            known,
+            logprob=logprob_T,
+            ratio=ratio_T,
+            advantage=torch.where(finite_T, known.advantage, 0.0),
+            mask=known.mask * finite_T,
+            entropy=entropy_T,
+            collected_entropy=collected_T,
+        )
+
+    def ages(self) -> tuple[Tensor, Tensor]:
+        """Age of each token [T], and which were sampled by the weights that the policy has."""
+        own, context = self.micro_batch, self._context
+        age_T = (context.num_updates - own.version_T).float()
+        if context.rollout_version is None:
+            return age_T, torch.zeros_like(self.trains_T)
+        return age_T, (own.version_T == context.rollout_version) & self.trains_T
+
+
+class _MicroBatchLoss:
+    """A ``TokenLoss``: objective, weights and entropy bonus; keeps what is reported."""
+
+    def __init__(self, objective: Objective, safe: _SafeTokens, kernels: Kernels) -> None:
+        self.safe = safe
+        self.weight_T = safe.micro_batch.loss_weight_T
+        if safe.correction_T is not None:
+            self.weight_T = self.weight_T * safe.correction_T
+        self.loss_T = torch.empty_like(self.weight_T)
+        self.derivative_T = torch.empty_like(self.weight_T)
+        self.finite_T = torch.empty_like(safe.trains_T)
+        self.tokens: TokenBatch | None = None
+        """All of them, where they came in one part."""
+        self._objective = objective
+        self._kernels = kernels
+
+    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, part: slice) -> LossGradient:
+        tokens = self.safe.batch(logprob_T, entropy_T, part, kernels=None)
+        counts_T = tokens.mask > 0
+        weight_T = torch.where(counts_T, self.weight_T[part], 0.0)
+        ratio_T, loss_T, by_logprob_T, by_entropy_T = differentiate(
+            self._objective, tokens, weight_T, self._kernels
+        )
+        finite_T = is_finite(loss_T) & is_finite(by_logprob_T)
+        if by_entropy_T is not None:
+            finite_T &= is_finite(by_entropy_T)
+        if len(tokens) == len(self.weight_T):
+            self.tokens = replace(tokens, ratio=ratio_T)
+            self.loss_T, self.derivative_T, self.finite_T = loss_T, by_logprob_T, finite_T
+        else:
+            self.loss_T[part], self.derivative_T[part] = loss_T, by_logprob_T
+            self.finite_T[part] = finite_T
+        loss = (weight_T * loss_T).sum(dtype=torch.float64)
+        coefficient = self.safe.entropy_coefficient
+        if coefficient != 0:
+            bonus_T = torch.where(counts_T, self.safe.micro_batch.loss_weight_T[part], 0.0)
+            bonus_T = bonus_T * -coefficient
+            loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
+            by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
+        return LossGradient(loss, by_logprob_T, by_entropy_T)
+
+
+def _detached(policy: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(policy.logprob_T.detach(), policy.entropy_T.detach())

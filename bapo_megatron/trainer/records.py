@@ -1,0 +1,353 @@
+"""Every number that a step reports of its updates: sums over tokens, and what is formed of them.
+
+A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/algorithm.md).
+Sums and counts are reduced over micro-batches and ranks first; a quotient is formed once, at the
+end of the step, so that no mean of means appears.
+
+Shape legend: T = response tokens of a micro-batch, S = sums, M = maxima.
+
+Writes the tokens of whole updates for analysis outside the run: ``train.dump_tokens``.
+
+Shape legend: T = response tokens of this rank, P = ranks of the data-parallel group.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from bapo_megatron.algorithm.objective import TokenBatch
+    from bapo_megatron.types import UpdateResult
+
+    Value = Callable[["TokenView"], Tensor]
+    from pathlib import Path
+
+    from bapo_megatron.distributed import ProcessGroups
+    from bapo_megatron.trainer.loss import TokenReport
+    from bapo_megatron.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """The tokens of a micro-batch after their loss; [T] each, on the device, without a graph."""
+
+    tokens: TokenBatch
+    """As the objective saw them."""
+    trains_T: Tensor
+    """bool: m = 1."""
+    finite_T: Tensor
+    """bool: m = 1 and every value is finite."""
+    counts_T: Tensor
+    """bool: of those, the ones with a loss: selected by the objective, not left out by the
+    correction."""
+    loss_T: Tensor
+    """Loss, without its weight."""
+    weight_T: Tensor
+    """Weight of the loss: that of the aggregation, times the correction."""
+    derivative_T: Tensor
+    """∂(weight · loss)/∂ℓ."""
+    finite_loss_T: Tensor
+    """bool: the loss and its derivatives with respect to ℓ and H are finite."""
+    contribution_T: Tensor
+    """|A| · min(r, c_high) where A > 0, |A| · max(r, c_low) where A < 0 (Eq. 8)."""
+    age_T: Tensor
+    """Optimizer updates since the weights that sampled the token."""
+    mismatch_T: Tensor
+    """|trainer's log-prob − engine's| where ``same_weights_T``, else 0."""
+    same_weights_T: Tensor
+    """bool: m = 1, and sampled by the weights that the policy still has."""
+    positive_T: Tensor
+    """bool: A > 0, with a loss."""
+    negative_T: Tensor
+    """bool: A < 0, with a loss."""
+    correction_T: Tensor | None
+    """What the correction multiplies the loss by; None without one."""
+    importance_T: Tensor
+    """π_recomputed / π_rollout of the token or its response, which the correction limits."""
+
+
+def _kl_behaviour(view: TokenView) -> Tensor:
+    """R − 1 − log r (k3), which cancels in float32."""
+    difference_T = (view.tokens.logprob - view.tokens.behaviour_logprob).double()
+    log_ratio_T = difference_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(log_ratio_T).sub_(log_ratio_T).float()
+
+
+def _correction(view: TokenView) -> Tensor:
+    assert view.correction_T is not None, "CORRECTION_COUNTS are those of a correction"
+    return view.correction_T
+
+
+COUNTS: dict[str, Value] = {
+    "tokens": lambda v: v.trains_T,
+    "positive_tokens": lambda v: v.positive_T,
+    "negative_tokens": lambda v: v.negative_T,
+    "positive_clipped": lambda v: v.positive_T & (v.derivative_T == 0),
+    "negative_clipped": lambda v: v.negative_T & (v.derivative_T == 0),
+    "mismatch_tokens": lambda v: v.same_weights_T,
+    "nonfinite_tokens": lambda v: ~v.finite_T,
+    "nonfinite_losses": lambda v: ~v.finite_loss_T,
+}
+"""Conditions, bool [T], by name; counted over the tokens with m = 1."""
+
+SUMS: dict[str, Value] = {
+    "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0.0),
+    "positive_contribution": lambda v: v.contribution_T * v.positive_T,
+    "negative_contribution": lambda v: v.contribution_T * v.negative_T,
+    "entropy": lambda v: v.tokens.entropy,
+    "kl_behaviour": _kl_behaviour,
+    "staleness": lambda v: v.age_T,
+    "mismatch_abs": lambda v: v.mismatch_T,
+}
+"""Values, float32 [T], by name; summed over the tokens with m = 1."""
+
+CORRECTION_COUNTS: dict[str, Value] = {
+    "corrected_tokens": lambda v: v.trains_T,
+    "correction_capped": lambda v: (_correction(v) < v.importance_T) & (_correction(v) != 0),
+    "correction_masked": lambda v: _correction(v) == 0,
+}
+"""Further ``COUNTS``, with ``algorithm.correction``."""
+
+CORRECTION_SUMS: dict[str, Value] = {"correction_weight": _correction}
+"""Further ``SUMS`` likewise."""
+
+MAXIMA: dict[str, tuple[Value, str]] = {
+    "rollout/staleness_max": (lambda v: v.age_T, "tokens"),
+    "mismatch/logprob_abs_max": (lambda v: v.mismatch_T, "mismatch_tokens"),
+    "correction/weight_max": (lambda v: v.importance_T, "corrected_tokens"),
+}
+"""Metric → values [T] ≥ 0, whose largest among tokens with m = 1 is reported; and the sum that
+counts them: where it is 0, nothing is reported."""
+
+QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
+    "policy/entropy": ("entropy", "tokens"),
+    "policy/kl_behaviour": ("kl_behaviour", "tokens"),
+    "rollout/staleness_mean": ("staleness", "tokens"),
+    "rollout/masked_token_share": ("masked_tokens", "response_tokens"),
+    "rollout/positive_response_tokens_mean": ("positive_length", "positive_responses"),
+    "rollout/negative_response_tokens_mean": ("negative_length", "negative_responses"),
+    "tokens/positive_share": ("positive_tokens", ("positive_tokens", "negative_tokens")),
+    "loss/positive_share": (
+        "positive_contribution",
+        ("positive_contribution", "negative_contribution"),
+    ),
+    "clip/fraction_positive": ("positive_clipped", "positive_tokens"),
+    "clip/fraction_negative": ("negative_clipped", "negative_tokens"),
+    "mismatch/logprob_abs_mean": ("mismatch_abs", "mismatch_tokens"),
+    "correction/weight_mean": ("correction_weight", "corrected_tokens"),
+    "correction/capped_share": ("correction_capped", "corrected_tokens"),
+    "correction/masked_share": ("correction_masked", "corrected_tokens"),
+    "train/packing_share": ("packing_real", "packing_slots"),
+    "train/imbalance_ratio": ("flops_max", "flops_mean"),
+}
+"""Metric → a sum and what it is divided by; not reported where that is 0."""
+
+TOTALS = {
+    "train/nonfinite_tokens": "nonfinite_tokens",
+    "mismatch/tokens": "mismatch_tokens",
+    "loss/positive_sum": "positive_contribution",
+    "loss/negative_sum": "negative_contribution",
+}
+"""Metric → the sum that it is, 0 where no update was made."""
+
+_REPORT = "report: "
+"""Begins the names of sums that the objective reports; they are divided by ``tokens``."""
+
+
+class Numbers:
+    """Which sums and maxima a run has, in order."""
+
+    def __init__(self, report_names: Sequence[str], *, corrects: bool) -> None:
+        """Choose them.
+
+        Args:
+            report_names: What the objective reports of each token.
+            corrects: Whether there is an ``algorithm.correction``.
+
+        Raises:
+            ValueError: The objective reports a metric of this module.
+        """
+        taken = set(report_names) & (QUOTIENTS.keys() | TOTALS.keys() | MAXIMA.keys())
+        if taken:
+            raise ValueError(
+                f"algorithm.objective: it reports '{min(taken)}', a metric of the trainer; choose "
+                "another name"
+            )
+        self._counts = COUNTS | CORRECTION_COUNTS if corrects else COUNTS
+        self._sums = SUMS | CORRECTION_SUMS if corrects else SUMS
+        self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
+        self._report_names = tuple(report_names)
+        reports = (f"{_REPORT}{name}" for name in report_names)
+        self.sum_names = (*self._counts, *self._sums, *reports)
+        """[S]."""
+        self.max_names = tuple(self._maxima)
+        """[M]."""
+
+    def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sums [S] and maxima [M] of a micro-batch, float64 on the device."""
+        if len(view.trains_T) == 0:
+            return self.nothing(view.trains_T.device)
+
+        # Conditions of one kind go through one operation: launches are what this costs.
+        counts = _stack([value(view) for value in self._counts.values()]) & view.trains_T
+        sums = _stack([value(view) for value in self._sums.values()])
+        maxima = _stack([value(view) for value in self._maxima.values()])
+        parts = [
+            counts.sum(dim=1, dtype=torch.float64),
+            torch.where(view.trains_T, sums, 0.0).sum(dim=1, dtype=torch.float64),
+        ]
+        if self._report_names:
+            reported = _stack([report[name] for name in self._report_names])
+            kept = torch.where(view.counts_T, reported, 0.0)
+            parts.append(kept.sum(dim=1, dtype=torch.float64))
+        return torch.cat(parts), torch.where(view.trains_T, maxima, 0.0).amax(dim=1).double()
+
+    def nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sums and maxima of no token."""
+        return (
+            torch.zeros(len(self.sum_names), dtype=torch.float64, device=device),
+            torch.zeros(len(self.max_names), dtype=torch.float64, device=device),
+        )
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    """Values [T] as rows: bool if all of them are, else float32."""
+    if any(value_T.dtype != torch.bool for value_T in values):
+        values = [value_T.float() for value_T in values]
+    return torch.stack(values)
+
+
+def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Return the metrics of a step's updates.
+
+    Args:
+        results: One entry per optimizer update, reduced over all ranks.
+    """
+    made = [result for result in results if not result.skipped]
+    sums = _merge([result.sums for result in results], lambda a, b: a + b)
+    maxima = _merge([result.maxima for result in results], max)
+    values = {
+        "train/updates": float(len(made)),
+        "train/skipped_updates": float(len(results) - len(made)),
+    }
+    values |= {metric: sums.get(name, 0.0) for metric, name in TOTALS.items()}
+    if made:
+        values["loss/policy"] = sums["policy_loss"] / len(made)
+        values["policy/grad_norm"] = math.fsum(r.grad_norm for r in made) / len(made)
+        values["policy/grad_norm_max"] = max(result.grad_norm for result in made)
+    reports = {
+        name.removeprefix(_REPORT): (name, "tokens") for name in sums if name.startswith(_REPORT)
+    }
+    for metric, (numerator, divisors) in (QUOTIENTS | reports).items():
+        names = (divisors,) if isinstance(divisors, str) else divisors
+        divisor = math.fsum(sums.get(name, 0.0) for name in names)
+        if divisor > 0:
+            values[metric] = sums[numerator] / divisor
+    values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
+    return values | _decision_means([d for result in results for d in result.decisions])
+
+
+def _merge(
+    parts: Sequence[Mapping[str, float]], combine: Callable[[float, float], float]
+) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged[name] = combine(merged[name], value) if name in merged else value
+    return merged
+
+
+def _decision_means(decisions: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the objective's decisions of a step."""
+    values: dict[str, list[float]] = {}
+    for decision in decisions:
+        for name, value in decision.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(found) / len(found) for name, found in values.items()}
+
+
+COLUMNS = ("logprob", "behaviour_logprob", "advantage", "entropy", "mask")
+"""One float32 per token each: ℓ and H of the loss pass, μ, A, m. ``bounds`` reads the file."""
+
+
+class TokenDump:
+    """Writes ``step_<n>_update_<m>.parquet`` with the tokens of all ranks of an update."""
+
+    def __init__(self, directory: Path, every_steps: int) -> None:
+        """Write nothing yet; the directory is created by the first dump."""
+        self._directory = directory
+        self._every_steps = every_steps
+
+    def is_due(self, step: int) -> bool:
+        """Whether the tokens of ``step`` are written: every N-th."""
+        return self._every_steps > 0 and (step + 1) % self._every_steps == 0
+
+    def write(
+        self,
+        tokens: Sequence[tuple[MicroBatch, TokenReport]],
+        step: int,
+        update: int,
+        groups: ProcessGroups,
+    ) -> None:
+        """Gather an update's tokens over data- and context-parallel ranks; one rank writes them.
+
+        A collective of the last stage's ranks; others return at once. Nothing is written for an
+        update that was skipped. The first rank of the last stage writes: with a pipeline over
+        several nodes, ``run_dir`` must be on a shared file system.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if not groups.is_last_stage or not tokens:
+            return
+        parts = [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens]
+        gathered = _gather(torch.cat(parts, dim=1), groups)
+        if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
+            return
+        table = pa.table(dict(zip(COLUMNS, gathered.cpu().numpy(), strict=True)))
+        content = io.BytesIO()
+        pq.write_table(table, content, compression="zstd")
+        name = f"step_{step:06d}_update_{update:03d}.parquet"
+        atomic_write_bytes(self._directory / name, content.getvalue())
+
+
+def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
+    """The columns of a micro-batch, [5, T]."""
+    return torch.stack(
+        [
+            report.policy.logprob_T,
+            micro_batch.behaviour_logprob_T,
+            micro_batch.advantage_T,
+            report.policy.entropy_T,
+            micro_batch.mask_T,
+        ]
+    ).float()
+
+
+def _gather(columns: Tensor, groups: ProcessGroups) -> Tensor:
+    """The columns of all ranks, rank after rank, [5, Σ T]."""
+    num_ranks = dist.get_world_size(groups.data)
+    counts = torch.zeros(num_ranks, dtype=torch.int64, device=columns.device)
+    counts[dist.get_rank(groups.data)] = columns.shape[1]
+    dist.all_reduce(counts, group=groups.data)
+    longest = int(counts.max())
+    padded = torch.nn.functional.pad(columns, (0, longest - columns.shape[1]))
+    parts = [torch.empty_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(parts, padded.contiguous(), group=groups.data)
+    sizes = counts.tolist()
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

@@ -1,0 +1,306 @@
+"""The commands ``eval`` and ``compare``, as a user starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import yaml
+
+from bapo_megatron.commands.evaluate import evaluate_model
+from bapo_megatron.commands.regrade import regrade
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.evaluation.samples import iterate_samples
+from bapo_megatron.evaluation.settings import ResultsError, fingerprint, load_sets, write_settings
+from bapo_megatron.rollout.evaluation import settings_of
+from tests.evaluation.results import sample
+from tests.launch import run, start
+from tests.trainer.chaos import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bapo_megatron.evaluation.samples import EvalSample
+
+WRITTEN = [
+    sample(f"sums.jsonl:{row}", index, answer=str(row), response=response, reward=0.0)
+    for row, responses in enumerate(
+        [
+            (r"\boxed{0}", r"\boxed{0.0}", "no idea", r"\boxed{3}"),
+            (r"\boxed{\frac{2}{2}}", r"\boxed{7}", r"\boxed{7}", r"\boxed{7.0}"),
+        ]
+    )
+    for index, response in enumerate(responses)
+]
+"""Graded 0, which the present code does not: of four, two and one are right."""
+
+
+@pytest.fixture
+def samples_file(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    path.write_bytes(b"".join(entry.to_line() for entry in WRITTEN))
+    return path
+
+
+def test_samples_are_graded_again_without_server_and_configuration(
+    samples_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "again"
+    result = run(["eval", "--from", str(samples_file), "--out", str(out)])
+    assert result.returncode == 0, result.stderr
+    assert "8 samples graded again, 3 rewards rose, 0 fell" in result.stderr
+    (scored,) = json.loads((out / "eval.json").read_text())
+    assert (scored["name"], scored["avg_at_k"], scored["missing_answers"]) == ("sums", 0.375, 1)
+    # "0" and "0.0" are two votes for 0; three for 7 win the second problem.
+    assert scored["maj_at_k"] == 0.5
+    assert [problem["votes"] for problem in scored["problems"]] == [[0, 0, -1, 1], [0, 1, 1, 1]]
+    assert "avg@4" in result.stdout
+    assert "| sums | maj@4 | 50.00% |" in (out / "eval.md").read_text()
+    regraded = list(iterate_samples(out / "sums.jsonl"))
+    assert [entry.reward for entry in regraded] == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert regraded[1].extracted == "0.0"
+    before = samples_file.read_bytes()
+
+    # The recorded rewards against the new ones.
+    result = run(["compare", str(samples_file), str(out), "--json", "--resamples", "200"])
+    assert result.returncode == 0, result.stderr
+    (comparison,) = json.loads(result.stdout)
+    assert comparison["num_problems"] == 2
+    difference = comparison["scores"][0]
+    assert (difference["name"], difference["first"], difference["second"]) == ("avg@4", 0, 0.375)
+    assert difference["paired"]["low"] == 0.25
+    assert difference["paired"]["high"] == 0.5
+    table = run(["compare", str(samples_file), str(out)])
+    assert "+37.50%" in table.stdout
+    assert "sums: 2 problems" in table.stdout
+    assert samples_file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval"], "give CONFIG, or --from with a samples file"),
+        (["eval", "--out", "x"], "--out needs --from"),
+        (["eval", "--from", "FILE", "--resume"], "nothing to --resume"),
+        (["eval", "--from", "CUT"], "1 of 8 samples are missing; finish the evaluation"),
+        (["eval", "--from", "FILE", "--out", "HERE"], "--out: would replace"),
+        (["compare", "FILE", "OTHER"], "0 in common; compare results on the same data"),
+        (["compare", "FILE", "/no/such/eval.json"], "no such file; give an eval.json"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(
+    samples_file: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    cut, other = tmp_path / "cut.jsonl", tmp_path / "other.jsonl"
+    cut.write_bytes(b"".join(entry.to_line() for entry in WRITTEN[:-1]))
+    other.write_bytes(sample("other:0").to_line())
+    paths = {"FILE": samples_file, "CUT": cut, "OTHER": other, "HERE": tmp_path}
+    result = run([str(paths.get(argument, argument)) for argument in arguments])
+    assert result.returncode != 0
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("bapo-megatron:")]
+    assert message in line
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ({"function": "beside:grade"}, "beside:grade"),
+        ({"url": "https://judge.example"}, "https://judge.example"),
+    ],
+)
+def test_samples_alone_run_no_code_and_send_nothing_to_a_service(
+    samples_file: Path, entry: dict[str, str], named: str
+) -> None:
+    functions = [{"name": "math", "function": "math"}, {"name": "own", **entry}]
+    write_settings(
+        samples_file,
+        {"num_prompts": 2, "samples_per_prompt": 4, "reward": {"functions": functions}},
+    )
+    message = rf"sums\.settings\.json: reward\.functions\[1\] is {named}, .*; give the CONFIG that"
+    with pytest.raises(ResultsError, match=message):
+        regrade([samples_file], None, None)
+
+
+def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
+    random_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    config = RunConfig.model_validate(
+        {
+            "name": "sums",
+            "run_dir": tmp_path / "run",
+            "model": {"path": random_model},
+            "rollout": {"servers": ["http://127.0.0.1:1"]},
+            "eval": {"sets": [{"path": tmp_path / "sums.jsonl"}], "max_response_tokens": 99},
+        }
+    )
+    samples = tmp_path / "run" / "eval" / "sums.jsonl"
+    samples.parent.mkdir(parents=True)
+    samples.write_bytes(sample("sums.jsonl:0").to_line())
+    with pytest.raises(ResultsError, match="holds samples of an earlier evaluation; continue it"):
+        evaluate_model(config)
+    resumed = config.model_copy(update={"resume": True})
+    with pytest.raises(ResultsError, match=r"sums.settings.json: is missing"):
+        evaluate_model(resumed)
+    weights = f"{random_model.name} (bfloat16, files {fingerprint(random_model)})"
+    renderer = ChatRenderer(load_tokenizer(random_model), "", "")
+    (eval_set,) = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
+    write_settings(samples, settings_of(eval_set, config, weights))
+    (scored,) = evaluate_model(resumed)  # nothing is missing: no server is asked
+    assert scored.avg_at_k == 1.0
+    hotter = resumed.model_copy(update={"eval": config.eval.model_copy(update={"temperature": 1})})
+    with pytest.raises(ResultsError, match=r"made with temperature 0\.6, now it would be .* 1"):
+        evaluate_model(hotter)
+
+
+NUM_SAMPLES = 60 * 16
+
+
+@pytest.fixture(scope="module")
+def aime(
+    tmp_path_factory: pytest.TempPathFactory, shared_data: Path, random_model: Path
+) -> Callable[[str, Path], list[str]]:
+    """Arguments of ``eval``: AIME 2024 and 2025, 16 samples each, of a random model."""
+    path = tmp_path_factory.mktemp("aime") / "aime.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "aime",
+                "run_dir": str(path.parent / "unused"),
+                "model": {"path": str(random_model), "dtype": "float32"},
+                "data": {"max_prompt_tokens": 2000},
+                "rollout": {"server": {"max_total_tokens": 65536, "mem_fraction": 0.3}},
+                "eval": {
+                    "sets": [
+                        {
+                            "path": str(shared_data / f"aime{year}.parquet"),
+                            "answer_column": "reward_model.ground_truth",
+                        }
+                        for year in (24, 25)
+                    ],
+                    "samples_per_prompt": 16,
+                    "temperature": 0.6,
+                    "max_response_tokens": 6,
+                },
+            }
+        )
+    )
+
+    def arguments(engine: str, run_dir: Path) -> list[str]:
+        return ["eval", str(path), f"rollout.engine={engine}", f"run_dir={run_dir}"]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    aime: Callable[[str, Path], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run directory of an evaluation on the local engine."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    result = run(aime("local", run_dir))
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """What a failed test leaves behind is killed."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _lines(run_dir: Path) -> list[bytes]:
+    """Whole lines of all sets."""
+    paths = sorted((run_dir / "eval").glob("*.jsonl"))
+    return [line for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _samples(run_dir: Path, year: int) -> list[EvalSample]:
+    """All samples of a set in one order, without times."""
+    samples = iterate_samples(run_dir / "eval" / f"aime{year}.jsonl")
+    return sorted(
+        (dataclasses.replace(each, elapsed_s=0.0) for each in samples), key=lambda each: each.key
+    )
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_sample(
+    aime: Callable[[str, Path], list[str]],
+    uninterrupted: Path,
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
+    engine: str,
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = aime(engine, run_dir)
+    process = start(arguments)
+    started.append(process)
+    wait_for(process, lambda: len(_lines(run_dir)) >= NUM_SAMPLES // 3, "a third of the samples")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, err = process.communicate()
+    assert f"in all {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * 6:,} tokens" in err.replace(
+        "  ", " "
+    )
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    before = _lines(run_dir)
+    assert NUM_SAMPLES // 3 <= len(before) < NUM_SAMPLES
+
+    resumed = run([*arguments, "--resume"])
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"in all {NUM_SAMPLES - len(before):,} samples" in resumed.stderr
+    after = _lines(run_dir)
+    assert len(after) == NUM_SAMPLES
+    assert set(before) <= set(after)
+    for year in (24, 25):
+        samples = _samples(run_dir, year)
+        assert [each.key for each in samples] == sorted(
+            (f"aime{year}.parquet:{row}", index) for row in range(30) for index in range(16)
+        )
+    results = json.loads((run_dir / "eval.json").read_text())
+    assert [entry["name"] for entry in results] == ["aime24", "aime25"]
+    for entry in results:
+        assert (entry["num_prompts"], entry["samples_per_prompt"]) == (30, 16)
+        assert [score["name"] for score in entry["scores"]] == [
+            "avg@16",
+            "pass@1",
+            "pass@4",
+            "pass@16",
+            "maj@4",
+            "maj@16",
+        ]
+        assert entry["wall_s"] > 0
+
+    if engine == "local":
+        for year in (24, 25):
+            # The rest was computed in other batches: a last bit may differ, nearly never a token.
+            pairs = zip(_samples(run_dir, year), _samples(uninterrupted, year), strict=True)
+            assert sum(one != other for one, other in pairs) <= 1
+        # Everything is there: no engine is needed any more, and the tables are the same.
+        nobody = "rollout.servers=['http://127.0.0.1:1']"
+        again = run([*aime("sglang", run_dir), "--resume", nobody])
+        assert again.returncode == 0, again.stderr
+        assert again.stdout == resumed.stdout
+        assert json.loads((run_dir / "eval.json").read_text()) == results
+
+    compared = run(["compare", str(uninterrupted), str(run_dir), "--json", "--resamples", "200"])
+    assert compared.returncode == 0, compared.stderr
+    for comparison in json.loads(compared.stdout):
+        assert comparison["num_problems"] == 30
+        # A random model is never right, whatever samples from it.
+        assert {score["first"] for score in comparison["scores"]} == {0.0}
+        assert {score["second"] for score in comparison["scores"]} == {0.0}

@@ -1,0 +1,106 @@
+"""Activations of a plan against what autograd keeps of small models on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bapo_megatron.planning.layout import Layout
+from bapo_megatron.planning.memory import (
+    Shape,
+    chunk_bytes,
+    chunks_in_flight,
+    layer_bytes,
+    layer_tensors,
+    logits_bytes,
+    norm_bytes,
+    recomputed_bytes,
+    workspace_bytes,
+)
+from bapo_megatron.policy.hf_config import read_hf_config_file
+from tests.planning.cases import IN_FLIGHT, LENGTHS, MODELS, SAVED, layout_of, small_model
+
+TOKENS = sum(LENGTHS)
+
+
+def planned(case: str) -> tuple[float, float, float]:
+    """Bytes of four layers, of everything kept, and of the peak."""
+    family, dtype, parallel, megatron = SAVED[case]
+    shape = Shape(
+        small_model(family, 4), layout_of(parallel), 4 if dtype == "float32" else 2, "local"
+    )
+    recompute, block = megatron.get("recompute", "none"), megatron.get("recompute_layers", 1)
+    layers = chunk_bytes(shape, recompute, block) * TOKENS
+    passing = (recomputed_bytes(shape, recompute, block) + workspace_bytes(shape)) * TOKENS
+    peak = layers + max(passing, logits_bytes(shape, TOKENS, 0))
+    return layers, layers + norm_bytes(shape) * TOKENS, peak
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_layer_keeps_the_planned_bytes_exactly(case: str, measured: dict[str, Any]) -> None:
+    # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.
+    assert measured["saved"][case]["per_4_layers"] == pytest.approx(planned(case)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_the_forward_pass_keeps_little_beside_layers_and_final_norm(
+    case: str, measured: dict[str, Any]
+) -> None:
+    # Token ids (8 bytes each) and, with full recomputation, one table of rotations: [256, 32].
+    beside = measured["saved"][case]["total"] - planned(case)[1]
+    assert 0 <= beside <= 8 * TOKENS + 4 * 256 * 32 + 1024
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_the_peak_of_the_backward_pass_is_planned_to_ten_percent(
+    case: str, measured: dict[str, Any]
+) -> None:
+    # The workspace is an estimate: which temporaries live at the same time is autograd's order.
+    assert planned(case)[2] == pytest.approx(measured["saved"][case]["peak"], rel=0.1)
+
+
+def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
+    hf = read_hf_config_file(MODELS / "deepseek-r1-distill-qwen-7b.json")
+    shape = Shape(hf, Layout(tensor=4, sequence=True), 2, "transformer-engine")
+    # Per token and rank: 28 heads of 128 channels and 4 key/value heads over 4 ranks.
+    assert layer_tensors(shape, "none") == {
+        "norms and inputs of the two products": 2 * (2 * 2 * 3584 / 4 + 1),
+        "queries, keys, values": 2 * (896 + 128 + 128),
+        "rotated queries, keys": 2 * (896 + 128),
+        "attention's output": 2 * 896,
+        "gate and up": 2 * 2 * 4736,
+        "input of the down product": 2 * 4736,
+        "log-sums of attention": 4 * 7,
+    }
+    assert layer_bytes(shape, "none") == 41_758
+    assert layer_bytes(shape, "selective") == 41_758 - 28
+    assert chunk_bytes(shape, "none", 1) == 28 * 41_758
+    assert chunk_bytes(shape, "full", 4) == 7 * 2 * 3584 / 4
+
+
+def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> None:
+    hf = read_hf_config_file(MODELS / "deepseek-r1-distill-qwen-32b.json")
+    shape = Shape(hf, Layout(tensor=8, sequence=True), 2, "transformer-engine")
+    columns, hidden = 19_008, 5120
+    for tokens in (8192, 65536):
+        chunked = logits_bytes(shape, tokens, 1024)
+        hidden_states = (
+            tokens * (2 * 2 * hidden / 8 + 4 / 8)  # final norm: input, output, 1/rms
+            + tokens * 2 * hidden  # gathered
+            + tokens * (4 * hidden + 2 * hidden / 8)  # gradient, summed and divided
+        )
+        assert chunked - hidden_states == 1024 * (2 * columns + 2 * hidden + 4 * hidden)
+    assert logits_bytes(shape, 65536, 0) > 65536 * 2 * columns
+
+
+def test_chunks_in_flight_are_those_of_megatron_s_schedules(measured: dict[str, Any]) -> None:
+    planned_counts = [
+        [
+            chunks_in_flight(Layout(pipeline=pipeline, virtual=virtual), stage, micro_batches)
+            for stage in range(pipeline)
+        ]
+        for pipeline, virtual, micro_batches in IN_FLIGHT
+    ]
+    assert planned_counts == measured["in_flight"]
+    assert planned_counts[2] == [4, 3, 2, 1]

@@ -1,0 +1,359 @@
+"""The collector process and its client, with a model and with misbehaving servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import shutil
+import socket
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+
+from bapo_megatron.data.dump import decode_batch, read_batch
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.evaluation.report import read_results
+from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.rollout.collector import _send, _WarningsToClient
+from bapo_megatron.rollout.messages import COLLECT, Collect
+from bapo_megatron.types import FinishReason
+from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume, Resumed
+from tests.engine.helpers import descendants, reference_logprobs
+from tests.fakes.fake_sglang import FakeSglang
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+    from tests.engine.helpers import MakeConfig
+
+    Open = Callable[[RunConfig], CollectorClient]
+
+
+@pytest.fixture
+def open_client() -> Iterator[Open]:
+    """Starts clients; checks that nothing is left of them."""
+    others = descendants()
+    clients = []
+    progress: list[str] = []
+
+    def open_(config: RunConfig) -> CollectorClient:
+        client = CollectorClient(config, on_progress=progress.append)
+        clients.append(client)
+        client.start()
+        return client
+
+    yield open_
+    started = descendants() - others
+    for client in clients:
+        client.close()
+        client.close()
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert progress
+
+
+@pytest.fixture
+def find_process() -> Callable[[str], psutil.Process]:
+    """Finds what the test itself started."""
+    others = descendants()
+
+    def find(mentioning: str) -> psutil.Process:
+        (process,) = descendants(mentioning=mentioning) - others
+        return process
+
+    return find
+
+
+def test_batches_and_evaluations_from_a_model(
+    make_config: MakeConfig, model_dir: Path, open_client: Open
+) -> None:
+    config = make_config(
+        engine="local",
+        local={"max_rows": 8},  # so that responses do not begin, and end, together
+        max_response_tokens=100,
+        temperature=0.6,
+        oversample_groups=3,
+    )
+    client = open_client(config)
+    client.wait_ready()
+    batches = []
+    for step in range(2):
+        client.sync_weights(model_dir, 10 + step)
+        batches.append(decode_batch(client.collect(step)))
+    for step, batch in enumerate(batches):
+        assert (batch.step, batch.version) == (step, 10 + step)
+        assert [len(group.samples) for group in batch.groups] == [2, 2, 2]
+        for sample in batch.samples:
+            expected = reference_logprobs(
+                model_dir, sample.prompt.token_ids, sample.response_token_ids, 0.6
+            )
+            np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)
+            assert {span.version for span in sample.versions} <= {10, 10 + step}
+            assert sample.finish_reason is not FinishReason.ABORT
+        kept = read_batch(config.run_dir / "rollouts" / f"step_{step:06d}.parquet")
+        assert kept.stats == batch.stats
+    assert batches[1].stats.resumed_samples == batches[0].stats.unfinished_samples > 0
+
+    state = json.loads(json.dumps(client.state()))
+    client.close()
+    client = open_client(config)
+    client.restore(state)
+    assert client.state() == state
+
+    (result,) = client.evaluate(3)
+    assert (result.name, result.num_prompts, result.samples_per_prompt) == ("sums", 5, 2)
+    assert result.version == 0  # a new client does not know what the engine holds
+    lines = (config.run_dir / "eval" / "step_000003_sums.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]  # in the order in which they finished
+    assert sorted((answer["prompt_id"], answer["index"]) for answer in answers) == [
+        (f"train.jsonl:{row}", index) for row in range(5) for index in range(2)
+    ]
+    assert read_results(config.run_dir / "eval" / "step_000003.json") == [result]
+    assert [score.name for score in result.scores] == ["avg@2", "pass@1", "pass@2", "maj@2"]
+    assert result.avg_at_k == statistics.fmean(answer["reward"] for answer in answers)
+    assert result.response_tokens_mean == statistics.fmean(a["num_tokens"] for a in answers)
+    assert result.generated_tokens == sum(answer["num_tokens"] for answer in answers)
+    truncated = [answer["finish_reason"] == "length" for answer in answers]
+    assert result.truncated_share == statistics.fmean(truncated)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_log(
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    model_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(health={"timeout_s": 5, "patience_s": 40})
+    model = tmp_path / "model"
+    shutil.copytree(model_dir, model)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    client = open_client(config)
+    client.sync_weights(model, 1)
+    assert client.collect(0) is not None
+    (model / "model.safetensors").unlink()
+    find_process("sglang.launcher").kill()
+    with pytest.raises(RolloutError) as caught, caplog.at_level(logging.WARNING):
+        client.collect(1)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(
+        "no usable server for 40 s (rollout.health.patience_s): http://127.0"
+    )
+    assert lines[1].startswith("the SGLang server at http://127.0.0.1:")
+    assert "; the last lines of " in lines[1]
+    assert len(lines) > 2
+    assert "died (SIGKILL); it is started again (" in caplog.text
+
+
+def test_a_remote_server_that_ends_for_good_is_named(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        config = make_config(servers=(fake.address,), health={"timeout_s": 1, "patience_s": 3})
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+    with pytest.raises(RolloutError) as caught:
+        client.collect(0)
+    message = str(caught.value)
+    assert message.startswith("no usable server for 3 s (rollout.health.patience_s): ")
+    assert f"{fake.address} (lost): " in message
+    assert "\n" not in message
+
+
+@contextlib.contextmanager
+def crashing(fake: FakeSglang) -> Iterator[None]:
+    """Whatever is asked of the server crashes it; it is started again at once."""
+    is_over = threading.Event()
+
+    def crash_at_each_request() -> None:
+        num_seen = 0
+        while not is_over.wait(0.02):
+            if len(fake.requests) > num_seen:
+                fake.crash()
+                num_seen, fake.version = len(fake.requests), "default"
+                fake.start()
+
+    thread = threading.Thread(target=crash_at_each_request)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("call", ["collect", "evaluate"])
+def test_a_prompt_that_crashes_every_server_is_not_sent_for_ever(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path, call: str
+) -> None:
+    pushes = 0
+
+    def push_until_it_ends(client: CollectorClient) -> None:
+        nonlocal pushes
+        while pushes < 10:
+            client.sync_weights(tmp_path, 1)
+            pushes += 1
+            assert getattr(client, call)(0) is None
+
+    with FakeSglang(token_interval_s=1.0) as fake, crashing(fake):
+        health = {"interval_s": 0.1, "timeout_s": 5}
+        client = open_client(make_config(servers=(fake.address,), health=health))
+        with pytest.raises(RolloutError, match="the weights were pushed 5 times in a row") as error:
+            push_until_it_ends(client)
+    assert pushes == 6  # the first one was not asked for
+    assert f"{fake.address} (stale): it needs weights again: {fake.address}: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_with_the_other_temperature_convention_is_refused(
+    make_config: MakeConfig, open_client: Open
+) -> None:
+    with FakeSglang(ignores_temperature=True) as fake:
+        client = open_client(make_config(servers=(fake.address,), temperature=0.6))
+        with pytest.raises(RolloutError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
+            client.wait_ready()
+
+
+def test_a_collector_that_dies_shows_its_last_lines(
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        client.sync_weights(tmp_path, 1)
+        find_process("rollout.collector").kill()
+        with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
+            client.collect(0)
+    assert "collector.log" in str(caught.value)
+
+
+def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
+    async def run() -> None:
+        mine, remote = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=mine)
+        remote.close()
+        handler = _WarningsToClient(functools.partial(_send, writer))
+        logging.getLogger().addHandler(handler)
+        try:
+            for _ in range(20):
+                logging.getLogger("test").warning("a server is taken out")
+                await asyncio.sleep(0)
+        finally:
+            logging.getLogger().removeHandler(handler)
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
+) -> None:
+    with FakeSglang(token_interval_s=0.2) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        client.sync_weights(tmp_path, 1)
+        client._start(COLLECT, Collect(step=0))
+        while not fake.requests:
+            time.sleep(0.02)
+        collector = find_process("rollout.collector")
+        assert client._socket is not None
+        client._socket.close()  # as the end of the process does
+        collector.wait(timeout=10)
+    assert "Traceback" not in client._log_path.read_text()
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
+    make_config: MakeConfig,
+    open_client: Open,
+    find_process: Callable[[str], psutil.Process],
+    tmp_path: Path,
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        config = make_config(servers=(fake.address,))
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+        # No file of the collector may grow beyond 256 bytes, not even its log.
+        find_process("rollout.collector").rlimit(psutil.RLIMIT_FSIZE, (256, 256))
+        with pytest.raises(RolloutError) as caught:
+            client.collect(0)
+    path = config.run_dir / "rollouts" / "step_000000.parquet"
+    assert str(caught.value).startswith(f"cannot write the samples of step 0 to {path}: ")
+    assert "free space, or set rollout.dump=false" in str(caught.value)
+    assert not any(entry.is_file() for entry in path.parent.rglob("*"))
+
+
+def test_without_dumps_batches_leave_no_file(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        config = make_config(servers=(fake.address,), dump=False)
+        client = open_client(config)
+        client.sync_weights(tmp_path, 1)
+        assert len(decode_batch(client.collect(0)).groups) == 3
+    assert not (config.run_dir / "rollouts").exists()
+
+
+def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
+    make_config: MakeConfig, open_client: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(servers=("http://127.0.0.1:1",), health={"patience_s": 1})
+    assert config.data.train is not None
+    train = config.data.train.path
+    rows = train.read_text()
+    train.write_text(json.dumps({"prompt": "1" * 100, "answer": "1"}) + "\n" + rows)
+    client = open_client(config)
+    with pytest.raises(RolloutError, match=r"1 of 17 .* an evaluation leaves none out"):
+        client.wait_ready()
+
+    sums = train.with_name("sums.jsonl")
+    sums.write_text(rows)
+    eval_sets = (config.eval.sets[0].model_copy(update={"path": sums}),)
+    evaluation = config.eval.model_copy(update={"sets": eval_sets})
+    config = config.model_copy(update={"eval": evaluation})
+    client = open_client(config)
+    with caplog.at_level(logging.WARNING), pytest.raises(RolloutError, match="no answer for 1 s"):
+        client.wait_ready()
+    assert "1 of 17 prompts are longer than 32 tokens" in caplog.text
+    assert "5 of 5 prompts of evaluation set 'sums' are in training set 'train' too" in caplog.text
+
+    train.write_text(rows + '{"prompt": "1+1=?"}\n')
+    client = open_client(config)
+    with pytest.raises(RolloutError, match=r"train.jsonl:17: no column 'answer'"):
+        client.wait_ready()
+
+
+def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as fake:
+        client = open_client(make_config(servers=(fake.address,)))
+        load = client.weights.start(LOAD, Load(model_dir=tmp_path, version=7))
+        assert client._lacks_weights
+        load()
+        assert client._lacks_weights
+        assert client.weights.start(RESUME, Resume())() == Resumed(pause_s=0.0)
+        assert not client._lacks_weights
+        client.ensure_weights()
+        assert fake.version == "7"
+
+
+def test_a_checkpoint_of_a_replay_cannot_be_continued_live(make_config: MakeConfig) -> None:
+    client = CollectorClient(make_config(), on_progress=print)
+    with pytest.raises(RolloutError, match="the checkpoint was written by a replay"):
+        client.restore({})

@@ -1,0 +1,400 @@
+"""Several servers as one: routing, and what happens to requests when a server fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.errors import BrokenConnectionError, RolloutError
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.types import FinishReason
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_sglang import FakeSglang, token_at
+from tests.launch import free_port
+from tests.rollout.pool import PROMPT, Response, T, engine_of, pool_of, states_of, until
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+def test_pieces_come_while_the_response_is_sampled(is_incremental: bool) -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 9}, is_incremental=is_incremental) as fake:
+            async with pool_of(fake) as pool:
+                response = Response(pool)
+                # Events come after 1, 5 and 9 tokens; the rest only after the stall.
+                await until(lambda: len(response.token_ids) == 9)
+                assert [len(part.token_ids) for part in response.parts] == [1, 4, 4]
+                fake.stalls.clear()
+                completion = await response.check(20, FinishReason.LENGTH)
+        assert [span.version for span in completion.versions] == [0]
+        assert fake.requests[0]["sampling_params"]["stream_interval"] == 4
+
+    asyncio.run(run())
+
+
+def test_a_server_that_dies_loses_nothing_that_was_received() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 9}) as dying, FakeSglang() as other:
+            async with pool_of(dying, other) as pool:
+                await pool.states.wait_for_engines()
+                response = Response(pool)
+                await until(lambda: len(response.token_ids) == 9)
+                dying.crash()
+                await response.check(20, FinishReason.LENGTH)
+                assert states_of(pool) == ["lost", "usable"]
+                assert pool.num_lost_requests == 1
+        sent = other.requests[0]
+        assert sent["input_ids"] == [*PROMPT, *(token_at(3 + index) for index in range(9))]
+        assert sent["sampling_params"]["max_new_tokens"] == 11
+        assert sent["rid"] != dying.requests[0]["rid"]
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_breaks_on_a_living_server_is_made_again() -> None:
+    async def run() -> None:
+        with FakeSglang(breaks_after={3: 9}, connections_to_drop=1) as fake:
+            async with pool_of(fake) as pool:
+                response = Response(pool)
+                await response.check(20, FinishReason.LENGTH)
+                assert states_of(pool) == ["usable"]
+                assert pool.num_lost_requests == 0
+        assert [len(request["input_ids"]) for request in fake.requests] == [3, 3, 12]
+        assert len({request["rid"] for request in fake.requests}) == 3
+
+    asyncio.run(run())
+
+
+def test_a_response_that_is_continued_keeps_its_sampling_settings() -> None:
+    async def run() -> None:
+        settings = SamplingSettings(T, 20, top_p=0.9, top_k=5, seed=7)
+        with FakeSglang(breaks_after={3: 9}, connections_to_drop=1) as fake:
+            async with pool_of(fake) as pool:
+                assert await pool.generate(PROMPT, settings, label="sample 1") is not None
+        sent = [request["sampling_params"] for request in fake.requests]
+        assert [params["max_new_tokens"] for params in sent] == [20, 20, 11]
+        for params in sent:
+            assert (params["top_p"], params["top_k"], params["sampling_seed"]) == (0.9, 5, 7)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5}) as dying, FakeSglang() as other:
+            async with pool_of(dying, other) as pool:
+                await pool.states.wait_for_engines()
+                response = Response(pool)
+                await until(lambda: len(response.token_ids) == 5)
+                dying.crash()
+                await response.check(20, FinishReason.LENGTH)
+                dying.stalls.clear()
+                dying.requests.clear()
+                dying.start()  # it reports version 0, as the pool needs, but is another process
+                await until(lambda: states_of(pool) == ["stale", "usable"])
+                await asyncio.gather(
+                    *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4))
+                )
+                assert dying.requests == []
+                pool.states.mark_updated(engine_of(pool, dying), 0)
+                assert states_of(pool) == ["usable", "usable"]
+                await asyncio.gather(
+                    *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4))
+                )
+                assert dying.requests != []
+
+    asyncio.run(run())
+
+
+def test_without_a_usable_server_requests_wait_for_weights() -> None:
+    async def run() -> None:
+        with FakeSglang(version="7") as fake:
+            async with pool_of(fake, version=None) as pool:
+                await pool.states.wait_for_engines()
+                assert pool.needs_weights
+                response = Response(pool)
+                await asyncio.sleep(0.2)
+                assert fake.requests == []
+                fake.version = "8"
+                pool.states.version = 8
+                pool.states.mark_updated(pool.states.engines[0], 8)
+                assert not pool.needs_weights
+                completion = await response.check(20, FinishReason.LENGTH)
+        assert [span.version for span in completion.versions] == [8]
+
+    asyncio.run(run())
+
+
+def test_a_new_version_of_the_pool_leaves_the_servers_stale() -> None:
+    async def run() -> None:
+        with FakeSglang() as fake:
+            async with pool_of(fake) as pool:
+                await pool.states.wait_for_engines()
+                assert states_of(pool) == ["usable"]
+                pool.states.version = 1
+                assert states_of(pool) == ["stale"]
+
+    asyncio.run(run())
+
+
+def test_all_servers_lost_is_an_error_that_names_each_and_why() -> None:
+    async def run() -> str:
+        with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
+            async with pool_of(one, two, health={"patience_s": 3.0}) as pool:
+                await pool.states.wait_for_engines()
+                responses = [Response(pool), Response(pool)]
+                await until(lambda: all(len(r.token_ids) == 5 for r in responses))
+                one.crash()
+                two.crash()
+                with pytest.raises(RolloutError) as caught:
+                    await responses[0].task
+                with pytest.raises(RolloutError):
+                    await responses[1].task
+        error = str(caught.value)
+        assert error.startswith("no usable server for 3 s (rollout.health.patience_s): ")
+        for fake in (one, two):
+            assert f"{fake.address} (lost): {fake.address}: the connection broke" in error
+        assert error.endswith("start them again and continue with resume=true")
+        return error
+
+    assert "\n" not in asyncio.run(run())
+
+
+def test_servers_that_never_answer_are_named_at_the_start() -> None:
+    missing = f"http://127.0.0.1:{free_port()}"
+
+    async def run() -> None:
+        with FakeSglang() as fake:
+            async with pool_of(fake, missing, health={"patience_s": 2.0}) as pool:
+                with pytest.raises(RolloutError) as caught:
+                    await pool.states.wait_for_engines()
+        assert f"{missing} (starting): it never answered" in str(caught.value)
+        assert fake.address not in str(caught.value)
+
+    asyncio.run(run())
+
+
+def test_servers_may_be_started_after_the_trainer() -> None:
+    async def run() -> None:
+        with FakeSglang() as fake:
+            fake.crash()
+            async with pool_of(fake) as pool:
+                waiting = asyncio.create_task(pool.states.wait_for_engines())
+                await asyncio.sleep(0.3)
+                assert not waiting.done()
+                fake.start()
+                await waiting
+                assert states_of(pool) == ["usable"]
+
+    asyncio.run(run())
+
+
+def test_a_refused_key_ends_the_wait_for_servers_at_once() -> None:
+    async def run() -> None:
+        with FakeSglang(api_key="right") as fake:
+            async with pool_of(fake, health={"patience_s": 1000.0}) as pool:
+                with pytest.raises(RolloutError, match="set BAPO_MEGATRON_API_KEY"):
+                    await pool.states.wait_for_engines()
+
+    asyncio.run(run())
+
+
+def test_a_server_of_the_wrong_convention_ends_the_run_at_its_start() -> None:
+    async def run() -> None:
+        with FakeSglang() as good, FakeSglang(ignores_temperature=True) as bad:
+            async with pool_of(good, bad, temperature=T) as pool:
+                with pytest.raises(RolloutError, match="ignore the temperature") as caught:
+                    await pool.states.wait_for_engines([[5, 6, 7], [8, 9]])
+        assert str(caught.value).startswith(bad.address)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_cannot_retract_is_refused_where_that_is_wanted() -> None:
+    async def run() -> None:
+        with FakeSglang(sglang_version="0.5.20") as fake:
+            async with pool_of(fake, weight_sync={"in_flight": "in_place"}) as pool:
+                await pool.states.wait_for_engines()
+            async with pool_of(fake, weight_sync={"in_flight": "retract"}) as pool:
+                with pytest.raises(RolloutError, match=r"SGLang 0\.5\.20 .*in_flight: abort"):
+                    await pool.states.wait_for_engines()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_the_server_refuses_is_not_tried_elsewhere() -> None:
+    async def run() -> None:
+        cut_off = {"finish_reason": {"type": "length"}}
+        with FakeSglang(stop_at=9, changes=cut_off) as one, FakeSglang() as two:
+            async with pool_of(one, two) as pool:
+                await pool.states.wait_for_engines()
+                with pytest.raises(RolloutError, match=r"cut off after 7 of 20 tokens"):
+                    await Response(pool).task
+                assert states_of(pool) == ["usable", "usable"]
+        assert two.requests == []
+
+    asyncio.run(run())
+
+
+def test_drain_ends_every_request_with_what_it_has() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 7}) as one, FakeSglang(stalls={3: 7}) as two:
+            async with pool_of(one, two, max_connections=4) as pool:
+                await pool.states.wait_for_engines()
+                sent = [Response(pool) for _ in range(4)]
+                waiting = Response(pool)
+                await until(lambda: all(len(r.token_ids) == 5 for r in sent))
+                await pool.drain()
+                for response in sent:
+                    # 5 tokens were streamed; the abort brings the other 2.
+                    await response.check(7, FinishReason.ABORT)
+                assert await waiting.task is None
+                assert await pool.generate(PROMPT, SamplingSettings(T, 4), label="late") is None
+                pool.reopen()
+                one.stalls.clear()
+                two.stalls.clear()
+                await Response(pool).check(20, FinishReason.LENGTH)
+                assert pool.num_lost_requests == 0
+
+    asyncio.run(run())
+
+
+def test_drain_ends_although_a_server_hangs_or_ignores_aborts() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5}) as hanging, FakeSglang(stalls={3: 5}) as deaf:
+            deaf.ignores_aborts = True
+            async with pool_of(hanging, deaf) as pool:
+                await pool.states.wait_for_engines()
+                responses = [Response(pool), Response(pool)]
+                await until(lambda: all(len(r.token_ids) == 5 for r in responses))
+                hanging.is_hanging = True
+                await pool.drain()
+                for response in responses:
+                    await response.check(5, FinishReason.ABORT)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) -> None:
+    async def run() -> None:
+        with FakeSglang(token_interval_s=0.01) as fake:
+            async with pool_of(fake, request_timeout_s=2.0) as pool:
+                response = Response(pool, 200)
+                await until(lambda: len(response.token_ids) >= 5)
+                await pool.pause(mode)
+                assert fake.pause_mode == mode
+                await asyncio.sleep(3.0)  # longer than a request may be silent
+                fake.version = "1"
+                pool.states.version = 1
+                pool.states.mark_updated(pool.states.engines[0], 1)
+                await pool.resume()
+                completion = await response.check(200, FinishReason.LENGTH)
+                assert pool.num_lost_requests == 0
+        assert [span.version for span in completion.versions] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to_do() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5, 4: 5}) as one, FakeSglang(stalls={3: 5, 4: 5}) as two:
+            async with pool_of(one, two) as pool:
+                await pool.states.wait_for_engines()
+                first = [Response(pool, affinity=1) for _ in range(4)]
+                second = [Response(pool, prompt=[1, 2, 3, 4], affinity=2) for _ in range(4)]
+                await until(lambda: all(r.token_ids for r in first + second))
+                lengths = [{len(r["input_ids"]) for r in fake.requests} for fake in (one, two)]
+                assert lengths == [{3}, {4}]
+                await pool.drain()
+                assert len(pool._balancer._engine_by_affinity) == 0
+
+    asyncio.run(run())
+
+
+def test_a_large_group_is_spread_once_its_server_has_much_more_to_do() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
+            async with pool_of(one, two) as pool:
+                await pool.states.wait_for_engines()
+                responses = [Response(pool, affinity=1) for _ in range(16)]
+                await until(lambda: all(r.token_ids for r in responses))
+                # 0 to 4 others are no reason to move; then the other one takes up to 1.25 × 5 + 4.
+                assert sorted((len(one.requests), len(two.requests))) == [5, 11]
+                await pool.drain()
+
+    asyncio.run(run())
+
+
+def test_a_server_of_more_ranks_gets_more_requests() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5}) as small, FakeSglang(stalls={3: 5}, num_ranks=3) as large:
+            async with pool_of(small, large) as pool:
+                await pool.states.wait_for_engines()
+                responses = [Response(pool) for _ in range(8)]
+                await until(lambda: all(r.token_ids for r in responses))
+                assert (len(small.requests), len(large.requests)) == (2, 6)
+                await pool.drain()
+
+    asyncio.run(run())
+
+
+class NoStepper:
+    """Is there, that is all."""
+
+    async def decode(self, max_steps: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("stepper", [None, NoStepper()])
+def test_requests_wait_for_a_connection_only_where_an_engine_samples_by_itself(
+    stepper: NoStepper | None,
+) -> None:
+    async def run() -> int:
+        engine = FakeEngine(stepper)
+        config = RolloutConfig(max_connections=2, health=HealthConfig(interval_s=0.1))
+        pool = EnginePool([engine], config, version=0)
+        assert pool.stepper is stepper
+        await pool.states.wait_for_engines()
+        responses = [Response(pool) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        num_in_flight = pool.num_in_flight
+        for response in responses:
+            response.task.cancel()
+        await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
+        await pool.close()
+        return num_in_flight
+
+    assert asyncio.run(run()) == (2 if stepper is None else 5)
+
+
+def test_an_engine_with_a_stepper_is_alone() -> None:
+    engines = [FakeEngine(), FakeEngine(NoStepper())]
+
+    async def make() -> None:
+        EnginePool(engines, RolloutConfig(), version=0)
+
+    with pytest.raises(AssertionError):
+        asyncio.run(make())
+
+
+def test_an_engine_is_told_how_much_of_its_input_the_response_has_already() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        pool = EnginePool([engine], RolloutConfig(), version=0)
+        response = Response(pool, prompt=[1, 2, 3, 50, 51], sampled_tokens=2)
+        await until(lambda: len(engine.flights) == 1)
+        engine.flights[0].give([52, 53, 54])
+        engine.flights[0].ended.set_exception(BrokenConnectionError("test"))
+        await until(lambda: len(engine.flights) == 2)
+        engine.flights[1].give([55], FinishReason.STOP)
+        await response.task
+        first, second = (flight.request for flight in engine.flights)
+        assert (list(first.input_ids), first.sampled_tokens) == ([1, 2, 3, 50, 51], 2)
+        assert list(second.input_ids) == [1, 2, 3, 50, 51, 52, 53, 54]
+        assert (second.sampled_tokens, second.sampling.max_new_tokens) == (5, 17)
+        await pool.close()
+
+    asyncio.run(run())

@@ -1,0 +1,256 @@
+"""What a batch's updates consist of: tokens too old to train, and tokens that were not sampled.
+
+Shape legend: R = tokens of one response, T = sampled tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config.rollout import StalenessConfig
+from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.trainer.split import PlannedUpdate, plan_step
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    Sample,
+    WrittenSpan,
+)
+from tests.trainer.dumps import ONE_RANK
+
+VERSION = 10
+VERSIONS = (
+    ((10, 10), (6, 6, 9, 10), (9, 9, 9)),
+    ((10,), (3, 3), (8, 8, 9)),
+)
+"""Weights versions of the tokens of each response of two groups, in a batch of version 10."""
+
+
+def _batch(versions=VERSIONS) -> RolloutBatch:
+    groups = []
+    for group_id, responses in enumerate(versions):
+        prompt = PromptTokens(f"made:{group_id}", np.array([1, 2], np.int32))
+        samples = [
+            Sample(
+                group_id=group_id,
+                index=index,
+                prompt=prompt,
+                response_token_ids=np.arange(len(versions_R), dtype=np.int32),
+                behaviour_logprobs=np.zeros(len(versions_R), np.float32),
+                versions=spans_of(versions_R),
+                finish_reason=FinishReason.STOP,
+                reward=float(index == 0),
+            )
+            for index, versions_R in enumerate(responses)
+        ]
+        groups.append(Group(group_id, tuple(samples)))
+    return RolloutBatch(step=0, version=VERSION, groups=tuple(groups))
+
+
+def _plan(
+    limit: dict[str, object], batch: RolloutBatch | None = None, **algorithm: object
+) -> tuple[PlannedUpdate, ...]:
+    return plan_step(
+        batch or _batch(),
+        AlgorithmConfig.model_validate(algorithm),
+        StalenessConfig(action="mask", **limit),
+        ONE_RANK,
+    )
+
+
+def _weights_by_sample(update: PlannedUpdate) -> dict[int, list[float]]:
+    """Loss weights of each computed response, in the order of its tokens."""
+    (micro_batch,) = update.micro_batches
+    found: dict[int, list[float]] = {}
+    for sample, weight, mask in zip(
+        micro_batch.sample_T.tolist(),
+        micro_batch.loss_weight_T.tolist(),
+        micro_batch.mask_T.tolist(),
+        strict=True,
+    ):
+        assert (weight > 0) == (mask == 1.0)
+        found.setdefault(sample, []).append(weight)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "full", "partial"),
+    [
+        # 15 tokens, of which the two of age 4 and the two of age 7 do not train: 11 in 5 responses.
+        ("token_mean", {0: 11, 2: 11, 3: 11, 5: 11}, 11),
+        ("sequence_mean", {0: 10, 2: 15, 3: 5, 5: 15}, 10),
+        ("token_sum_norm", {0: 20, 2: 20, 3: 20, 5: 20}, 20),
+    ],
+)
+def test_global_denominators_count_only_tokens_that_train(
+    aggregation: str, full: dict[int, int], partial: int
+) -> None:
+    (update,) = _plan(
+        {"max_age": 3, "measure": "token"},
+        loss_aggregation=aggregation,
+        token_sum_norm_constant=4.0,
+    )
+    weights = _weights_by_sample(update)
+    assert sorted(weights) == [0, 1, 2, 3, 5]
+    for sample, divisor in full.items():
+        assert weights[sample] == pytest.approx([1 / divisor] * len(weights[sample]), rel=1e-6)
+    assert weights[1] == pytest.approx([0, 0, 1 / partial, 1 / partial], rel=1e-6)
+    assert (update.response_tokens, update.trained_tokens) == (15, 11)
+
+
+@pytest.mark.parametrize("measure", ["token", "mean", "oldest"])
+@pytest.mark.parametrize("max_age", [None, 0, 1, 2, 4, 7])
+def test_denominators_equal_a_loop_over_tokens(measure: str, max_age: int | None) -> None:
+    (update,) = _plan({"max_age": max_age, "measure": measure})
+    kept = 0
+    for responses in VERSIONS:
+        for versions_R in responses:
+            ages = [VERSION - v for v in versions_R]
+            whole = {"mean": Fraction(sum(ages), len(ages)), "oldest": max(ages)}
+            kept += sum(max_age is None or whole.get(measure, age) <= max_age for age in ages)
+    assert update.trained_tokens == kept
+    for weights in _weights_by_sample(update).values():
+        assert set(weights) <= {0.0, float(np.float32(1 / kept))}
+
+
+def test_responses_that_do_not_train_are_not_computed() -> None:
+    (update,) = _plan({"max_age": 3, "measure": "oldest"})
+    (micro_batch,) = update.micro_batches
+    assert set(micro_batch.sample_T.tolist()) == {0, 2, 3, 5}
+    assert update.real_tokens == 9 + 4 * 2
+
+
+def test_masked_responses_stay_in_the_baseline_of_their_group() -> None:
+    (masked,) = _plan({"max_age": 3, "measure": "oldest"}, advantage="grpo_no_std")
+    (micro_batch,) = masked.micro_batches
+    advantages = dict(
+        zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
+    )
+    assert advantages == pytest.approx({0: 2 / 3, 2: -1 / 3, 3: 2 / 3, 5: -1 / 3})
+
+
+def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None:
+    old = ((2, 2), (2,)), ((10, 10), (9,))
+    first, second = _plan(
+        {"max_age": 3, "measure": "token"}, _batch(versions=old), updates_per_batch=2
+    )
+    lengths = {
+        "positive_responses": 1.0,
+        "positive_length": 2.0,
+        "negative_responses": 1.0,
+        "negative_length": 1.0,
+    }
+    assert first == PlannedUpdate(response_tokens=3, lengths=lengths)
+    assert (second.response_tokens, second.trained_tokens, second.has_gradient) == (3, 3, True)
+
+
+def test_tokens_that_do_not_train_give_no_gradient() -> None:
+    # The first group has advantages but is too old, the second is young and has none.
+    batch = _batch(versions=(((2, 2), (2,)), ((10, 10), (9,))))
+    for sample in batch.groups[1].samples:
+        sample.reward = 1.0
+    (update,) = _plan({"max_age": 3, "measure": "token"}, batch)
+    assert update.trained_tokens == 3
+    assert not update.has_gradient
+
+
+def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baseline() -> None:
+    batch = _batch()
+    batch.samples[0].finish_reason = FinishReason.LENGTH
+    config = AlgorithmConfig(advantage="grpo_no_std")
+
+    (kept,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
+    (masked,) = plan_step(
+        batch, config, StalenessConfig(), ONE_RANK, masked_reasons={FinishReason.LENGTH}
+    )
+
+    assert (kept.trained_tokens, masked.trained_tokens) == (15, 13)
+    (micro_batch,) = masked.micro_batches
+    advantages = dict(
+        zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
+    )
+    third = pytest.approx(-1 / 3)
+    assert advantages == {1: third, 2: third, 3: pytest.approx(2 / 3), 4: third, 5: third}
+    # token_mean: each of the 13 tokens that train has the same weight.
+    assert _weights_by_sample(masked)[1] == [pytest.approx(1 / 13)] * 4
+
+
+WRITTEN = {1: ((1, 5), (8, 2)), 2: ((1, 3),), 5: ((2, 4),)}
+"""What an environment wrote in some responses of the batch: 7, 3 and 4 tokens."""
+
+
+def _episodes() -> RolloutBatch:
+    """The same sampled tokens, with more between them."""
+    batch = _batch()
+    for number, spans in WRITTEN.items():
+        sample = batch.samples[number]
+        sample.written = tuple(WrittenSpan(*span) for span in spans)
+        length = len(sample.behaviour_logprobs) + sum(n for _, n in spans)
+        sample.response_token_ids = np.arange(length, dtype=np.int32)
+    return batch
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
+def test_what_an_environment_wrote_changes_no_weight_and_no_length(aggregation: str) -> None:
+    algorithm = {"loss_aggregation": aggregation, "token_sum_norm_constant": 4.0}
+    limit = {"max_age": 3, "measure": "token"}
+    (plain,) = _plan(limit, **algorithm)
+    (update,) = _plan(limit, _episodes(), **algorithm)
+
+    assert _weights_by_sample(update) == _weights_by_sample(plain)
+    assert (update.response_tokens, update.trained_tokens) == (15, 11)
+    # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
+    assert update.lengths == plain.lengths
+    assert update.lengths == {
+        "positive_responses": 2.0,
+        "positive_length": 3.0,
+        "negative_responses": 4.0,
+        "negative_length": 12.0,
+    }
+    assert update.real_tokens == plain.real_tokens + 7 + 3 + 4
+
+
+@pytest.mark.parametrize("reason", ["length", "turns", "environment"])
+def test_episodes_that_ended_for_a_masked_reason_stay_in_the_baseline(reason: str) -> None:
+    batch = _episodes()
+    for number, ended in {1: "length", 2: "turns", 5: "environment"}.items():
+        batch.samples[number].finish_reason = FinishReason(ended)
+    masked = {"length": 1, "turns": 2, "environment": 5}[reason]
+    sampled = {1: 4, 2: 3, 5: 3}[masked]
+
+    (update,) = plan_step(
+        batch,
+        AlgorithmConfig(advantage="grpo_no_std"),
+        StalenessConfig(),
+        ONE_RANK,
+        masked_reasons={FinishReason(reason)},
+    )
+
+    weights = _weights_by_sample(update)
+    assert sorted(weights) == [number for number in range(6) if number != masked]
+    assert (update.response_tokens, update.trained_tokens) == (15, 15 - sampled)
+    for number, weight_Q in weights.items():
+        length = len(batch.samples[number].behaviour_logprobs)
+        assert weight_Q == [pytest.approx(1 / (15 - sampled))] * length
+    (micro_batch,) = update.micro_batches
+    advantages = dict(
+        zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
+    )
+    right, wrong = pytest.approx(2 / 3), pytest.approx(-1 / 3)
+    assert advantages == {n: right if n in (0, 3) else wrong for n in weights}
+
+
+def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
+    batch = _batch(versions=(((10, 10), ()),))
+    batch.samples[1].finish_reason = FinishReason.ENVIRONMENT
+
+    (update,) = plan_step(batch, AlgorithmConfig(), StalenessConfig(), ONE_RANK)
+
+    assert _weights_by_sample(update).keys() == {0}
+    assert (update.response_tokens, update.trained_tokens) == (2, 2)
