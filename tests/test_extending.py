@@ -14,7 +14,10 @@ import torch
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.load_objective import load_objective, trial_tokens
 from bapo_megatron.algorithm.objective import differentiate
+from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.engine.load import load_kind
+from bapo_megatron.reward.base import SampleFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,3 +73,29 @@ def test_the_advantage_of_the_page_centres_by_length(printed: str) -> None:
     advantages = Advantages(f"{printed}:centred_by_length")
     groups: Any = [SimpleNamespace(samples=samples)]
     assert advantages.compute(groups).tolist() == [[0.75, -0.25]]
+
+
+def test_the_rewards_of_the_page_give_what_it_says(printed: str) -> None:
+    page = sys.modules[printed]
+    short, long = SampleFacts(num_tokens=200), SampleFacts(num_tokens=201)
+    assert page.short_and_right("It is 7", "7", short) == 1.0
+    assert page.short_and_right("It is 7", "7", long) == 0.0
+    assert page.short_and_right("It is 8", "7", short) == 0.0
+    assert page.shared_success([1.0, 0.0, 1.2, 0.5]) == [0.5, 0.0, 0.5, 0.0]
+    assert page.shared_success([0.0, 0.0]) == [0.0, 0.0]
+
+
+def test_the_engine_of_the_page_is_found_and_refuses_by_key(printed: str) -> None:
+    kind = load_kind(f"{printed}:MyKind")
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(colocated=True))
+    with pytest.raises(ConfigError, match=r"^rollout\.colocated: must be false with my_engine"):
+        kind.check(config)
+
+
+def test_the_model_family_of_the_page_is_an_entry_of_the_table() -> None:
+    (entry,) = re.findall(r'^\+ +"mistral": _Family\((.*)\),$', PAGE.read_text(), re.MULTILINE)
+    assert entry == '"MistralForCausalLM", qkv_bias=False, qk_norm=False'
+    shown = re.findall(r'^ +("\w+": _Family\(.*\)),$', PAGE.read_text(), re.MULTILINE)
+    source = (PAGE.parents[1] / "bapo_megatron" / "policy" / "hf_config.py").read_text()
+    assert len(shown) == 3
+    assert all(line in source for line in shown)
