@@ -120,17 +120,21 @@ class RequestTrace:
 class Timeline:
     """Records since the last ``clear``; its memory grows with the requests of that time only."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, is_kept: bool = True
+    ) -> None:
         """Start at time 0.
 
         Args:
             clock: Returns seconds, never fewer than before.
+            is_kept: Keep what is recorded; else nothing is, as without ``rollout.timeline``.
         """
+        self._is_kept = is_kept
         self._clock = clock
         self._origin_s = clock()
         self._closed: list[_Block] = []
         self._opened: dict[int, _Block] = {}
-        """By ``id``: in order, and removed at once."""
+        """By ``id``, so that a block is removed without a search; in order."""
 
     def request(self, label: str, sampled_tokens: int = 0) -> RequestTrace:
         """A request enters the queue.
@@ -182,8 +186,8 @@ class Timeline:
                     yield self._event(part, number, lane, now_s)
 
     def _event(self, part: _Slice, process: int, lane: int, now_s: float) -> dict[str, Any]:
-        is_open = part.end_s is None
         start_us = self._to_us(part.start_s)
+        end_us = self._to_us(now_s if part.end_s is None else part.end_s)
         return {
             "ph": "X",
             "name": part.name,
@@ -191,8 +195,8 @@ class Timeline:
             "tid": lane,
             "ts": start_us,
             # Both ends are rounded, so that neighbours touch and never overlap.
-            "dur": self._to_us(now_s if part.end_s is None else part.end_s) - start_us,
-            "args": part.args | ({"end": "running"} if is_open else {}),
+            "dur": end_us - start_us,
+            "args": part.args if part.end_s is not None else part.args | {"end": "running"},
         }
 
     def _to_us(self, time_s: float) -> int:
@@ -200,44 +204,14 @@ class Timeline:
 
     def _open(self, row: str) -> _Block:
         block = _Block(row)
-        self._opened[id(block)] = block
+        if self._is_kept:
+            self._opened[id(block)] = block
         return block
 
     def _close(self, block: _Block, reason: str, **args: Any) -> None:
         block.end(self._clock(), reason, **args)
-        self._closed.append(self._opened.pop(id(block)))
-
-
-class NullTimeline(Timeline):
-    """Records nothing, where ``rollout.timeline`` is off."""
-
-    def request(self, label: str, sampled_tokens: int = 0) -> RequestTrace:
-        """The trace that all requests share."""
-        return _NO_TRACE
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Run the block."""
-        yield
-
-
-class _NoTrace(RequestTrace):
-    """Takes everything and keeps nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def sent(self, server: str, prefix_tokens: int) -> None:
-        pass
-
-    def first_tokens(self, cached_tokens: int) -> None:
-        pass
-
-    def ended(self, reason: str, num_tokens: int) -> None:
-        pass
-
-
-_NO_TRACE = _NoTrace()
+        if self._is_kept:
+            self._closed.append(self._opened.pop(id(block)))
 
 
 def allocate_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
