@@ -10,28 +10,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.stream import PromptMixture, PromptStream
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.buffer import DropReason, RolloutBuffer, buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.buffer import (
+    DropReason,
+    PendingGroup,
+    PendingSample,
+    RolloutBuffer,
+    buffer_from_json,
+    buffer_to_json,
+)
 from bapo_megatron.rollout.driving import BURST, Driver, reporting
-from bapo_megatron.rollout.episodes import Episodes
-from bapo_megatron.rollout.selection import Selection, merge
-from bapo_megatron.types import RolloutBatch, RolloutStats
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-    from bapo_megatron.data.stream import PromptMixture, PromptStream
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.episodes import Interaction
-    from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.pool import EnginePool
-    from bapo_megatron.rollout.selection import BatchPlan, LeftOver
-    from bapo_megatron.types import SampleText
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
+from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,7 @@ class BatchCollector:
         plan: BatchPlan,
         report: Callable[[str], None],
     ) -> None:
-        """Put the parts together; ``attach`` comes before the first batch.
-
-        Args:
-            interaction: Answers the policy's turns.
-            grader: Decodes and scores.
-            prompts: Training prompts.
-            config: Sizes of batches and groups, and the rules.
-            replay: How many groups of earlier batches are trained on again.
-            plan: What the run asks of its batches.
-            report: Takes a line about the progress, twice a second.
-        """
+        """Put the parts together; ``attach`` comes before the first batch."""
         self._interaction = interaction
         self._grader = grader
         self._prompts = prompts

@@ -13,29 +13,26 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.data.staleness import join_spans
+from bapo_megatron.engine.base import Completion
+from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.types import (
     FinishReason,
     Group,
     Prompt,
+    PromptTokens,
     Sample,
     SampleText,
     VersionSpan,
     WrittenSpan,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bapo_megatron.engine.base import Completion
-    from bapo_megatron.reward.base import Response, Score
-    from bapo_megatron.types import PromptTokens
 
 
 class DropReason(StrEnum):

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable
 
-from bapo_megatron.engine.base import MemoryPart
+from bapo_megatron.engine.base import Engine, EngineServer, MemoryPart
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import ServerError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from bapo_megatron.engine.base import Engine, EngineServer
-    from bapo_megatron.engine.supervisor import ServerSupervisor
-    from bapo_megatron.rollout.pool import EnginePool
-    from bapo_megatron.weight_sync.servers import Pausable
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.weight_sync.servers import Pausable
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,7 +41,7 @@ class ColocatedServers:
             supervisor: Owns the servers.
             pool: Uses them.
             generation: Is paused and resumed with them.
-            timeout_s: Longest time of one call.
+            timeout_s: Limit of one call.
         """
         self._supervisor = supervisor
         self._pool = pool

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bapo_megatron.rollout.episodes import Episodes
-    from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.episodes import Episodes
+from bapo_megatron.rollout.pool import EnginePool
 
 BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded, and others take

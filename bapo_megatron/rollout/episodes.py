@@ -13,23 +13,17 @@ import asyncio
 import functools
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from bapo_megatron.environment.base import EnvironmentFailedError, Task, Turn
+from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
+from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
-    from bapo_megatron.environment.base import Environment, Step
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.pool import EnginePool
-
 
 _LOG = logging.getLogger(__name__)
 

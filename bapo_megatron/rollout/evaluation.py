@@ -8,32 +8,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bapo_megatron.config.evaluation import eval_reward
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
-from bapo_megatron.evaluation.settings import eval_settings
+from bapo_megatron.evaluation.settings import EvalSet, eval_settings
 from bapo_megatron.evaluation.summary import summarise
-from bapo_megatron.rollout.buffer import PendingGroup
+from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
 from bapo_megatron.rollout.driving import Driver, reporting
-from bapo_megatron.rollout.episodes import Episodes
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_errors
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.evaluation.settings import EvalSet
-    from bapo_megatron.reward.pool import RewardPool
-    from bapo_megatron.rollout.buffer import PendingSample
-    from bapo_megatron.rollout.episodes import Interaction
-    from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.pool import EnginePool
-    from bapo_megatron.types import EvalResult
+from bapo_megatron.types import EvalResult
 
 _WAITING_RATIO = 2
 """Samples on their way per connection: while some are graded or answered, others are sampled."""
@@ -60,16 +53,6 @@ class Evaluator:
         config: RunConfig,
         report: Callable[[str], None],
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            interaction: Answers the policy's turns.
-            grader: Decodes and scores.
-            votes: Compares answers with each other, by the function ``math``.
-            sets: What to evaluate.
-            config: The run.
-            report: Takes a line about the progress.
-        """
         self._interaction = interaction
         self._grader = grader
         self._votes = votes

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from bapo_megatron.data.chat import decode
 from bapo_megatron.reward.base import Response, SampleFacts, Score
-from bapo_megatron.reward.shaping import ShapedReward
-from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.reward.composition import Rewards
-    from bapo_megatron.reward.shaping import Shaping
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.types import Prompt, Sample
+from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.reward.shaping import ShapedReward, Shaping
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+from bapo_megatron.types import FinishReason, Prompt, Sample
 
 
 class Grader:
@@ -30,13 +25,13 @@ class Grader:
         *,
         sees_groups: bool = False,
     ) -> None:
-        """Keep the parts.
+        """Keep the parts; the owner of ``rewards`` closes them.
 
         Args:
             tokenizer: The model's Hugging Face tokenizer.
-            rewards: The reward functions; their owner closes them.
+            rewards: The reward functions.
             shaping: What is added for training samples, if anything.
-            sees_groups: Whether a response has its reward only with those of its whole group.
+            sees_groups: Whether rewards depend on the whole group.
         """
         self._tokenizer = tokenizer
         self._rewards = rewards

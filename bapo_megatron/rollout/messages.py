@@ -1,32 +1,25 @@
-"""Calls to the collector process, except those of a weight push (``weight_sync.messages``).
+"""The border between the trainer's rank 0 and the source of its batches.
 
-``collector_client.CollectorClient`` starts them, ``collector.Collector`` answers them one after the
-other.
-
-The border between the trainer's rank 0 and whatever provides its batches.
+``RolloutSource`` is what the trainer sees. The records and calls below it are what
+``client.CollectorClient`` asks of ``collector.Collector``, in another process, one call after the
+other; the calls of a weight push are in ``weight_sync.messages``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from bapo_megatron.calls import Call
+from bapo_megatron.calls import Call, Caller
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.types import EvalResult
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from bapo_megatron.calls import Caller
-    from bapo_megatron.types import EncodedBatch, EvalResult
+from bapo_megatron.types import EncodedBatch, EvalResult
 
 
 class RolloutSource(Protocol):
     """Provides batches and evaluations; lives on rank 0 only.
 
-    Implementations: ``collector_client.CollectorClient`` (a collector process and real servers) and
+    Implementations: ``client.CollectorClient`` (a collector process and real servers) and
     ``replay.ReplaySource`` (dumps of an earlier run, without servers).
     """
 
@@ -97,20 +90,12 @@ class Connect:
     """Reach every server and probe its temperature convention before training."""
 
     version: int | None
-    """Weights version that the servers hold, if it is known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncWeights:
-    """Load a Hugging Face directory into every server."""
-
-    model_dir: Path
-    version: int
+    """Weights version that the servers hold, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseMemory:
-    """Have colocated servers give their memory away until the next weight sync."""
+    """Have colocated servers give their memory away until weights are pushed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +106,12 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFile:
-    """Where a batch lies."""
-
-    path: Path
-    keep: bool
-    """Whether the file stays after it was read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """The response to ``Collect``."""
 
-    batch: BatchFile | None
-    """None where no server holds the newest weights any more: push them, then repeat the call."""
+    path: Path | None
+    """The batch's file; None where no server holds the newest weights any more: push them, then
+    repeat the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +123,7 @@ class Evaluate:
     weights: str
     """Names the weights."""
     resume: bool
-    """Go on with the samples of an earlier process."""
+    """Continue with the samples of an earlier process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +136,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetState:
-    """Tell what a checkpoint needs."""
+    """Ask for what a checkpoint needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +149,6 @@ class SourceState:
 
 OPEN = Call("open", Open, type(None))
 CONNECT = Call("connect", Connect, type(None))
-SYNC_WEIGHTS = Call("sync_weights", SyncWeights, type(None))
 RELEASE_MEMORY = Call("release_memory", ReleaseMemory, type(None))
 COLLECT = Call("collect", Collect, Collected)
 EVALUATE = Call("evaluate", Evaluate, Evaluated)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from bapo_megatron.engine.base import CompletionSink, join
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import (
+    Completion,
+    CompletionSink,
+    Engine,
+    GenerateRequest,
+    PauseMode,
+    join,
+)
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RolloutError,
@@ -16,17 +24,9 @@ from bapo_megatron.errors import (
     ServerGoneError,
     describe_cause,
 )
-from bapo_megatron.rollout.pooled_engine import EngineStates
-from bapo_megatron.rollout.timeline import Timeline
+from bapo_megatron.rollout.pooled_engine import EngineStates, PooledEngine
+from bapo_megatron.rollout.timeline import RequestTrace, Timeline
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-    from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import Completion, Engine, GenerateRequest, PauseMode
-    from bapo_megatron.rollout.pooled_engine import PooledEngine
-    from bapo_megatron.rollout.timeline import RequestTrace
 
 _ABORT_INTERVAL_S = 0.1
 _RETRY_WAIT_S = 0.25

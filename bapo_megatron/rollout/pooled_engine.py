@@ -20,18 +20,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from bapo_megatron.engine.base import Needs
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import Engine, Needs
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import Engine
 
 _LOG = logging.getLogger(__name__)
 _MAX_ABSENT_INTERVAL_S = 1.0

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec
 
 from bapo_megatron.data.dump import read_encoded, step_of, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
+from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
 
 _P = ParamSpec("_P")
 

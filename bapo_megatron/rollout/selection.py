@@ -7,19 +7,14 @@ are those of ``config.rollout``; docs/rollout.md shows them as states and transi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import response_age
-from bapo_megatron.rollout.buffer import DropReason
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
+from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
 
 _REPLAY_STREAM = 1
 """Tells the replay's random numbers from others of the same seed and step."""
