@@ -73,13 +73,11 @@ class WorkerEnvironment:
             return outcome.result
         limits, remedy = self._limits, "correct it, raise the limit,"
         if outcome.kind == "timeout":
-            what = (
-                f"must return within rollout.episodes.step_timeout_s = {limits.step_timeout_s:g} s, "
-                "and did not"
-            )
+            limit = f"rollout.episodes.step_timeout_s = {limits.step_timeout_s:g} s"
+            what = f"must return within {limit}, and did not"
         elif outcome.kind == "memory":
-            limit_mb = limits.memory_limit_mb
-            what = f"needs more memory than rollout.episodes.memory_limit_mb = {limit_mb}"
+            limit = f"rollout.episodes.memory_limit_mb = {limits.memory_limit_mb}"
+            what = f"needs more memory than {limit}"
         else:
             reason = "it ended two processes" if outcome.kind == "died" else outcome.error
             what, remedy = f"failed: {reason}", "correct it,"

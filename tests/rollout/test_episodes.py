@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
-from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.rollout.buffer import RolloutBuffer, buffer_from_json, buffer_to_json
-from bapo_megatron.rollout.episodes import EpisodePlan, Episodes, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import WRITTEN, FakePool
@@ -107,7 +107,7 @@ class Setup:
         config = EpisodesConfig.model_validate(episodes)
         self.interaction = Interaction(self.environment, Renderer(), config)
         grader = Grader(Renderer(), self.rewards, sees_groups=sees_groups)
-        self.episodes = Episodes(self.pool, self.interaction, grader, self.plan)
+        self.episodes = Episodes(self.pool, self.interaction, grader, self.request_of)
         self.buffer = RolloutBuffer()
         if state is None:
             self.buffer.start_group(PROMPT, num_samples)
@@ -115,10 +115,14 @@ class Setup:
             buffer_from_json(self.buffer, json.loads(state))
         [self.group] = self.buffer
 
-    def plan(self, pending: PendingSample) -> EpisodePlan:
+    def request_of(self, pending: PendingSample) -> GenerateRequest:
         sample = pending.sample
-        settings = SamplingSettings(0.5, self.longest, seed=100 + sample.index)
-        return EpisodePlan(settings, f"sample {sample.index}", (sample.group_id, sample.index))
+        return GenerateRequest(
+            input_ids=pending.prompt.token_ids,
+            sampling=SamplingSettings(0.5, self.longest, seed=100 + sample.index),
+            label=f"sample {sample.index}",
+            order=(sample.group_id, sample.index),
+        )
 
     @property
     def pending(self) -> PendingSample:
@@ -255,7 +259,7 @@ def test_an_episode_keeps_every_token_of_every_version_and_the_engine_continues_
             [*second, 10],
         ]
         for request in setup.pool.sent:
-            assert request.longest == LONGEST
+            assert request.max_tokens == LONGEST
             assert (request.seed, request.order) == (100, (0, 0))
         assert setup.episodes.generated_tokens == 9
         assert setup.episodes.resumed_samples == 2
@@ -410,7 +414,7 @@ def test_what_there_is_no_room_for_is_not_written_and_truncates_the_response(
             assert setup.pending.is_scored
             return
         [request] = setup.pool.requests
-        assert request.longest - request.received == 7 - num_written
+        assert request.max_tokens - request.received == 7 - num_written
         await setup.tokens(7 - num_written)
         assert setup.pending.sample.finish_reason is FinishReason.LENGTH
         assert len(setup.pending.sample.response_token_ids) == 10

@@ -16,7 +16,7 @@ from bapo_megatron.engine.base import Completion, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.settings import EvalSet, ResultsError
-from bapo_megatron.reward.base import RewardError, Score
+from bapo_megatron.reward.base import Response, RewardError, Score
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bapo_megatron.engine.base import SamplingSettings
+    from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import EvalResult
 
@@ -49,21 +49,16 @@ class Pool:
 
     async def generate(
         self,
-        input_ids: tuple[int, ...],
-        sampling: SamplingSettings,
-        *,
-        label: str,
-        affinity: int,
-        order: tuple[int, int],
-        sampled_tokens: int,
-        return_logprobs: bool,
+        request: GenerateRequest,
         on_part: Callable[[Completion], None],
+        affinity: int,
     ) -> Completion:
         await asyncio.sleep(0)
         if self.fails_after is not None and len(self.requests) >= self.fails_after:
             raise RolloutError("no server left")
-        self.requests.append((label, sampling))
-        self.affinities[label.rpartition(",")[0]] = affinity
+        assert not request.return_logprobs
+        self.requests.append((request.label, request.sampling))
+        self.affinities[request.label.rpartition(",")[0]] = affinity
         tokens = np.full(3, len(self.requests), dtype=np.int32)
         versions = (VersionSpan(0, 3),)
         completion = Completion(tokens, np.empty(0, np.float32), versions, FinishReason.STOP)
@@ -78,8 +73,8 @@ class EvenIsRight:
         assert pending.sample.finish_reason is FinishReason.STOP
         number = int(pending.sample.response_token_ids[0])
         reward = float(number % 2 == 0)
-        pending.score = Score(reward=reward, answer_found=True, extracted=str(number % 2))
-        pending.texts = (str(number),)
+        score = Score(reward=reward, answer_found=True, extracted=str(number % 2))
+        pending.graded = Response(str(number), ""), score
 
 
 class SlowGrader(EvenIsRight):
@@ -91,8 +86,8 @@ class SlowGrader(EvenIsRight):
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         await asyncio.sleep(self._delays.choice((0, 0.0002, 0.002)))
         token_ids = pending.sample.response_token_ids
-        pending.score = Score(reward=float(token_ids[0] % 2), answer_found=True)
-        pending.texts = (str(token_ids.tolist()),)
+        score = Score(reward=float(token_ids[0] % 2), answer_found=True)
+        pending.graded = Response(str(token_ids.tolist()), ""), score
 
 
 def evaluate(
