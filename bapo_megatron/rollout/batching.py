@@ -353,11 +353,7 @@ class BatchCollector:
             ahead.result()
 
     def _check_lag(self, step: int, num_new: int, version: int) -> None:
-        """With a fixed lag, the weights that began responses continue them, as far ahead as asked.
-
-        Raises:
-            RolloutError: They are gone, or nothing was generated ahead.
-        """
+        """With a fixed lag, the weights that began responses must also have completed them."""
         sampled, self._sampled_version = self._sampled_version, version
         if self._config.fixed_lag is None:
             return

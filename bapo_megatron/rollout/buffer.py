@@ -82,8 +82,8 @@ class PendingSample:
     @property
     def num_tokens(self) -> int:
         """Response tokens so far, including those of the environment."""
-        settled = len(self.sample.response_token_ids)
-        return settled + sum(len(part.token_ids) for part in self._parts)
+        num_settled = len(self.sample.response_token_ids)
+        return num_settled + sum(len(part.token_ids) for part in self._parts)
 
     @property
     def is_within_turn(self) -> bool:

@@ -49,7 +49,11 @@ _CLOSE_GRACE_S = 5.0
 
 
 class CollectorClient:
-    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background."""
+    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background.
+
+    Its calls raise ``RolloutError`` with the line that the collector has sent, or, where the
+    collector has died, with the end of its log.
+    """
 
     def __init__(
         self,
@@ -106,12 +110,7 @@ class CollectorClient:
         )
 
     def wait_ready(self) -> None:
-        """Wait until prompts are loaded and every server answers by the trainer's convention.
-
-        Raises:
-            RolloutError: A data row is unreadable, a server does not start or answer, or its
-                log-probs do not fit.
-        """
+        """Wait until prompts are loaded and every server answers by the trainer's convention."""
         if self._is_connected:
             return
         self._wait_opened()
@@ -136,12 +135,11 @@ class CollectorClient:
         self._lacks_weights = True
         self._call(LOAD, Load(model_dir=model_dir.absolute(), version=version))
         self._call(RESUME, Resume())
-        self._lacks_weights = False
 
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         self.wait_ready()
-        self._call(messages.RELEASE_MEMORY, messages.ReleaseMemory())
+        self._call(messages.RELEASE_MEMORY, None)
         self._lacks_weights = True
 
     @property
@@ -189,14 +187,10 @@ class CollectorClient:
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""
         self._wait_opened()
-        return self._call(messages.STATE, messages.GetState()).values
+        return self._call(messages.STATE, None).values
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; works before the servers are ready.
-
-        Raises:
-            RolloutError: It does not fit data and settings, or a replay wrote it.
-        """
+        """Continue from ``state``; works before the servers are ready."""
         if not state:
             raise RolloutError(
                 "the checkpoint was written by a replay and has no position in the training data; "
@@ -233,7 +227,14 @@ class CollectorClient:
         number = next(self._call_numbers)
         with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
             self._socket.sendall(encode(Request(number, call.name, request)))
-        return lambda: decode(call.response, self._wait_for(number))
+
+        def wait() -> ResponseT:
+            response = decode(call.response, self._wait_for(number))
+            if call is RESUME:  # the last call of every push
+                self._lacks_weights = False
+            return response
+
+        return wait
 
     def _wait_for(self, number: int) -> Any:
         """Handle messages until call ``number`` is answered."""
@@ -249,11 +250,7 @@ class CollectorClient:
                     return result
 
     def _receive(self) -> Reply | None:
-        """The next message, or none if there is none for a while.
-
-        Raises:
-            RolloutError: The collector died.
-        """
+        """Return the next message, or none if there is none for a while."""
         if not self._lines and self._poll.poll(_POLL_S * 1000):
             self._receive_chunk()
         return decode_reply(self._lines.popleft()) if self._lines else None
@@ -285,7 +282,7 @@ class CollectorClient:
 
 
 class _WeightCalls:
-    """A ``Caller`` for pushes: waits for the servers first, and notes when they have weights."""
+    """A ``Caller`` for pushes, which waits for the servers first."""
 
     def __init__(self, client: CollectorClient) -> None:
         self._client = client
@@ -293,14 +290,5 @@ class _WeightCalls:
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        client = self._client
-        client.wait_ready()
-        wait = client._start(call, request)
-
-        def answer() -> ResponseT:
-            response = wait()
-            if call is RESUME:  # the last call of every push
-                client._lacks_weights = False
-            return response
-
-        return answer
+        self._client.wait_ready()
+        return self._client._start(call, request)

@@ -209,7 +209,7 @@ class Collector:
             return messages.Collected(path=None)
         return messages.Collected(path=self._batch_path(request.step))
 
-    async def release_memory(self, _: messages.ReleaseMemory) -> None:
+    async def release_memory(self, _: None) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         assert self._colocated is not None, "rollout.colocated"
         await self._colocated.release()
@@ -238,7 +238,7 @@ class Collector:
             if self._batches is not None:
                 self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
 
-    async def state(self, _: messages.GetState) -> messages.SourceState:
+    async def state(self, _: None) -> messages.SourceState:
         """Return data position and buffer."""
         assert self._batches is not None, "opened for training"
         await self._batches.wait_for_ahead()

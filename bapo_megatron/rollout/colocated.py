@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 class ColocatedServers:
     """The memory of the trainer's own servers.
 
-    It stands between ``WeightReceiver`` and what generates: ``pause`` comes before new weights,
+    Stands between ``WeightReceiver`` and ``generation``: ``pause`` comes before new weights,
     ``resume`` after them.
     """
 
@@ -35,14 +35,6 @@ class ColocatedServers:
         generation: Pausable | None,
         timeout_s: float,
     ) -> None:
-        """Put the parts together; nothing is sent.
-
-        Args:
-            supervisor: Owns the servers.
-            pool: Uses them.
-            generation: Is paused and resumed with them.
-            timeout_s: Limit of one call.
-        """
         self._supervisor = supervisor
         self._pool = pool
         self._generation = generation

@@ -26,7 +26,10 @@ _REPORT_INTERVAL_S = 0.5
 
 
 class Driver:
-    """Gets the episodes of a pool on, in counted decode steps where its engine has a stepper."""
+    """Gets the episodes of a pool on, in counted decode steps where its engine has a stepper.
+
+    Its coroutines raise what the work of an episode has failed with.
+    """
 
     def __init__(self, pool: EnginePool, episodes: Episodes, *, awaits_scores: bool) -> None:
         """Put the parts together.
@@ -48,12 +51,7 @@ class Driver:
         return self._stepper is not None
 
     async def advance(self) -> None:
-        """Go on until there may be something to decide on, or for a moment.
-
-        Raises:
-            RolloutError: Sampling failed, or an environment.
-            RewardError: Grading failed.
-        """
+        """Go on until there may be something to decide on, or for a moment."""
         if not await self.drive(BURST):
             await self._wait_for_news()
             self._episodes.raise_failure()
@@ -64,10 +62,6 @@ class Driver:
         Returns:
             The decode steps made; 0 where there is no request, or nobody that could sample it, or
             the engine samples by itself.
-
-        Raises:
-            RolloutError: Sampling failed, or an environment.
-            RewardError: Grading failed.
         """
         if self._stepper is None or not await self.settle(scored=self._awaits_scores):
             return 0
@@ -85,10 +79,6 @@ class Driver:
 
         Returns:
             Whether that is so; else no engine holds the weights any more.
-
-        Raises:
-            RolloutError: Sampling failed, or an environment.
-            RewardError: Grading failed.
         """
         while self._stepper is not None:
             for _ in range(_MAX_TURNS):

@@ -105,12 +105,7 @@ class Interaction:
             pending.write(token_ids)
 
     def _token_ids(self, step: Step, pending: PendingSample) -> Sequence[int]:
-        """The tokens that the environment writes.
-
-        Raises:
-            EnvironmentFailedError: A token is not the tokenizer's, or the chat template refuses the
-                messages.
-        """
+        """The tokens that the environment writes, all of them the tokenizer's."""
         turn = pending.sample.num_turns - 1
         where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
         if not step.messages:
@@ -134,7 +129,11 @@ class Interaction:
 
 
 class Episodes:
-    """The tasks of samples that are on their way, and what they count."""
+    """The tasks of samples that are on their way, and what they count.
+
+    A task fails with ``RolloutError`` where no server could go on or an environment failed, with
+    ``RewardError`` where grading failed; ``raise_failure`` and ``is_settled`` raise it, once.
+    """
 
     def __init__(
         self,
@@ -217,12 +216,7 @@ class Episodes:
             task.cancel()
 
     def raise_failure(self) -> None:
-        """Do nothing while every task does its work.
-
-        Raises:
-            RolloutError: No server could go on, or an environment failed.
-            RewardError: Grading failed.
-        """
+        """Raise what a task has failed with, if any has."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -234,10 +228,6 @@ class Episodes:
 
         Args:
             scored: Whether no task may be grading either.
-
-        Raises:
-            RolloutError: No server could go on, or an environment failed.
-            RewardError: Grading failed.
         """
         self.raise_failure()
         if self._asking or len(self._sampling) != self._pool.num_in_flight:

@@ -92,21 +92,14 @@ class Evaluator:
             ]
             self._begun = moment
             await self._sample(pool, journals)
-            samples = [
-                in_order(
-                    journal.samples,
-                    [prompt.prompt_id for prompt in eval_set.prompts],
-                    eval_set.sampling.samples_per_prompt,
-                )
-                for eval_set, journal in zip(self._sets, journals, strict=True)
-            ]
         self._begun = None
         results = []
-        for eval_set, groups in zip(self._sets, samples, strict=True):
+        for eval_set, journal in zip(self._sets, journals, strict=True):
             self._report(f"evaluation of {eval_set.name}: counting")
-            results.append(
-                await summarise_set(eval_set, groups, self._votes, self._config, weights)
-            )
+            prompt_ids = [prompt.prompt_id for prompt in eval_set.prompts]
+            groups = in_order(journal.samples, prompt_ids, eval_set.sampling.samples_per_prompt)
+            votes, config = self._votes, self._config
+            results.append(await summarise_set(eval_set, groups, votes, config, weights))
         path = results_file(self._config.run_dir, moment)
         with _write_errors(path):
             write_results(results, path)
@@ -128,12 +121,7 @@ class Evaluator:
             journal.close()
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> None:
-        """Make every sample that its journal lacks.
-
-        Raises:
-            RolloutError: No server could go on, an environment failed, or a file cannot be written.
-            RewardError: Grading failed.
-        """
+        """Make every sample that its journal lacks."""
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
         places = self._missing(journals)
@@ -285,6 +273,5 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
     )
 
 
-@contextlib
 def _write_errors(path: Path) -> contextlib.AbstractContextManager[None]:
     return write_errors("the evaluation results", path, "change run_dir")

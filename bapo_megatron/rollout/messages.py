@@ -29,11 +29,7 @@ class RolloutSource(Protocol):
         ...
 
     def wait_ready(self) -> None:
-        """Wait until batches can be asked for; weights may still have to be pushed.
-
-        Raises:
-            RolloutError: A data row is unreadable, or a server cannot be used.
-        """
+        """Wait until batches can be asked for; weights may still have to be pushed."""
         ...
 
     def release_memory(self) -> None:
@@ -94,11 +90,6 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseMemory:
-    """Have colocated servers give their memory away until weights are pushed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collect:
     """Collect the batch of a step into a file."""
 
@@ -135,11 +126,6 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GetState:
-    """Ask for what a checkpoint needs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceState:
     """Data position and unfinished samples; ``RESTORE`` continues from it."""
 
@@ -149,8 +135,8 @@ class SourceState:
 
 OPEN = Call("open", Open, type(None))
 CONNECT = Call("connect", Connect, type(None))
-RELEASE_MEMORY = Call("release_memory", ReleaseMemory, type(None))
+RELEASE_MEMORY = Call("release_memory", type(None), type(None))
 COLLECT = Call("collect", Collect, Collected)
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
-STATE = Call("state", GetState, SourceState)
+STATE = Call("state", type(None), SourceState)
 RESTORE = Call("restore", SourceState, type(None))

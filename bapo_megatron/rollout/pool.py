@@ -210,8 +210,7 @@ class EnginePool:
     async def _after_failure(self, job: Job, pooled: PooledEngine, error: ServerError) -> None:
         """Take the engine out, unless only the connection broke, and not time and again.
 
-        Raises:
-            RolloutError: The job has failed too often.
+        Raises where the job has failed too often.
         """
         job.num_failures += 1
         if not pooled.is_lost:

@@ -101,13 +101,6 @@ class EngineStates:
     def __init__(
         self, engines: Sequence[Engine], config: RolloutConfig, version: int | None
     ) -> None:
-        """Take the engines; nothing is sent.
-
-        Args:
-            engines: At least one.
-            config: What is needed of them, and time limits.
-            version: Weights version that an engine must hold to be used; none while there is none.
-        """
         self.engines = tuple(PooledEngine(engine) for engine in engines)
         self.memory_is_away = False
         """Whether the engines have given their memory to the trainer (``colocated``)."""
@@ -160,9 +153,6 @@ class EngineStates:
 
     async def wait_for_engines(self, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
         """Wait until every engine has answered, for ``rollout.health.patience_s`` at most.
-
-        Args:
-            probe_prompts: See ``Needs``.
 
         Raises:
             RolloutError: One never did, or cannot be used as it is.
@@ -233,11 +223,7 @@ class EngineStates:
         await self._news.wait()
 
     def _raise_refusal(self) -> None:
-        """Raise why an engine cannot be used, or what ended a watcher.
-
-        The latter is a mistake of this program, after which nobody watches that engine: whatever a
-        server does only moves its state.
-        """
+        """Raise why an engine cannot be used, or which mistake of this program ended a watcher."""
         for task in self._watchers:
             if task.done():
                 task.result()
@@ -291,11 +277,7 @@ class EngineStates:
             await asyncio.sleep(interval_s)
 
     async def _admit(self, pooled: PooledEngine) -> None:
-        """Look at an engine that answers for the first time, or again; it is not used before.
-
-        Raises:
-            RolloutError: It must not be used.
-        """
+        """Check an engine that answers for the first time, or again; raise if it is of no use."""
         capabilities = await pooled.engine.capabilities()
         pooled.num_ranks = capabilities.num_ranks
         method = self._config.weight_sync.method

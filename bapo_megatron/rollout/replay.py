@@ -31,19 +31,16 @@ async def write_samples(
         RolloutError: The file cannot be written; nothing is left behind.
         DumpError: The batch is not intact.
     """
+    what = f"the samples of step {batch.step}"
     remedy = "set rollout.dump=false to keep only the newest batch in the temporary directory"
-    with write_errors(f"the samples of step {batch.step}", path, remedy):
+    with write_errors(what, path, remedy):
         if texts is not None:
             await _in_thread(write_texts, path, batch.step, texts)
         await _in_thread(write_batch, path, batch)
 
 
 async def write_timeline(path: Path, step: int, content: str) -> None:
-    """Write what ``Timeline.render`` returned.
-
-    Raises:
-        RolloutError: The file cannot be written.
-    """
+    """Write what ``Timeline.render`` returned, in a thread."""
     with write_errors(f"the timeline of step {step}", path, "set rollout.timeline=false"):
         await _in_thread(atomic_write_text, path, content)
 
@@ -77,14 +74,9 @@ async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwa
 
 
 class ReplaySource:
-    """A ``RolloutSource`` that reads ``<dir>/step_<n>.parquet``; the step alone is its position."""
+    """A ``RolloutSource`` that reads the dumps in ``<run_dir>/rollouts`` of an earlier run."""
 
     def __init__(self, directory: Path) -> None:
-        """Keep the directory.
-
-        Args:
-            directory: ``<run_dir>/rollouts`` of a run.
-        """
         self._directory = directory
 
     @property

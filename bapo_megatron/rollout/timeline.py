@@ -63,12 +63,7 @@ class RequestTrace:
         self._wait()
 
     def sent(self, server: str, prefix_tokens: int) -> None:
-        """The request left the queue.
-
-        Args:
-            server: Address of the server that it was sent to.
-            prefix_tokens: Tokens sampled by servers that were lost; they are sent with its input.
-        """
+        """The request left the queue, with the tokens that lost servers have sampled for it."""
         self._timeline._close(self._block, "sent")
         resumed_at = self._sampled_tokens + prefix_tokens
         name = "prefill (resumed)" if resumed_at else "prefill"
@@ -77,22 +72,15 @@ class RequestTrace:
         )
 
     def first_tokens(self, cached_tokens: int) -> None:
-        """The first sampled tokens came.
-
-        Args:
-            cached_tokens: Tokens of the input whose keys and values the server still had.
-        """
+        """The first sampled tokens came; so many tokens of the input were in the cache."""
         now_s = self._timeline._clock()
         self._block.slices[-1].end(now_s, "done", cached_tokens=cached_tokens)
         self._block.slices.append(_Slice("decode", now_s, {"label": self._label}))
 
     def ended(self, reason: str, num_tokens: int) -> None:
-        """The request ended, where it was: in the queue, while it was read or sampled.
+        """The request ended, where it was, with so many tokens since it was sent.
 
-        Args:
-            reason: ``stop``, ``length`` or ``abort``; ``lost`` with its server, after which the
-                request waits in the queue again and may be ``sent`` once more.
-            num_tokens: Tokens that were received since it was sent.
+        ``lost`` with its server, it waits in the queue again and may be ``sent`` once more.
         """
         self._timeline._close(self._block, reason, tokens=num_tokens)
         if reason == "lost":
@@ -108,12 +96,7 @@ class Timeline:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, is_kept: bool = True
     ) -> None:
-        """Start at time 0.
-
-        Args:
-            clock: Returns seconds, never fewer than before.
-            is_kept: Keep what is recorded; else nothing is, as without ``rollout.timeline``.
-        """
+        """Start at time 0 of ``clock``; keep nothing unless ``is_kept``."""
         self._is_kept = is_kept
         self._clock = clock
         self._origin_s = clock()
@@ -122,13 +105,7 @@ class Timeline:
         """By ``id``, so that a block is removed without a search; in order."""
 
     def request(self, label: str, sampled_tokens: int = 0) -> RequestTrace:
-        """A request enters the queue.
-
-        Args:
-            label: Names it in the file.
-            sampled_tokens: Response tokens of an earlier request that its input ends with; 0 for a
-                new response.
-        """
+        """A request enters the queue; its input ends with tokens of an earlier one, if any."""
         return RequestTrace(self, label, sampled_tokens)
 
     @contextmanager
@@ -201,11 +178,7 @@ class Timeline:
 def allocate_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
     """Give each interval the lowest lane that is free, from 0; touching ends do not overlap.
 
-    Args:
-        intervals: Start and end of each, in order of the starts.
-
-    Returns:
-        The lane of each.
+    The intervals, start and end of each, come in order of their starts.
     """
     busy: list[tuple[float, int]] = []
     free: list[int] = []
