@@ -70,7 +70,6 @@ _MAX_MESSAGE_BYTES = 4 << 30
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
 _OWNER_POLL_S = 1.0
-_NEEDS_POLL_S = 0.5
 _NUM_PROBE_PROMPTS = 4
 
 
@@ -220,23 +219,17 @@ class Collector:
         if self._batches is not None:
             await self._batches.wait_for_ahead()
         num_lost = self._pool.num_lost_requests
-        evaluation = asyncio.create_task(
-            self._evaluator.evaluate(
+        try:
+            results = await self._evaluator.evaluate(
                 self._pool, request.moment, request.weights, resume=request.resume
             )
-        )
-        try:
-            while not evaluation.done():
-                if self._pool.needs_weights:
-                    self._count_push()
-                    return messages.Evaluated(results=None)
-                await asyncio.wait([evaluation], timeout=_NEEDS_POLL_S)
-            return messages.Evaluated(results=tuple(evaluation.result()))
         finally:
-            evaluation.cancel()
-            await asyncio.gather(evaluation, return_exceptions=True)
             if self._batches is not None:
                 self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
+        if results is None:
+            self._count_push()
+            return messages.Evaluated(results=None)
+        return messages.Evaluated(results=tuple(results))
 
     async def state(self, _: None) -> messages.SourceState:
         """Return data position and buffer."""

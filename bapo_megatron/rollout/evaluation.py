@@ -66,7 +66,7 @@ class Evaluator:
 
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
-    ) -> list[EvalResult]:
+    ) -> list[EvalResult] | None:
         """Score every set with the weights that the servers hold.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
@@ -78,6 +78,9 @@ class Evaluator:
                 evaluation without training. One that is asked for again continues where it failed.
             weights: Names the weights; only their samples are continued.
             resume: Continue with the samples of an earlier process.
+
+        Returns:
+            None where no server holds the weights any more.
 
         Raises:
             RolloutError: Servers or an environment failed, or the results cannot be written.
@@ -91,7 +94,8 @@ class Evaluator:
                 for s in self._sets
             ]
             self._begun = moment
-            await self._sample(pool, journals)
+            if not await self._sample(pool, journals):
+                return None
         self._begun = None
         results = []
         for eval_set, journal in zip(self._sets, journals, strict=True):
@@ -120,8 +124,8 @@ class Evaluator:
         finally:
             journal.close()
 
-    async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> None:
-        """Make every sample that its journal lacks."""
+    async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
+        """Make every sample that its journal lacks; returns whether servers had the weights."""
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
         places = self._missing(journals)
@@ -158,10 +162,13 @@ class Evaluator:
         try:
             with reporting(report):
                 while num_made() < num_missing:
+                    if pool.needs_weights:
+                        return False
                     while waiting and num_begun - num_made() < max_underway:
                         num_begun += len(waiting[0].samples)
                         episodes.advance([waiting.popleft()])
                     await driver.advance()
+            return True
         finally:
             await episodes.close()
 

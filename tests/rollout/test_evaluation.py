@@ -41,6 +41,7 @@ class Pool:
 
     fails_after: int | None = None
     version: int = 7
+    needs_weights: bool = False
     requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
     affinities: dict[str, int] = field(default_factory=dict)
     stepper: None = None
