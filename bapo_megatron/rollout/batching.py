@@ -123,9 +123,7 @@ class BatchCollector:
             await asyncio.wait([self._ahead])
 
     async def collect(
-        self,
-        step: int,
-        hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]],
+        self, step: int, hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]]
     ) -> RolloutBatch | None:
         """Generate and score the batch of ``step``.
 

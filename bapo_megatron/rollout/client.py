@@ -18,21 +18,8 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.calls import (
-    Call,
-    Caller,
-    Failure,
-    Notice,
-    Progress,
-    Reply,
-    Request,
-    RequestT,
-    ResponseT,
-    Result,
-    decode,
-    decode_reply,
-    encode,
-)
+from bapo_megatron import calls
+from bapo_megatron.calls import Call, Caller, RequestT, ResponseT
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.engine.base import START_VERSION
@@ -56,11 +43,7 @@ class CollectorClient:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        *,
-        on_progress: Callable[[str], None],
-        for_training: bool = True,
+        self, config: RunConfig, *, on_progress: Callable[[str], None], for_training: bool = True
     ) -> None:
         """Prepare; nothing is started.
 
@@ -226,10 +209,10 @@ class CollectorClient:
         assert self._socket is not None, "start comes first"
         number = next(self._call_numbers)
         with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
-            self._socket.sendall(encode(Request(number, call.name, request)))
+            self._socket.sendall(calls.encode(calls.Request(number, call.name, request)))
 
         def wait() -> ResponseT:
-            response = decode(call.response, self._wait_for(number))
+            response = calls.decode(call.response, self._wait_for(number))
             if call is RESUME:  # the last call of every push
                 self._lacks_weights = False
             return response
@@ -240,20 +223,20 @@ class CollectorClient:
         """Handle messages until call ``number`` is answered."""
         while True:
             match self._receive():
-                case Progress(progress):
+                case calls.Progress(progress):
                     self._on_progress(progress)
-                case Notice(warning):
+                case calls.Notice(warning):
                     _LOG.warning("%s", warning)
-                case Failure(id=id_, error=error) if id_ == number:
+                case calls.Failure(id=id_, error=error) if id_ == number:
                     raise RolloutError(error)
-                case Result(id=id_, result=result) if id_ == number:
+                case calls.Result(id=id_, result=result) if id_ == number:
                     return result
 
-    def _receive(self) -> Reply | None:
+    def _receive(self) -> calls.Reply | None:
         """Return the next message, or none if there is none for a while."""
         if not self._lines and self._poll.poll(_POLL_S * 1000):
             self._receive_chunk()
-        return decode_reply(self._lines.popleft()) if self._lines else None
+        return calls.decode_reply(self._lines.popleft()) if self._lines else None
 
     def _receive_chunk(self) -> None:
         """Read what the socket has; a line of many megabytes is copied once."""

@@ -20,17 +20,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bapo_megatron.calls import (
-    Answers,
-    Failure,
-    Notice,
-    Progress,
-    Reply,
-    Request,
-    Result,
-    decode_request,
-    encode,
-)
+from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
@@ -81,9 +71,9 @@ class Collector:
     do not fit, ``OSError`` where a file cannot be read or written.
     """
 
-    def __init__(self, send: Callable[[Reply], None]) -> None:
+    def __init__(self, send: Callable[[calls.Reply], None]) -> None:
         self._send = send
-        self.answers = Answers()
+        self.answers = calls.Answers()
         """The calls that can be answered: those of a weight sync after ``connect``."""
         self.answers.bind(messages.OPEN, self.open)
         self.answers.bind(messages.CONNECT, self.connect)
@@ -292,18 +282,18 @@ class Collector:
         return folder / f"step_{step:06d}.parquet"
 
     def _report(self, text: str) -> None:
-        self._send(Progress(text))
+        self._send(calls.Progress(text))
 
 
 class _WarningsToClient(logging.Handler):
     """Shows warnings where the user looks, not only in the collector's log."""
 
-    def __init__(self, send: Callable[[Reply], None]) -> None:
+    def __init__(self, send: Callable[[calls.Reply], None]) -> None:
         super().__init__(logging.WARNING)
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send(Notice(record.getMessage()))
+        self._send(calls.Notice(record.getMessage()))
 
 
 async def serve(connection: socket.socket) -> None:
@@ -312,11 +302,11 @@ async def serve(connection: socket.socket) -> None:
     send = functools.partial(_send, writer)
     logging.getLogger().addHandler(_WarningsToClient(send))
     collector = Collector(send)
-    calls: asyncio.Queue[Request] = asyncio.Queue()
+    requests: asyncio.Queue[calls.Request] = asyncio.Queue()
     tasks = [
-        asyncio.create_task(_read_calls(reader, calls)),
+        asyncio.create_task(_read_requests(reader, requests)),
         asyncio.create_task(_wait_for_owner_to_go()),
-        asyncio.create_task(_answer_calls(collector, calls, writer, send)),
+        asyncio.create_task(_answer_requests(collector, requests, writer, send)),
     ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -329,15 +319,17 @@ async def serve(connection: socket.socket) -> None:
         await collector.close()
 
 
-def _send(writer: asyncio.StreamWriter, message: Reply) -> None:
+def _send(writer: asyncio.StreamWriter, message: calls.Reply) -> None:
     if not writer.is_closing():  # else asyncio would warn, and the warning would be sent
-        writer.write(encode(message))
+        writer.write(calls.encode(message))
 
 
-async def _read_calls(reader: asyncio.StreamReader, calls: asyncio.Queue[Request]) -> None:
+async def _read_requests(
+    reader: asyncio.StreamReader, requests: asyncio.Queue[calls.Request]
+) -> None:
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
-            calls.put_nowait(decode_request(line))
+            requests.put_nowait(calls.decode_request(line))
 
 
 async def _wait_for_owner_to_go() -> None:
@@ -347,14 +339,14 @@ async def _wait_for_owner_to_go() -> None:
         await asyncio.sleep(_OWNER_POLL_S)
 
 
-async def _answer_calls(
+async def _answer_requests(
     collector: Collector,
-    calls: asyncio.Queue[Request],
+    requests: asyncio.Queue[calls.Request],
     writer: asyncio.StreamWriter,
-    send: Callable[[Reply], None],
+    send: Callable[[calls.Reply], None],
 ) -> None:
     while True:
-        request = await calls.get()
+        request = await requests.get()
         try:
             with collector.timeline.span(request.call):
                 result = await collector.answers.answer(request)
@@ -365,9 +357,9 @@ async def _answer_calls(
             # Into the log only, the client gets the line. Logging survives a full disk.
             _LOG.info("call '%s' failed", request.call, exc_info=True)
             text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
-            send(Failure(request.id, f"{text}{collector.lost_servers(cause)}"))
+            send(calls.Failure(request.id, f"{text}{collector.lost_servers(cause)}"))
         else:
-            send(Result(request.id, result))
+            send(calls.Result(request.id, result))
         with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends
             await writer.drain()
 
