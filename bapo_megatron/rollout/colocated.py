@@ -44,7 +44,7 @@ class ColocatedServers:
         self._starts_at_release: dict[EngineServer, int] = {}
 
     async def release(self) -> None:
-        """Have every server give its memory away; call it when a batch is complete.
+        """Have every server give its memory away, when a batch is complete.
 
         A server that ends meanwhile is started again only after ``pause``.
 
@@ -59,18 +59,14 @@ class ColocatedServers:
         await self._on_all(servers, lambda engine: engine.release_memory(self._timeout_s))
 
     async def pause(self) -> bool:
-        """Before new weights: pause generation and give the servers memory for their weights.
-
-        Returns:
-            Whether generation was running.
-        """
+        """Pause generation and give the servers memory for new weights; see ``Pausable.pause``."""
         was_running = self._generation is not None and await self._generation.pause()
         await self._take(MemoryPart.WEIGHTS)
         self._supervisor.allow_restarts()
         return was_running
 
     async def resume(self) -> None:
-        """After new weights: give the servers memory for their cache, and let requests in."""
+        """Give the servers memory for their cache, and let requests in."""
         await self._take(MemoryPart.CACHE)
         self._starts_at_release.clear()
         self._pool.states.memory_is_away = False

@@ -32,14 +32,7 @@ class Driver:
     """
 
     def __init__(self, pool: EnginePool, episodes: Episodes, *, awaits_scores: bool) -> None:
-        """Put the parts together.
-
-        Args:
-            pool: Samples.
-            episodes: What is sampled.
-            awaits_scores: Whether scores must be there before the next decode step; else graders
-                work beside the engine.
-        """
+        """Keep the parts; with ``awaits_scores``, every burst waits until all scores are there."""
         self._pool = pool
         self._stepper = pool.stepper
         self._episodes = episodes

@@ -41,19 +41,20 @@ class Interaction:
         self.errors: Counter[str] = Counter()
         """Episodes that ended because the environment failed, by kind."""
 
-    async def go_on(self, pending: PendingSample, *, seed: int, max_response_tokens: int) -> None:
+    async def go_on(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended.
 
         The sample changes only once the answer is there.
 
         Args:
             pending: Has not begun, or awaits an answer.
-            seed: Seed of the episode, the same after every resume.
-            max_response_tokens: Limit of the response, what the environment writes included.
+            sampling: For the whole response, with its seed, the same after every resume, and its
+                limit, what the environment writes included.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
         """
+        assert sampling.seed is not None, "episodes have a seed"
         try:
             if not pending.has_begun:
                 prompt = pending.prompt
@@ -63,12 +64,12 @@ class Interaction:
                     prompt=prompt.text,
                     answer=prompt.answer,
                     row=prompt.row,
-                    seed=seed,
+                    seed=sampling.seed,
                 )
                 pending.state = await self._environment.start(task)
                 pending.has_begun = True
             else:
-                await self._answer(pending, max_response_tokens)
+                await self._answer(pending, sampling.max_new_tokens)
         except EnvironmentFailedError as error:
             if self._config.on_error == "raise":
                 raise
@@ -286,13 +287,10 @@ class Episodes:
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
     ) -> None:
         """Have the environment begin the episode, or answer a turn."""
-        assert sampling.seed is not None, "episodes have a seed"
         self._sampling.pop(task, None)  # nor for its environment
         self._asking.add(task)
         try:
-            await self._interaction.go_on(
-                pending, seed=sampling.seed, max_response_tokens=sampling.max_new_tokens
-            )
+            await self._interaction.go_on(pending, sampling)
         finally:
             self._asking.discard(task)
         if self.is_running and not pending.is_finished:
