@@ -40,7 +40,7 @@ class LeftOver:
     carried: list[PendingGroup] = field(default_factory=list)
     """They stay, started and unfinished."""
     num_unfinished_samples: int = 0
-    """Of all that stay, started or not."""
+    """Unfinished samples of all groups that stay, started or not."""
 
 
 class Selection:

@@ -76,7 +76,7 @@ class Response:
     def __init__(
         self,
         pool: EnginePool,
-        longest: int = 20,
+        max_tokens: int = 20,
         prompt: list[int] | None = None,
         *,
         affinity: int | None = None,
@@ -87,7 +87,7 @@ class Response:
         request = GenerateRequest(
             input_ids=self.prompt,
             label="sample 1",
-            **{"sampling": SamplingSettings(T, longest), **options},
+            **{"sampling": SamplingSettings(T, max_tokens), **options},
         )
         self.task = asyncio.create_task(pool.generate(request, self.parts.append, affinity))
 
