@@ -38,22 +38,13 @@ class LoadedModel:
 class LocalBackend:
     """A ``Backend`` without servers."""
 
-    def __init__(self, model: ModelConfig, local: LocalConfig, device: str) -> None:
-        """Keep the settings.
+    servers: Sequence[EngineServer] = ()
 
-        Args:
-            model: What is loaded.
-            local: How it samples.
-            device: ``cuda`` or ``cpu``.
-        """
+    def __init__(self, model: ModelConfig, local: LocalConfig, device: str) -> None:
+        """Keep the settings; ``device`` is ``cuda`` or ``cpu``."""
         self._model = model
         self._local = local
         self._device = device
-
-    @property
-    def servers(self) -> Sequence[EngineServer]:
-        """None: the model is in this process."""
-        return ()
 
     async def connect(self) -> Sequence[LocalEngine]:
         """Load ``model.path``."""
@@ -70,17 +61,12 @@ class LocalBackend:
 
 
 def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
-    """Load a Hugging Face directory.
-
-    Args:
-        path: The directory.
-        dtype: ``float32`` or ``bfloat16``.
-        device: ``cuda`` (the current one) or ``cpu``.
+    """Load a Hugging Face directory on ``cuda`` (the current device) or ``cpu``.
 
     Raises:
         OSError: Files are missing.
         SafetensorError: They are damaged.
-        ValueError: They lack a weight, or cannot be used.
+        ValueError: A weight is missing, or they cannot be used.
         RuntimeError: It does not fit the memory.
     """
     declare_torchvision_operators()
@@ -96,18 +82,15 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
         output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"it lacks {missing[0]}")  # transformers would make weights up
+        raise ValueError(f"it lacks {missing[0]}")  # transformers would make up weights
     model.to(device).eval().requires_grad_(False)
     for parameter in model.parameters():
-        # Memory of its own: where a file is mapped, results depend on how that lies in memory.
+        # Memory of its own: in a mapped file, results would depend on the alignment of its tensors.
         parameter.data = parameter.data.clone()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    stop_ids: set[int] = set()
-    for given in (
-        model.config.eos_token_id,
-        model.generation_config.eos_token_id,
-        tokenizer.eos_token_id,
-    ):
+    stop_ids: set[int | None] = set()
+    for source in (model.config, model.generation_config, tokenizer):
+        given = source.eos_token_id
         stop_ids |= set(given) if isinstance(given, list) else {given}
     return LoadedModel(
         model=model,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bapo_megatron.engine.sglang.check import check_served
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import LOOPBACK, own_servers
 from bapo_megatron.engine.supervisor import ServerSupervisor
@@ -27,21 +26,19 @@ if TYPE_CHECKING:
 def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     """Start ``rollout.server.count`` servers and keep them running until this process is ended.
 
-    The keys are those in the environment (``ApiKeys``). Without an admin key there, one is made and
+    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
     kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
     one in ``<run_dir>/api_key``.
 
     Args:
-        config: Model, servers and ``run_dir``; the rest is not looked at.
+        config: Model, servers and ``run_dir``, checked by ``Kind.serve``.
         show: Takes what a trainer needs to use the servers, once they are ready: a line for its
             command, and one for its environment for each key that was made here.
 
     Raises:
-        ConfigError: The model or the servers' section cannot be used.
         RolloutError: A server died before it was ever ready, or a port is in use.
         OSError: ``run_dir`` cannot be written.
     """
-    check_served(config)
     logging.basicConfig(format="%(asctime)s %(message)s")
     config.run_dir.mkdir(parents=True, exist_ok=True)
     keys, exports = ApiKeys.from_environment(), []
@@ -76,9 +73,9 @@ async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]
 
 
 def _stored_key(path: Path) -> str:
-    """The key in ``path``, which is made if need be; nodes that share the directory share the key.
+    """Return the key in ``path``; make one that only its owner can read if there is none.
 
-    Only its owner can read it.
+    Nodes that share the directory share the key.
     """
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -1,15 +1,15 @@
 """The answer of ``/generate`` as it arrives: events of a stream, checked and cut into pieces.
 
-An event tells how many tokens there are by now (``completion_tokens``) and the weights version that
-the server holds while it sends. Which version sampled which token is told by the last event only
-(``weight_versions``). A piece is handed out as soon as that is certain: as long as every event so
-far, and the server when the request was sent, name one version, which only grows, no other one can
-have sampled the tokens in between. The first event with another version and all after it are kept
-back until the last one.
+An event has the number of tokens so far (``completion_tokens``) and the weights version that the
+server holds while it sends. Only the last event says which version sampled which token
+(``weight_versions``). A piece is handed out as soon as that is certain: versions only grow, so as
+long as all events name the version that the server had when the request was sent, no other one can
+have sampled their tokens. The first event with another version and all after it are kept back until
+the last one.
 
-SGLang has two ways to stream (``--incremental-streaming-output``): each event holds the new tokens,
-or all tokens. In the second the lists may be longer than the event says, because tokens arrived
-after it was composed; what is too much comes again.
+SGLang streams in two ways (``--incremental-streaming-output``): each event holds the new tokens, or
+all tokens. In the second the lists may be longer than the event says, because tokens arrived after
+it was composed; the surplus comes again.
 
 R = tokens of one piece.
 """
@@ -30,7 +30,7 @@ from bapo_megatron.types import FinishReason, VersionSpan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_LONGEST_EVENT_BYTES = 64 << 20
+_MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -47,10 +47,10 @@ class EventReader:
         self._searched = 0
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
-        """The events that end in ``chunk``.
+        """Yield the events that end in ``chunk``.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: It is no stream of events.
         """
         buffer = self._buffer
         buffer += chunk
@@ -63,8 +63,8 @@ class EventReader:
             if (content := line[6:]) != _END:
                 yield json.loads(content)
         self._searched = max(0, len(buffer) - 1)
-        if len(buffer) > _LONGEST_EVENT_BYTES:
-            raise ValueError(f"an event of more than {_LONGEST_EVENT_BYTES} bytes")
+        if len(buffer) > _MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
 
 
 @dataclass(slots=True)
@@ -77,10 +77,10 @@ class StreamParser:
     """Whether log-probs were asked for."""
     is_incremental: bool
     """Whether each event holds the new tokens only."""
-    version: int | None
-    """What the server held when the request was sent; none: nothing is certain before the end."""
-    is_known: Callable[[int], bool] | None = None
-    """Whether a weights version may have sampled; none: any may."""
+    version: int
+    """Weights version that the server held when the request was sent."""
+    is_known: Callable[[int], bool]
+    """Whether a weights version may have sampled."""
     cached_tokens: int | None = None
     """Tokens of the input that the server had in its cache; known with the first token."""
     is_finished: bool = False
@@ -93,8 +93,8 @@ class StreamParser:
         """Check one event.
 
         Returns:
-            What is certain with it and was not returned before, if anything; with the last event
-            all the rest, and why the request ended.
+            What it makes certain, if anything; with the last event all the rest, and why the request
+            ended.
 
         Raises:
             RefusedError: The server refuses the request.
@@ -104,7 +104,7 @@ class StreamParser:
             raise _error(event["error"].get("code", 0), event["error"].get("message", event))
         meta = event["meta_info"]
         finish = meta["finish_reason"]
-        # An abort that was asked for has a status too, but none that says anything.
+        # An abort that was asked for has this key, too, but no value.
         if finish is not None and finish.get("status_code") is not None:
             raise _error(finish["status_code"], finish.get("message", finish))
         part = self._new_tokens(event["output_ids"], meta)
@@ -143,14 +143,14 @@ class StreamParser:
         return replace(rest, versions=spans_of(versions[self._num_given :]))
 
     def _check_known(self, version: int) -> None:
-        if self.is_known is not None and not self.is_known(version):
+        if not self.is_known(version):
             raise ValueError(
                 f"sampled with weights version {version}, which this run did not give it; it "
                 "restarted, or another trainer uses it: give each run its own"
             )
 
     def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
-        """What the event adds, without its versions."""
+        """Return the tokens that the event adds, without their versions."""
         total = int(meta["completion_tokens"])
         num_new = total - self._num_tokens
         if num_new < 0 or total > self.max_new_tokens:
@@ -159,7 +159,7 @@ class StreamParser:
             )
         start = 0 if self.is_incremental else self._num_tokens
         # Incremental events of an abort may repeat the last token and all log-probs behind the new
-        # ones, if the request waited (again) for its turn: too long is right, too short is not.
+        # ones, if the request waited (again) for its turn: too long is fine, too short is not.
         token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
