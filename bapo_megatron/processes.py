@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment for a child: it names the owner, without torchrun's part."""
+    """Return this process's environment without torchrun's part, and with this process as owner."""
     environment = {
         name: value
         for name, value in os.environ.items()

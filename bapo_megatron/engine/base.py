@@ -213,10 +213,8 @@ class Engine(Protocol):
         """End every request with what there is; their ``stream`` returns.
 
         Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way.
-        Requests that are paused in place may end only after ``resume``.
-
-        Args:
-            timeout_s: Requests that have not ended by then count as lost.
+        Requests that are paused in place may end only after ``resume``. Those that have not ended
+        after ``timeout_s`` count as lost.
         """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -337,21 +335,12 @@ class WeightControl(Protocol):
         """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
     async def take(
-        self,
-        payloads: Sequence[str],
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
     ) -> None:
         """Load tensors from memory that the engine can map.
 
-        Args:
-            payloads: One for each tensor-parallel rank, see
-                ``weight_sync.carriers.shared_memory_payload``.
-            version: As for the class.
-            flush_cache: As for the class.
-            timeout_s: Longest time until it has answered.
+        There is one payload for each tensor-parallel rank, see
+        ``weight_sync.carriers.shared_memory_payload``.
         """
 
     async def load(

@@ -30,12 +30,9 @@ _T = TypeVar("_T")
 
 
 def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
-    """Meet the other members; returns a process group (torch's stubs lack its collectives).
+    """Meet the other members; return a process group (torch's stubs lack its collectives).
 
-    Args:
-        place: The group; this process is its rank ``first_rank``.
-        meet_s: Time limit for every answer of the store.
-        limit_s: Time limit of the group's operations.
+    ``meet_s`` limits every answer of the store, ``limit_s`` the group's operations.
     """
     store: Store = TCPStore(
         place.master_address, place.master_port, timeout=timedelta(seconds=meet_s)

@@ -58,7 +58,7 @@ def choose_backend(configured: str, device: torch.device, servers: Sequence[str]
 
     Args:
         configured: The key.
-        device: Rank 0's.
+        device: Where rank 0's weights are.
         servers: As in ``rank_zero_address``.
     """
     if configured != "auto":
@@ -72,11 +72,6 @@ class WeightGroup:
 
     def __init__(self, address: str, backend: Backend, timeout_s: float) -> None:
         """Open the store, on the loopback alone if that is the address.
-
-        Args:
-            address: From ``rank_zero_address``.
-            backend: From ``choose_backend``.
-            timeout_s: Upper limit for every operation.
 
         Raises:
             OSError: No port can be opened.

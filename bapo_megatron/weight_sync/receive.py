@@ -42,11 +42,8 @@ class WeightReceiver(Generic[EntryT]):
     ) -> None:
         """Put the parts together; nothing is sent.
 
-        Args:
-            pool: The servers.
-            config: How they get weights, and time limits.
-            generation: Is paused during a sync; None where only evaluations are made.
-            probe_prompts: Tokens whose log-probs ``verify`` compares.
+        ``generation`` is paused during a sync; None where only evaluations are made. ``verify``
+        compares log-probs of ``probe_prompts``.
         """
         self._pool = pool
         self._sync = config.weight_sync
@@ -418,11 +415,10 @@ class MemberCalls(Generic[EntryT]):
         """Find the members that made the newest step fail, if it failed, and forget its calls.
 
         Members that refused may have done so because another one is gone, or because of a group
-        that was left: they are blamed only if nothing else explains the failure.
+        that was left: they are blamed only with ``blame_refusals``, and if
+        nothing else explains the failure.
 
-        Args:
-            grace_s: How long open calls may still take before they are ended.
-            blame_refusals: False if an old group may explain them.
+        Open calls may take another ``grace_s``; then they are ended.
 
         Returns:
             Why each of them is blamed.

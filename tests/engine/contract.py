@@ -16,7 +16,7 @@ import numpy as np
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.backend import LocalBackend
+from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.engine.helpers import reference_logprobs

@@ -151,13 +151,7 @@ class Decoder:
     """The model and the responses that it works on; one thread at a time."""
 
     def __init__(self, model: Any, stop_ids: Iterable[int], max_rows: int) -> None:
-        """Take a model; there are no responses yet.
-
-        Args:
-            model: A model of transformers, loaded with ``cache.ATTENTION``.
-            stop_ids: End-of-sequence tokens.
-            max_rows: Maximum number of responses in a step.
-        """
+        """Take a model of transformers that was loaded with ``cache.ATTENTION``."""
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._model = model

@@ -40,7 +40,7 @@ class Kind:
 
     def open(self, config: RunConfig, device: str) -> Backend:
         """See ``EngineKind``."""
-        from bapo_megatron.engine.local.backend import LocalBackend  # imports torch
+        from bapo_megatron.engine.local.engine import LocalBackend  # imports torch
 
         return LocalBackend(config.model, config.rollout.local, device)
 

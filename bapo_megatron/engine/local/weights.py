@@ -37,12 +37,7 @@ class LocalWeights:
     tensor_ranks = 1
 
     def __init__(self, engine: LocalEngine, model: Any) -> None:
-        """Open nothing.
-
-        Args:
-            engine: Its ``change_weights`` orders loading with what is computed.
-            model: A model of transformers.
-        """
+        """Take an engine, whose ``change_weights`` orders loading, and its model."""
         self._engine = engine
         # Tied parameters under each of their names.
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))

@@ -76,13 +76,7 @@ class SglangClient:
     stepper = None
 
     def __init__(self, address: str, keys: ApiKeys, *, request_timeout_s: float) -> None:
-        """Prepare the connections; nothing is sent.
-
-        Args:
-            address: ``http://host:port``.
-            keys: Keys of the server.
-            request_timeout_s: Time limit of calls beside generation.
-        """
+        """Prepare the connections; ``request_timeout_s`` limits calls that have no other limit."""
         self._http = SglangHttp(address, keys, request_timeout_s)
         self.address = self._http.address
         self._in_flight: dict[str, _Flight] = {}

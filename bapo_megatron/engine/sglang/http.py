@@ -36,13 +36,7 @@ class SglangHttp:
     """Sends calls, and checks the status of the answers."""
 
     def __init__(self, address: str, keys: ApiKeys, request_timeout_s: float) -> None:
-        """Prepare the connections; nothing is sent.
-
-        Args:
-            address: ``http://host:port``.
-            keys: Keys of the server.
-            request_timeout_s: Time limit of calls that have no other.
-        """
+        """Prepare the connections; ``request_timeout_s`` limits calls that have no other limit."""
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
@@ -99,12 +93,8 @@ class SglangHttp:
     ) -> httpx.Response:
         """Send a call beside generation, without repeating it.
 
-        Args:
-            method: ``GET`` or ``POST``.
-            path: Endpoint.
-            body: Content, if any.
-            admin: Whether it is a control call, see ``ApiKeys``.
-            timeout_s: Time limit; None: ``rollout.request_timeout_s``.
+        Control calls are those that take the ``admin`` key, see ``ApiKeys``. The default of
+        ``timeout_s`` is ``rollout.request_timeout_s``.
 
         Raises:
             ServerGoneError: There was no answer in time; a ``BrokenConnectionError`` where the
@@ -200,12 +190,7 @@ class SeparateConnections(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, keepalive_expiry_s: float) -> None:
-        """Open nothing yet.
-
-        Args:
-            keepalive_expiry_s: A connection that was idle for longer is not used again, and closed
-                when the next request is sent.
-        """
+        """Open nothing; a connection that was idle for longer is closed at the next request."""
         self._keepalive_expiry_s = keepalive_expiry_s
         self._limits = httpx.Limits(max_connections=1, keepalive_expiry=keepalive_expiry_s)
         self._ssl_context = httpx.create_ssl_context(trust_env=False)  # takes long to make

@@ -64,13 +64,7 @@ class KeyCheck:
     """Answers 401 if the key is missing or wrong."""
 
     def __init__(self, app: App, *, api_key: str, admin_api_key: str) -> None:
-        """Guard an application.
-
-        Args:
-            app: The application.
-            api_key: For ``_GENERATION_PATHS``; empty: none is required.
-            admin_api_key: For the rest; empty: ``api_key``.
-        """
+        """Guard an application; without ``admin_api_key``, ``api_key`` stands in."""
         self._app = app
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key

@@ -62,7 +62,7 @@ class Kind:
                 f"'{config.rollout.server.host}'; give this node's"
             )
         _check_own_servers(config)
-        from bapo_megatron.engine.sglang.serve import serve
+        from bapo_megatron.engine.sglang.server import serve
 
         serve(config, show)
 

@@ -67,8 +67,8 @@ def _install_cpu_shims() -> None:
 def _fork_children() -> None:
     """Have sglang fork its processes instead of spawning them.
 
-    A fork cannot use a CUDA context of its parent; without CUDA it saves each process from importing
-    everything again, which is most of the time in which a server starts.
+    A fork cannot use a CUDA context of its parent. Without CUDA it saves each process from
+    importing everything again, which is most of the start-up time.
     """
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *method, force=False: None

@@ -1,4 +1,4 @@
-"""The SGLang servers of a run, its own or those of ``rollout.servers``, and the process of each.
+"""The SGLang servers of a run or of the ``serve`` command, and the process of each.
 
 A server process runs ``launcher`` in a session of its own. It ends with ``close``, at exit of the
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -25,17 +26,20 @@ import httpx
 from bapo_megatron.engine.base import START_VERSION, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import (
     child_environment,
     describe_exit,
     end_group,
     open_log,
+    run_async,
     unlink_shared_files,
 )
+from bapo_megatron.telemetry.console import ProgressLine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from bapo_megatron.config.megatron import ModelConfig
@@ -87,14 +91,7 @@ class SglangBackend:
 def own_servers(
     config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
 ) -> list[SglangServer]:
-    """Prepare the ``rollout.server.count`` servers of this host; nothing is started.
-
-    Args:
-        config: Model, servers, ``run_dir`` and seed.
-        device: ``cuda`` or ``cpu``.
-        keys: Keys that they require.
-        host: Address to listen on.
-    """
+    """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
     return [
         SglangServer(
             config.model,
@@ -109,6 +106,74 @@ def own_servers(
         )
         for index in range(config.rollout.server.count)
     ]
+
+
+def serve(config: RunConfig, show: Callable[[str], None]) -> None:
+    """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
+
+    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
+    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
+    one in ``<run_dir>/api_key``.
+
+    Args:
+        config: Model, servers and ``run_dir``, checked by ``Kind.serve``.
+        show: Takes what a trainer needs to use the servers, once they are ready: a line for its
+            command, and one for its environment for each key that was made here.
+
+    Raises:
+        RolloutError: A server died before it was ever ready, or a port is in use.
+        OSError: ``run_dir`` cannot be written.
+    """
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    keys, exports = ApiKeys.from_environment(), []
+    needed = ["admin_api_key"] if config.rollout.server.host == LOOPBACK else list(asdict(keys))
+    for name in needed:
+        if not getattr(keys, name):
+            path = config.run_dir.absolute() / name
+            keys = replace(keys, **{name: _stored_key(path)})
+            variable = ApiKeys.variable(admin=name == "admin_api_key")
+            exports.append(f"export {variable}=$(cat '{path}')")
+
+    def show_servers(addresses: list[str]) -> None:
+        show(f"'rollout.servers=[{','.join(addresses)}]'")
+        for export in exports:
+            show(export)
+
+    run_async(_serve(config, keys, show_servers))
+
+
+async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]], None]) -> None:
+    import torch  # not at the top: the collector imports this module
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    servers = own_servers(config, device, keys, config.rollout.server.host)
+    supervisor = ServerSupervisor(servers, config.rollout)
+    try:
+        supervisor.start()
+        with ProgressLine() as progress:
+            await supervisor.wait_ready(progress.update)
+        on_ready([server.address for server in servers])
+        await supervisor.watch()
+    finally:
+        await supervisor.close()
+
+
+def _stored_key(path: Path) -> str:
+    """Return the key in ``path``; make one that only its owner can read if there is none.
+
+    Nodes that share the directory share the key.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft.touch(mode=0o600, exist_ok=False)
+        try:
+            draft.write_text(secrets.token_hex(16) + "\n")
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)  # all of it, and never in place of another node's
+        finally:
+            draft.unlink()
+    return path.read_text().strip()
 
 
 class SglangServer:
@@ -130,7 +195,7 @@ class SglangServer:
         """Prepare the server; ``start`` starts it.
 
         Args:
-            model: The model that it loads first, and its dtype.
+            model: The model that it loads first.
             server: Port, memory and further arguments.
             run_dir: The log goes to ``<run_dir>/logs``.
             seed: Seed of the first server's sampler; each server adds its number and a hash of its

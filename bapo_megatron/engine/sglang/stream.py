@@ -93,8 +93,7 @@ class StreamParser:
         """Check one event.
 
         Returns:
-            What it makes certain, if anything; with the last event all the rest, and why the request
-            ended.
+            What it makes certain, if anything; with the last event all the rest, and the reason.
 
         Raises:
             RefusedError: The server refuses the request.

@@ -90,12 +90,7 @@ class SglangWeightControl:
         await self._http.control("/update_weights_from_distributed", body, timeout_s)
 
     async def take(
-        self,
-        payloads: Sequence[str],
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
     ) -> None:
         """See ``WeightControl``; ``flush_cache`` as in ``receive``."""
         body = {"serialized_named_tensors": list(payloads), **_ending(version, flush_cache)}

@@ -14,7 +14,7 @@ import torch
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import Completion, CompletionSink, GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.backend import LocalBackend
+from bapo_megatron.engine.local.engine import LocalBackend
 from tests.policy.tiny_models import model_class
 
 if TYPE_CHECKING:
