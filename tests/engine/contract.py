@@ -159,7 +159,7 @@ class Response:
         prompt: Sequence[int] = PROMPT,
         temperature: float = 1.0,
         seed: int = 0,
-        version: int | None = 0,
+        version: int = 0,
         **options: Any,
     ) -> None:
         self.prompt = list(prompt)

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync import collective_group
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
@@ -142,7 +143,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their wait for rank 0 in the store ends, and the message has its reason."""
-    monkeypatch.setattr(WeightGroup, "_connect", lambda *_: _raise("no GPUs found"))
+    monkeypatch.setattr(collective_group, "join_group", lambda *_: _raise("no GPUs found"))
     closed = threading.Event()
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
@@ -171,7 +172,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
 def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(WeightGroup, "_connect", lambda *_: _raise("no GPUs found"))
+    monkeypatch.setattr(collective_group, "join_group", lambda *_: _raise("no GPUs found"))
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:

@@ -87,7 +87,6 @@ class _Trainer:
     async def join(self) -> None:
         weights = await self._engine.weights(LIMIT_S)
         assert weights.tensor_ranks == 1
-        weights.require_tensor_ranks_only()
         place = GroupPlace(
             name=self._group.name,
             master_address=self._group.address,
@@ -275,17 +274,6 @@ def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
             await weights.receive(
                 BucketLayout((), (), ()), group.name, version=1, flush_cache=True, timeout_s=1
             )
-
-    use_engine(model_dir, use)
-
-
-def test_nccl_and_shared_memory_are_refused(model_dir: Path) -> None:
-    async def use(engine: LocalEngine) -> None:
-        weights = await engine.weights(LIMIT_S)
-        with pytest.raises(RolloutError, match=r"backend: must be gloo .* got nccl"):
-            await weights.join_group(GroupPlace("a", "127.0.0.1", 1, "nccl", 1, 2), LIMIT_S)
-        with pytest.raises(RolloutError, match=r"method: must be broadcast or disk .* got tensor"):
-            await weights.take((), version=1, flush_cache=True, timeout_s=1)
 
     use_engine(model_dir, use)
 

@@ -15,6 +15,7 @@ from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.sglang.servers import sample, with_client, with_http
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
+from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.launch import free_port
 
 if TYPE_CHECKING:
@@ -220,6 +221,14 @@ def test_a_server_that_ends_on_new_weights_while_requests_are_retracted_is_refus
 
     with FakeSglang(sglang_version="0.5.20") as fake:
         with_client(fake.address, check)
+
+
+def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only() -> None:
+    with FakeWeightServer(pipeline_ranks=2) as fake:
+        capabilities = with_client(fake.address, lambda client: client.capabilities())
+    assert capabilities.num_ranks == 2
+    assert capabilities.methods == {"disk"}
+    assert capabilities.remedy == "start it with --pp-size 1 and --dp-size 1"
 
 
 def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
