@@ -30,6 +30,8 @@ from bapo_megatron.types import FinishReason, VersionSpan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from bapo_megatron.engine.base import GenerateRequest
+
 _MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
 _MAX_TOKEN_ID = 2**31 - 1
@@ -71,16 +73,11 @@ class EventReader:
 class StreamParser:
     """Checks the events of one request."""
 
-    max_new_tokens: int
-    """What was asked for."""
-    has_logprobs: bool
-    """Whether log-probs were asked for."""
-    is_incremental: bool
-    """Whether each event holds the new tokens only."""
-    version: int
-    """Weights version that the server held when the request was sent."""
+    request: GenerateRequest
     is_known: Callable[[int], bool]
     """Whether a weights version may have sampled."""
+    is_incremental: bool
+    """Whether each event holds the new tokens only."""
     cached_tokens: int | None = None
     """Tokens of the input that the server had in its cache; known with the first token."""
     is_finished: bool = False
@@ -116,7 +113,7 @@ class StreamParser:
 
     def _give_or_hold(self, part: Completion, label: int) -> Completion | None:
         self._check_known(label)
-        self._is_holding |= label != self.version
+        self._is_holding |= label != self.request.version
         if self._is_holding:
             self._held.append(part)
             return None
@@ -126,13 +123,18 @@ class StreamParser:
         return replace(part, versions=(VersionSpan(label, len(part.token_ids)),))
 
     def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
-        if reason is FinishReason.LENGTH and self._num_tokens < self.max_new_tokens:
+        if (
+            reason is FinishReason.LENGTH
+            and self._num_tokens < self.request.sampling.max_new_tokens
+        ):
             raise RefusedError(
-                f"cut off after {self._num_tokens} of {self.max_new_tokens} tokens because the "
-                "server's context or KV cache is too small; raise rollout.server.max_total_tokens"
+                f"cut off after {self._num_tokens} of {limit} tokens because the server's "
+                " context or KV cache is too small; raise rollout.server.max_total_tokens"
             )
         versions = _parse_versions(meta, self._num_tokens)
-        if (versions[: self._num_given] != self.version).any() or (np.diff(versions) < 0).any():
+        if (versions[: self._num_given] != self.request.version).any() or (
+            np.diff(versions) < 0
+        ).any():
             raise ValueError(f"weight versions {meta.get('weight_versions')} contradict the stream")
         for version in np.unique(versions).tolist():
             self._check_known(version)
@@ -151,11 +153,9 @@ class StreamParser:
     def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
         """Return the tokens that the event adds, without their versions."""
         total = int(meta["completion_tokens"])
-        num_new = total - self._num_tokens
-        if num_new < 0 or total > self.max_new_tokens:
-            raise ValueError(
-                f"{total} tokens after {self._num_tokens} of {self.max_new_tokens} tokens"
-            )
+        num_new, limit = total - self._num_tokens, self.request.sampling.max_new_tokens
+        if num_new < 0 or total > limit:
+            raise ValueError(f"{total} tokens after {self._num_tokens} of {limit} tokens")
         start = 0 if self.is_incremental else self._num_tokens
         # Incremental events of an abort may repeat the last token and all log-probs behind the new
         # ones, if the request waited (again) for its turn: too long is fine, too short is not.
@@ -166,7 +166,7 @@ class StreamParser:
         if len(unusable):
             raise ValueError(f"token id {unusable[0]}")
         logprobs = np.empty(0, dtype=np.float32)
-        if self.has_logprobs:
+        if self.request.return_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]
             logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
         return Completion(token_ids.astype(np.int32), logprobs, (), FinishReason.ABORT)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.data.staleness import token_versions
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
 from bapo_megatron.types import FinishReason
 
@@ -46,9 +47,11 @@ def _event(
 
 
 def _parser(is_incremental: bool = True, **options: Any) -> StreamParser:
-    settings: dict[str, Any] = {"max_new_tokens": 20, "has_logprobs": True, "version": 3}
-    settings["is_known"] = lambda version: True
-    return StreamParser(is_incremental=is_incremental, **{**settings, **options})
+    values: dict[str, Any] = {"max_new_tokens": 20, "version": 3, "is_known": lambda version: True}
+    values |= options
+    sampling = SamplingSettings(1.0, values["max_new_tokens"])
+    request = GenerateRequest(input_ids=[], sampling=sampling, label="", version=values["version"])
+    return StreamParser(request, values["is_known"], is_incremental)
 
 
 def _plain(part: Completion | None) -> tuple[list[int], list[float], list[int], str] | None:
