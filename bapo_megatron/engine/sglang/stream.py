@@ -83,7 +83,6 @@ class StreamParser:
     is_finished: bool = False
     _num_tokens: int = 0
     _num_given: int = 0
-    _is_holding: bool = False
     _held: list[Completion] = field(default_factory=list)
 
     def feed(self, event: dict[str, Any]) -> Completion | None:
@@ -113,8 +112,7 @@ class StreamParser:
 
     def _give_or_hold(self, part: Completion, label: int) -> Completion | None:
         self._check_known(label)
-        self._is_holding |= label != self.request.version
-        if self._is_holding:
+        if self._held or label != self.request.version:
             self._held.append(part)
             return None
         self._num_given += len(part.token_ids)
@@ -123,18 +121,15 @@ class StreamParser:
         return replace(part, versions=(VersionSpan(label, len(part.token_ids)),))
 
     def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
-        if (
-            reason is FinishReason.LENGTH
-            and self._num_tokens < self.request.sampling.max_new_tokens
-        ):
+        limit = self.request.sampling.max_new_tokens
+        if reason is FinishReason.LENGTH and self._num_tokens < limit:
             raise RefusedError(
                 f"cut off after {self._num_tokens} of {limit} tokens because the server's "
-                " context or KV cache is too small; raise rollout.server.max_total_tokens"
+                "context or KV cache is too small; raise rollout.server.max_total_tokens"
             )
         versions = _parse_versions(meta, self._num_tokens)
-        if (versions[: self._num_given] != self.request.version).any() or (
-            np.diff(versions) < 0
-        ).any():
+        given = versions[: self._num_given]
+        if (given != self.request.version).any() or (np.diff(versions) < 0).any():
             raise ValueError(f"weight versions {meta.get('weight_versions')} contradict the stream")
         for version in np.unique(versions).tolist():
             self._check_known(version)
