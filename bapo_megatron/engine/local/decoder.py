@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bapo_megatron.engine.base import SamplingSettings
+    from bapo_megatron.engine.base import GenerateRequest
 
 MULTIPLE = 8
 """Divides the rows of a step and the positions of a prefill: smaller matrix products take other
@@ -50,16 +50,13 @@ _ADMITTED_SHARE = 8
 class Response:
     """One response, from its request to its end."""
 
-    order: tuple[int, int]
-    """Place among those that come together."""
-    label: str
-    token_ids: list[int]
-    """The input, and what was sampled."""
-    settings: SamplingSettings
+    request: GenerateRequest
     uniforms: Uniforms
-    position: int
+    token_ids: list[int] = field(init=False)
+    """The input, and what was sampled."""
+    position: int = field(init=False)
     """The next token's position in the response, over all its requests."""
-    remaining: int
+    remaining: int = field(init=False)
     """How many tokens may still be sampled."""
     reason: FinishReason | None = None
     """Why it ended."""
@@ -68,6 +65,11 @@ class Response:
     number: int = 0
     """Place among all that came."""
     _sampled: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.input_ids)
+        self.position = self.request.sampled_tokens
+        self.remaining = self.request.sampling.max_new_tokens
 
     def add(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Append what was sampled."""
@@ -139,8 +141,8 @@ class _Rows:
             response = self.responses[row]
             if not np.isfinite(logprobs).all():
                 raise RolloutError(
-                    f"local: a log-prob of '{response.label}' is not finite: the weights, or their "
-                    "numerics, are broken; continue from an earlier checkpoint"
+                    f"local: a log-prob of '{response.request.label}' is not finite: the weights, "
+                    "or their numerics, are broken; continue from an earlier checkpoint"
                 )
             response.add(token_ids, logprobs)
         self.num_taped_B[:] = 0
@@ -164,7 +166,7 @@ class Decoder:
 
     def add(self, responses: Sequence[Response]) -> None:
         """Queue responses, after those that came before."""
-        for response in sorted(responses, key=lambda response: response.order):
+        for response in sorted(responses, key=lambda response: response.request.order):
             response.number = next(self._numbers)
             self._waiting.append(response)
 
@@ -293,7 +295,7 @@ class Decoder:
             token_B1=torch.from_numpy(tokens).to(device)[:, None],
             place_B1=torch.from_numpy(cache.end - first_B).to(device)[:, None],
             mask_B11W=mask_BW[:, None, None],
-            filters=Filters.of_rows([r.settings for r in responses], num_rows, device),
+            filters=Filters.of_rows([r.request.sampling for r in responses], num_rows, device),
         )
 
     def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Placed]:

@@ -125,7 +125,6 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
 class _Flight:
     """A request that has not ended."""
 
-    request: GenerateRequest
     sink: CompletionSink
     response: Response
     ended: asyncio.Future[None]
@@ -139,7 +138,7 @@ class _Flight:
         """
         parts = []
         for token_ids, logprobs in self.response.take():
-            if not self.request.return_logprobs:
+            if not self.response.request.return_logprobs:
                 logprobs = np.empty(0, dtype=np.float32)
             spans = (VersionSpan(version, len(token_ids)),)
             parts.append(Completion(token_ids, logprobs, spans, FinishReason.ABORT))
@@ -208,18 +207,11 @@ class LocalEngine:
             ServerGoneError: It was given up, or the engine is closed.
         """
         self._check(request)
-        number, sampling = next(self._numbers), request.sampling
-        seed = sample_seed(ADDRESS, number) if sampling.seed is None else sampling.seed
+        number, seed = next(self._numbers), request.sampling.seed
         response = Response(
-            order=request.order,
-            label=request.label,
-            token_ids=list(request.input_ids),
-            settings=sampling,
-            uniforms=Uniforms(seed),
-            position=request.sampled_tokens,
-            remaining=sampling.max_new_tokens,
+            request, Uniforms(sample_seed(ADDRESS, number) if seed is None else seed)
         )
-        flight = _Flight(request, sink, response, asyncio.get_running_loop().create_future())
+        flight = _Flight(sink, response, asyncio.get_running_loop().create_future())
         self._flights[number] = flight
         self._arrived.append(response)
         try:
@@ -374,7 +366,7 @@ class LocalEngine:
     def _end_all(self, error: RolloutError) -> None:
         """End every request with an error; the decoder forgets them before its next step."""
         for flight in self._open_flights():
-            flight.end(type(error)(f"{error} (request: {flight.request.label})"))
+            flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
     async def _compute(self, work: Callable[[], _T]) -> _T:
         """Run work in the thread; wait for it even if cancelled.
