@@ -16,7 +16,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing
@@ -117,22 +117,6 @@ class AttemptFailedError(Exception):
     """A server failed; the others get the weights in another attempt."""
 
 
-class Carrier(Protocol):
-    """How buckets get from rank 0 to the servers."""
-
-    def prepare(self, opened: Opened, collector: Caller) -> None:
-        """Get ready for the servers that the collector has named."""
-
-    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Start to send a bucket; the returned function waits until all servers have loaded it."""
-
-    def give_up(self) -> None:
-        """Leave what a failed attempt holds open."""
-
-    def close(self) -> None:
-        """End it on this side; the collector ends it on the servers'."""
-
-
 def check(outcome: Outcome) -> None:
     """Raise what the collector reports.
 
@@ -173,7 +157,7 @@ class BroadcastCarrier:
         self._stuck: list[Future[None]] = []
 
     def prepare(self, opened: Opened, collector: Caller) -> None:
-        """Form a group, unless the servers still share the last one."""
+        """Form a group with the servers that the collector has named, unless they still share one."""
         if opened.share_group and self._group is not None:
             return
         self.give_up()
@@ -191,7 +175,7 @@ class BroadcastCarrier:
         self._await_both(joined, formed, "form a group")
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Have the servers receive what the group broadcasts."""
+        """Broadcast a bucket; the returned function waits until all servers have loaded it."""
         assert self._group is not None, "prepare comes first"
         received = collector.start(RECEIVE, Receive(bucket=bucket.layout, is_last=bucket.is_last))
         sent = self._group.broadcast(bucket.flat)
@@ -247,7 +231,7 @@ class MemoryCarrier:
         self._num_ranks = opened.num_ranks
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Describe the bucket to every rank of every server."""
+        """Describe a bucket to every rank of every server; otherwise as ``BroadcastCarrier.send``."""
         payloads = tuple(
             tuple(
                 shared_memory_payload(unpack(bucket.layout, bucket.flat)) for _ in range(num_ranks)
@@ -266,6 +250,9 @@ class MemoryCarrier:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+Carrier = BroadcastCarrier | MemoryCarrier
 
 
 def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -12,7 +12,7 @@ import socket
 import uuid
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from torch import Tensor
-
-Backend = Literal["nccl", "gloo"]
 
 LOOPBACK = "127.0.0.1"
 _MAX_FORM_S = 120.0
@@ -51,7 +49,7 @@ def rank_zero_address(servers: Sequence[str], configured: str) -> str:
     return LOOPBACK if all(_is_loopback(host) for host in hosts) else socket.gethostname()
 
 
-def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> Backend:
+def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> str:
     """Return the backend that ``rollout.weight_sync.backend`` means.
 
     NCCL allows one member per GPU, and an engine in the collector's process may be on rank 0's.
@@ -62,7 +60,7 @@ def choose_backend(configured: str, device: torch.device, servers: Sequence[str]
         servers: As in ``rank_zero_address``.
     """
     if configured != "auto":
-        return "nccl" if configured == "nccl" else "gloo"
+        return configured
     are_elsewhere = all(urlsplit(server).hostname for server in servers)
     return "nccl" if device.type == "cuda" and are_elsewhere else "gloo"
 
@@ -70,7 +68,7 @@ def choose_backend(configured: str, device: torch.device, servers: Sequence[str]
 class WeightGroup:
     """One group; made for a set of servers, closed when that changes."""
 
-    def __init__(self, address: str, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, address: str, backend: str, timeout_s: float) -> None:
         """Open the store, on the loopback alone if that is the address.
 
         Raises:
@@ -78,7 +76,7 @@ class WeightGroup:
         """
         self.name = f"bapo-megatron-{uuid.uuid4().hex}"
         self.address = address
-        self.backend: Backend = backend
+        self.backend = backend
         self._timeout_s = timeout_s
         self._form_s = min(timeout_s, _MAX_FORM_S)
         self._group: Any = None

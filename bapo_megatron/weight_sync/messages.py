@@ -115,15 +115,15 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Let generation go on; the last call of every push."""
+    """Let generation continue; the last call of every push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Generation goes on."""
+    """Generation continues."""
 
     pause_s: float
-    """For how long it stood still since the last ``Resume``; 0 where nothing was generated."""
+    """How long it stood still since the last ``Resume``; 0 if nothing was generated."""
 
 
 BEGIN = Call("weights.begin", Begin, Opened)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from bapo_megatron.weight_sync.servers import Pausable, ServerPool
 
 _POLL_S = 0.2
-_WATCH_S = 0.2
 _MAX_PROBE = 256
 """Tokens of a prompt that are compared."""
 
@@ -400,7 +399,7 @@ class MemberCalls(Generic[EntryT]):
         pending = set(self._calls)
         while pending:
             done, pending = await asyncio.wait(
-                pending, timeout=_WATCH_S, return_when=asyncio.FIRST_EXCEPTION
+                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
             )
             for task in done:
                 if (error := task.exception()) is not None:
