@@ -157,7 +157,7 @@ class BroadcastCarrier:
         self._stuck: list[Future[None]] = []
 
     def prepare(self, opened: Opened, collector: Caller) -> None:
-        """Form a group with the servers that the collector has named, unless they still share one."""
+        """Form a group with the servers that the collector named, unless they still share one."""
         if opened.share_group and self._group is not None:
             return
         self.give_up()
@@ -231,7 +231,7 @@ class MemoryCarrier:
         self._num_ranks = opened.num_ranks
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Describe a bucket to every rank of every server; otherwise as ``BroadcastCarrier.send``."""
+        """Describe a bucket to every rank of every server; returns as ``BroadcastCarrier``."""
         payloads = tuple(
             tuple(
                 shared_memory_payload(unpack(bucket.layout, bucket.flat)) for _ in range(num_ranks)

@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.engine.base import SamplingSettings, join
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.types import FinishReason
-from tests.engine.helpers import make_model_dir
+from tests.engine.helpers import make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
     EOS,
     SETTINGS,
@@ -19,7 +19,6 @@ from tests.engine.local.setting import (
     complete,
     finish,
     ragged_requests,
-    reference_logprobs,
     request,
     start,
     use_engine,

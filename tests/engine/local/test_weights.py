@@ -17,11 +17,10 @@ from bapo_megatron.engine.base import BucketLayout, GroupPlace, SamplingSettings
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
 from bapo_megatron.weight_sync.collective_group import WeightGroup
-from tests.engine.helpers import make_model_dir
+from tests.engine.helpers import make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
     complete,
     finish,
-    reference_logprobs,
     request,
     start,
     use_engine,
