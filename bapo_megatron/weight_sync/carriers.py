@@ -163,16 +163,10 @@ class BroadcastCarrier:
         self.give_up()
         address = rank_zero_address(opened.addresses, self._config.master_address)
         backend = choose_backend(self._config.backend, self._device, opened.addresses)
-        self._group = group = WeightGroup(address, backend, self._config.timeout_s)
-        place = Join(
-            group_name=group.name,
-            master_address=group.address,
-            master_port=group.port,
-            backend=backend,
-        )
-        joined = collector.start(JOIN, place)
-        formed = group.form(1 + sum(opened.num_ranks))
-        self._await_both(joined, formed, "form a group")
+        world_size = 1 + sum(opened.num_ranks)
+        self._group = group = WeightGroup(address, backend, world_size, self._config.timeout_s)
+        joined = collector.start(JOIN, Join(place=group.place))
+        self._await_both(joined, group.form(), "form a group")
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Broadcast a bucket; the returned function waits until all servers have loaded it."""

@@ -11,6 +11,7 @@ import ipaddress
 import socket
 import uuid
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -68,33 +69,33 @@ def choose_backend(configured: str, device: torch.device, servers: Sequence[str]
 class WeightGroup:
     """One group; made for a set of servers, closed when that changes."""
 
-    def __init__(self, address: str, backend: str, timeout_s: float) -> None:
+    def __init__(self, address: str, backend: str, world_size: int, timeout_s: float) -> None:
         """Open the store, on the loopback alone if that is the address.
 
         Raises:
             OSError: No port can be opened.
         """
-        self.name = f"bapo-megatron-{uuid.uuid4().hex}"
-        self.address = address
-        self.backend = backend
         self._timeout_s = timeout_s
         self._form_s = min(timeout_s, _MAX_FORM_S)
         self._group: Any = None
         self._running: Future[None] | None = None
         with _listen(address) as listener:
-            self.port: int = listener.getsockname()[1]
+            port: int = listener.getsockname()[1]
             self._store: TCPStore | None = TCPStore(
                 LOOPBACK,
-                self.port,
+                port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=self._form_s),
                 master_listen_fd=listener.detach(),  # the store closes it
             )
+        name = f"bapo-megatron-{uuid.uuid4().hex}"
+        self.place = GroupPlace(name, address, port, backend, 0, world_size)
+        """Rank 0's."""
 
-    def form(self, world_size: int) -> Future[None]:
+    def form(self) -> Future[None]:
         """Start to meet the other ranks; the result is there when all have come."""
-        place = GroupPlace(self.name, LOOPBACK, self.port, self.backend, 0, world_size)
+        place = replace(self.place, master_address=LOOPBACK)
 
         def meet() -> None:
             # It has a store client of its own: closing the server, which only this object holds,
@@ -134,7 +135,7 @@ class WeightGroup:
         return running
 
     def _start(self, operation: Callable[[], None]) -> Future[None]:
-        self._running = start_thread(operation, self.name)
+        self._running = start_thread(operation, self.place.name)
         # Called once the future has its error, and before the other ranks fail because of it, so
         # that whoever hears of them finds the cause.
         self._running.add_done_callback(self._close_if_failed)

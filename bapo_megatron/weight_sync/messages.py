@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.calls import Call
-from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,8 @@ class Opened:
 class Join:
     """Have the servers join rank 0's group; answered when it is complete."""
 
-    group_name: str
-    master_address: str
-    master_port: int
-    backend: str
-    """``nccl`` or ``gloo``."""
+    place: GroupPlace
+    """Rank 0's place; the servers' ranks follow in the order of ``Opened``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

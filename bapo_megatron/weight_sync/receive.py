@@ -7,10 +7,9 @@ Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` an
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic
 
-from bapo_megatron.engine.base import GroupPlace
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.servers import EntryT
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.calls import Answers
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import WeightControl
+    from bapo_megatron.engine.base import GroupPlace, WeightControl
     from bapo_megatron.weight_sync.servers import Pausable, ServerPool
 
 _POLL_S = 0.2
@@ -103,19 +102,11 @@ class WeightReceiver(Generic[EntryT]):
 
     async def join(self, request: messages.Join) -> messages.Outcome:
         """Have all members join the trainer's group; answer when it is complete."""
-        self._group = _Group(request.group_name, tuple(member.entry for member in self._members))
-        world_size = 1 + sum(member.control.tensor_ranks for member in self._members)
+        self._group = _Group(request.place.name, tuple(member.entry for member in self._members))
         places: dict[Member[EntryT], GroupPlace] = {}
         first_rank = 1
         for member in self._members:
-            places[member] = GroupPlace(
-                name=request.group_name,
-                master_address=request.master_address,
-                master_port=request.master_port,
-                backend=request.backend,
-                first_rank=first_rank,
-                world_size=world_size,
-            )
+            places[member] = replace(request.place, first_rank=first_rank)
             first_rank += member.control.tensor_ranks
         return await self._on_all(
             lambda member, limit_s: member.control.join_group(places[member], limit_s)
