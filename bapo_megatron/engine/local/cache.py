@@ -80,24 +80,19 @@ class Placed:
 
     layers: list[Layer]
     """What the prefill computed."""
-    rows: list[int]
-    """[R] rows of the cache."""
-    inputs: list[int]
-    """[R] input of the prefill that each row starts with; rows may share one."""
-    lengths: list[int]
-    """[R] tokens of that input."""
+    starts: list[tuple[int, int, int]]
+    """[R] Row of the cache, input of the prefill (rows may share one), and tokens of that input."""
 
     def copy_to(self, target_BMWH: Tensor, layer: int, part: int, end: int) -> None:
         """Copy keys (part 0) or values (1) of a layer, right-aligned at a column."""
         source = self.layers[layer][part]
-        device, longest = source.device, max(self.lengths)
-        inputs_R1 = torch.tensor(self.inputs, device=device)[:, None]
-        lengths_R1 = torch.tensor(self.lengths, device=device)[:, None]
+        longest = max(length for *_, length in self.starts)
+        rows_R, inputs_R, lengths_R = torch.tensor(self.starts, device=source.device).T
+        columns_P = torch.arange(longest, device=source.device)
         # What lands before a shorter input is masked; it only has to be finite.
-        positions_RP = (torch.arange(longest, device=device) - longest + lengths_R1).clamp(min=0)
-        rows = torch.tensor(self.rows, device=device)
-        moved_RPMH = source.transpose(1, 2)[inputs_R1, positions_RP]
-        target_BMWH[:, :, end - longest : end][rows] = moved_RPMH.transpose(1, 2)
+        positions_RP = (lengths_R[:, None] - longest + columns_P).clamp(min=0)
+        moved_RPMH = source.transpose(1, 2)[inputs_R[:, None], positions_RP]
+        target_BMWH[:, :, end - longest : end][rows_R] = moved_RPMH.transpose(1, 2)
 
 
 class KeyValues:

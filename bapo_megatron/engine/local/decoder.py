@@ -316,15 +316,12 @@ class Decoder:
             )
             prefill = Prefill()
             self._forward(tokens_RP, prefill)
-            rows = [(row, place) for place, tokens in enumerate(batch) for row in rows_of[tokens]]
-            placed.append(
-                Placed(
-                    layers=prefill.layers,
-                    rows=[row for row, _ in rows],
-                    inputs=[place for _, place in rows],
-                    lengths=[len(batch[place]) for _, place in rows],
-                )
-            )
+            starts = [
+                (row, place, len(tokens))
+                for place, tokens in enumerate(batch)
+                for row in rows_of[tokens]
+            ]
+            placed.append(Placed(prefill.layers, starts))
         return placed
 
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:

@@ -67,10 +67,7 @@ async def check_temperature_convention(
     Nothing is checked where the conventions coincide: at T = 1, and for a model that is indifferent
     between all tokens.
 
-    Args:
-        http: Calls the server.
-        temperature: T of the run.
-        prompts: Contexts whose next token is probed; empty where only evaluations are made.
+    The next token of each prompt is probed; there are none where only evaluations are made.
 
     Raises:
         RolloutError: The log-probs follow the other convention, or none.
@@ -118,17 +115,9 @@ async def next_token_logprobs(
     token_ids: Sequence[int] = (),
     num_top: int = 0,
 ) -> dict[int, float]:
-    """Ask for log-probs at the position after ``input_ids``, as the server reports them.
+    """Ask for log-probs at the position after ``input_ids``; return them by token id.
 
-    Args:
-        http: Calls the server.
-        input_ids: Context.
-        temperature: Sampling temperature of the request.
-        token_ids: Tokens that must be in the answer.
-        num_top: How many of the most likely tokens to return besides.
-
-    Returns:
-        Log-prob by token id, including the token that was sampled.
+    The answer has ``token_ids``, the ``num_top`` most likely tokens, and the one that was sampled.
 
     Raises:
         RolloutError: The server refuses, does not answer, or answers inconsistently.
