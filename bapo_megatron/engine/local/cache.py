@@ -9,7 +9,6 @@ P = positions of a prefill, H = head size, R = rows that a prefill is copied to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -64,30 +63,22 @@ def _attend(
 class Prefill:
     """A cache for transformers that keeps what a forward pass over whole inputs computes."""
 
-    def __init__(self) -> None:
-        self.layers: list[Layer] = []
+    def __init__(self, starts: Sequence[tuple[int, int, int]] = ()) -> None:
+        self._layers: list[Layer] = []
         """Each [inputs, M, P, H], padded on the right."""
+        self._starts = starts
+        """[R] Row of the decode steps' cache, input that it starts with, and tokens of that input."""
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> Layer:
         """Keep keys and values of a layer; layers come in order."""
-        self.layers.append((keys, values))
+        self._layers.append((keys, values))
         return keys, values
 
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Which rows start with what a prefill computed."""
-
-    layers: list[Layer]
-    """What the prefill computed."""
-    starts: list[tuple[int, int, int]]
-    """[R] Row of the cache, input of the prefill (rows may share one), and tokens of that input."""
-
     def copy_to(self, target_BMWH: Tensor, layer: int, part: int, end: int) -> None:
-        """Copy keys (part 0) or values (1) of a layer, right-aligned at a column."""
-        source = self.layers[layer][part]
-        longest = max(length for *_, length in self.starts)
-        rows_R, inputs_R, lengths_R = torch.tensor(self.starts, device=source.device).T
+        """Copy keys (part 0) or values (1) of a layer to the rows, right-aligned at a column."""
+        source = self._layers[layer][part]
+        longest = max(length for *_, length in self._starts)
+        rows_R, inputs_R, lengths_R = torch.tensor(self._starts, device=source.device).T
         columns_P = torch.arange(longest, device=source.device)
         # What lands before a shorter input is masked; it only has to be finite.
         positions_RP = (lengths_R[:, None] - longest + columns_P).clamp(min=0)
@@ -114,7 +105,7 @@ class KeyValues:
         model: Any,
         old: Self | None,
         kept_rows: Sequence[int],
-        placed: Sequence[Placed],
+        prefills: Sequence[Prefill],
         *,
         num_rows: int,
         num_columns: int,
@@ -128,7 +119,7 @@ class KeyValues:
             model: A model of transformers.
             old: Where rows are kept from; it loses its layers.
             kept_rows: Rows of ``old`` that become the first rows.
-            placed: The other rows; rows that are neither hold zeros.
+            prefills: Start the other rows; rows that are neither hold zeros.
             num_rows: B.
             num_columns: W, more than ``end``.
             end: Column that the longest row ends at, if it starts at column 0.
@@ -146,8 +137,8 @@ class KeyValues:
                 if old is not None and kept_rows:
                     seen = old._layers[layer][part][:, :, old.first : old.end]
                     new[: len(kept_rows), :, end - seen.shape[2] : end] = seen[kept]
-                for inputs in placed:
-                    inputs.copy_to(new, layer, part, end)
+                for prefill in prefills:
+                    prefill.copy_to(new, layer, part, end)
                 tensors.append(new)
             cache._layers.append((tensors[0], tensors[1]))
             if old is not None:

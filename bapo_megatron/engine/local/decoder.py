@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bapo_megatron.engine.local.cache import KeyValues, Placed, Prefill
+from bapo_megatron.engine.local.cache import KeyValues, Prefill
 from bapo_megatron.engine.local.sampling import BLOCK, Filters, Uniforms, sample
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
@@ -244,7 +244,7 @@ class Decoder:
             old.flush()
             kept_rows, kept = np.flatnonzero(old.is_active_B).tolist(), old.active()
         new = self._waiting[:num_new]
-        placed = self._prefill(new, len(kept))
+        prefills = self._prefill(new, len(kept))
         responses = [*kept, *new]
         lengths = [len(response.token_ids) - 1 for response in responses]
         end = max(lengths)
@@ -258,7 +258,7 @@ class Decoder:
             self._model,
             None if old is None else old.cache,
             kept_rows,
-            placed,
+            prefills,
             num_rows=num_rows,
             num_columns=num_columns,
             end=end,
@@ -298,13 +298,13 @@ class Decoder:
             filters=Filters.of_rows([r.request.sampling for r in responses], num_rows, device),
         )
 
-    def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Placed]:
+    def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Prefill]:
         """Compute all but the last token of each; equal inputs, as in a group, only once."""
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row, response in enumerate(responses, start=first_row):
             rows_of.setdefault(tuple(response.token_ids[:-1]), []).append(row)
         inputs = sorted((tokens for tokens in rows_of if tokens), key=len)
-        placed = []
+        prefills = []
         while inputs:
             # The longest first: what follows them is padded least.
             width = _round_up(len(inputs[-1]))
@@ -314,15 +314,14 @@ class Decoder:
                 [[*tokens, *[0] * (width - len(tokens))] for tokens in batch],
                 device=self._model.device,
             )
-            prefill = Prefill()
-            self._forward(tokens_RP, prefill)
             starts = [
                 (row, place, len(tokens))
                 for place, tokens in enumerate(batch)
                 for row in rows_of[tokens]
             ]
-            placed.append(Placed(prefill.layers, starts))
-        return placed
+            prefills.append(Prefill(starts))
+            self._forward(tokens_RP, prefills[-1])
+        return prefills
 
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
         """[R, P, D] last hidden states of whole inputs; padding on the right changes nothing."""
