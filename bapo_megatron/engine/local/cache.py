@@ -67,7 +67,7 @@ class Prefill:
         self._layers: list[Layer] = []
         """Each [inputs, M, P, H], padded on the right."""
         self._starts = starts
-        """[R] Row of the decode steps' cache, input that it starts with, and tokens of that input."""
+        """[R] Row of the decode cache, input that it starts with, and tokens of that input."""
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> Layer:
         """Keep keys and values of a layer; layers come in order."""
