@@ -1,4 +1,4 @@
-"""How weights get from rank 0 to the servers: bucket by bucket, so that no rank holds the model.
+"""Brings weights from rank 0 to the servers, bucket by bucket: no rank holds the whole model.
 
 Rank 0 says which bucket is next, and the ranks of its replica gather it with rank 0. All others
 wait for its word outside the collectives of the model, for as long as a server takes. A bucket

@@ -66,7 +66,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one part of an attempt."""
+    """The result of one part of an attempt."""
 
     failed: str | None
     """Why the first server failed; None: all have done their part."""
@@ -87,7 +87,7 @@ class GetProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the servers are compared on."""
+    """The sequences that the servers are compared on."""
 
     sequences: tuple[tuple[int, ...], ...]
     """Token ids."""
@@ -98,12 +98,12 @@ class Verify:
     """Compare every server's log-probs of the probe with the trainer's."""
 
     expected: tuple[tuple[float, ...], ...]
-    """Of all tokens of each sequence but the first, at temperature 1."""
+    """Log-probs of all tokens of each sequence but the first, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What the comparison found."""
+    """The result of the comparison."""
 
     difference: float | None
     """Largest mean absolute difference, in nats, of the servers that stay; None where none stays

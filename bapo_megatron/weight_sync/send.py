@@ -45,7 +45,7 @@ _BYTES_PER_MB = 10**6
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one sync cost."""
+    """The cost of one sync."""
 
     version: int
     num_bytes: int

@@ -1,4 +1,4 @@
-"""What a weight sync needs of the pool of engines, and of what generates with them.
+"""The interfaces that a weight sync needs: the pool of engines, and the generation with them.
 
 ``rollout.pool.EngineStates`` is the pool.
 """
@@ -58,7 +58,7 @@ class ServerPool(Protocol[EntryT]):
 
 
 class Pausable(Protocol):
-    """What generates with the old weights: ``BatchCollector``, or nothing."""
+    """The generation with the old weights: ``BatchCollector``, or nothing."""
 
     async def pause(self) -> bool:
         """Make way for new weights; return whether anything was generated."""

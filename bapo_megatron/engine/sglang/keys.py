@@ -29,9 +29,9 @@ ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
 """Environment variable with the key of control calls for servers in ``rollout.servers``."""
 
 _GENERATION_PATHS = ("/generate", "/model_info")
-"""What the API key opens; open to everybody if there is none."""
+"""Paths that the API key opens; open to everybody if there is none."""
 _PUBLIC_PATHS = ("/ready", "/health")
-"""Open to everybody."""
+"""Paths that are always open to everybody."""
 _UNAUTHORIZED = b'{"error": "Unauthorized"}'
 
 

@@ -23,7 +23,7 @@ class Kind:
     """SGLang servers: the run's own, or those of ``rollout.servers``."""
 
     packages: ClassVar[Mapping[str, str]] = {"sglang": "0.5.21"}
-    """What requirements/ installs."""
+    """The version that requirements/ installs."""
 
     def check(self, config: RunConfig) -> None:
         """See ``EngineKind``."""

@@ -46,7 +46,7 @@ _SGL_KERNEL_NAMES = (
     "rotate_input_ids_cpu",
     "verify_tree_greedy_cpu",
 )
-"""What sglang's CPU engine imports at module level; only speculative decoding calls them."""
+"""Functions that sglang's CPU engine imports; only speculative decoding calls them."""
 
 
 def _install_cpu_shims() -> None:
