@@ -92,7 +92,7 @@ def test_bfloat16_weights_sample_and_score_alike(model_dir: Path) -> None:
 
 
 def test_a_large_prefill_is_divided(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_PREFILL_TOKENS", 64)
+    monkeypatch.setattr(decoder, "_MAX_PREFILL_TOKENS", 64)
     requests = ragged_requests(20)
     completions = use_engine(model_dir, lambda engine: complete(engine, *requests))
     for given, completion in zip(requests, completions, strict=True):
