@@ -67,14 +67,14 @@ def test_every_sampling_setting_is_sent_so_that_no_server_default_acts() -> None
 
 def test_versions_that_change_within_a_completion_are_kept_per_token() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
-    with FakeSglang(changes={"weight_versions": spans}) as fake:
+    with FakeSglang(version="4", changes={"weight_versions": spans}) as fake:
         completion = with_client(fake.address, _generate)
     assert completion.versions == ((3, 1), (4, 3))
 
 
 def test_versions_that_leave_a_token_out_are_refused() -> None:
     spans = [{"version": "3", "start": 1, "end": 4}]
-    with FakeSglang(changes={"weight_versions": spans}) as fake:
+    with FakeSglang(version="3", changes={"weight_versions": spans}) as fake:
         assert "do not cover its 4 tokens" in _error(fake)
 
 
