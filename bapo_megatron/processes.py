@@ -1,11 +1,8 @@
-"""Child processes that never outlive their owner, and the logs they leave.
+"""Child processes that never outlive their owner, what they leave, and how processes end.
 
 Each child runs in a session of its own, so that Ctrl-C reaches the owner only, which then ends its
-children in order. Standard library only: launchers of servers import this.
-
-Ending with the parent process, also when it is killed with -9 (Linux).
-
-Ending by a signal as an exception, so that every context manager cleans up.
+children in order. A signal ends a process by an exception, so that every context manager cleans up.
+Standard library only: launchers of servers import this.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import BinaryIO
 
-
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
 
@@ -40,10 +37,17 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 _TORCHRUN_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
+_SHARED_FILES = ("sglang_loads_*", "sem.mp-*")
+"""SGLang's load metrics, and semaphores of Python's multiprocessing, in /dev/shm."""
+_MAPPED_INODE = re.compile(r" (\d+) +/dev/shm/")
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RETRY_S = 0.01
+_T = TypeVar("_T")
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, without what torchrun set for its rank, naming it as owner."""
+    """Return this process's environment without torchrun's part, and with this process as owner."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -54,12 +58,7 @@ def child_environment() -> dict[str, str]:
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
-    """Wait until a process group is gone; kill what still runs after ``grace_s``.
-
-    Args:
-        process: The leader of the group.
-        grace_s: How long the group may take to end by itself.
-    """
+    """Wait until the process group of a leader is gone; kill what still runs after ``grace_s``."""
     if not _wait_until_gone(process, grace_s):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -72,7 +71,7 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
 def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
     deadline_s = time.monotonic() + wait_s
     while True:
-        process.poll()  # reaps the leader, which would else count as a member
+        process.poll()  # reaps the leader, which would otherwise count as a member
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:
@@ -82,8 +81,32 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
         time.sleep(_POLL_S)
 
 
+def unlink_shared_files(group_id: int) -> None:
+    """Remove the names of a group's files in /dev/shm; call it before the group is killed.
+
+    A killed group would leave them there for ever. Their names do not tell whose they are, so this
+    looks at what the group's processes have mapped, by inode, since a semaphore is mapped before it
+    gets its name. The processes lose nothing: a mapped file lives on without its name.
+
+    Args:
+        group_id: A group whose processes share these files with no other.
+    """
+    inodes: set[int] = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+            if os.getpgid(int(entry.name)) == group_id:
+                inodes.update(map(int, _MAPPED_INODE.findall((entry / "maps").read_text())))
+    for pattern in _SHARED_FILES:
+        for path in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino in inodes:
+                    path.unlink()
+
+
 def describe_exit(status: int) -> str:
-    """A return code for people: ``exit status 1`` or ``SIGKILL``."""
+    """Describe a return code for people: ``exit status 1`` or ``SIGKILL``."""
     return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
 
@@ -97,7 +120,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log, indented; of a progress bar only its last state."""
+    """Return the last lines of a log, indented; of a progress bar only its last state."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -109,25 +132,17 @@ def tail(path: Path) -> str:
     return "\n".join(f"    {line}" for line in lines) or "    (empty log)"
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def end_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send ``number`` to this process when the thread that started it ends.
+    """Have the kernel send ``number`` to this process when the thread that started it ends (Linux).
 
-    A parent that ends during the call counts. One that was gone before it sends nothing; compare
-    ``os.getppid()`` with its known id where that may happen. It is not enough that the parent is
-    process 1: in a container that may be the parent itself.
+    That includes the end by SIGKILL. A parent that ends during the call counts. One that was gone
+    before it sends nothing; compare ``os.getppid()`` with its known id where that may happen. It is
+    not enough that the parent is process 1: in a container that may be the parent itself.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), number)
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_RETRY_S = 0.01
-_T = TypeVar("_T")
 
 
 def end_by_exception() -> None:
@@ -142,9 +157,9 @@ def end_by_exception() -> None:
 
 
 def run_async(work: Coroutine[Any, Any, _T]) -> _T:
-    """``asyncio.run`` that SIGINT and SIGTERM end by cancellation, and by their exception after it.
+    """Run ``asyncio.run``; SIGINT and SIGTERM cancel the work, then raise their exception.
 
-    Without this the exception would be raised in whichever task happens to run.
+    Otherwise the exception would be raised in whichever task happens to run.
     """
     received: list[int] = []
 
@@ -178,7 +193,7 @@ def _end_once(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_signals() -> None:
-    """No second signal disturbs the cleaning up.
+    """Let no second signal disturb the cleanup.
 
     One is usual: Ctrl-C reaches torchrun and its ranks, and torchrun passes it on.
     """

@@ -1,1 +1,1 @@
-"""What samples: the interface (``base``), and one folder for each kind of engine."""
+"""Engines, which sample: their interface (``base``), and one folder for each kind of them."""

@@ -1,9 +1,9 @@
 """The border between a run and whatever samples for it.
 
-An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend`` is
-one kind of them: it starts the servers that are the run's own, and connects to those that are not.
-Everything outside ``engine.<kind>`` knows this file alone; docs/extending.md has what another kind
-must provide, tests/engine/test_contract.py tests it.
+An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend``
+starts the run's own servers and makes an ``Engine`` for each server. Code outside
+``engine.<kind>`` knows this file alone; docs/extending.md says what another kind must provide,
+tests/engine/test_contract.py tests it.
 
 R = tokens of one completion, or of one piece of it.
 """
@@ -35,7 +35,7 @@ _NUM_JOINED = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How one request samples; an engine's own defaults never act."""
+    """How one request samples; no default of an engine applies."""
 
     temperature: float
     max_new_tokens: int
@@ -43,16 +43,12 @@ class SamplingSettings:
     top_k: int = -1
     """-1: all tokens."""
     seed: int | None = None
-    """One for the response, over all requests that it takes; an engine that cannot repeat a
+    """Seed of the response, the same in all of its requests; an engine that cannot repeat a
     response ignores it."""
 
 
 def sample_seed(*identity: str | int) -> int:
-    """A seed of its own for every response.
-
-    Args:
-        identity: The run's seed, and what tells the response from all others of the run.
-    """
+    """Derive the seed of one response from the run's seed and what identifies the response."""
     return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:4])
 
 
@@ -66,16 +62,17 @@ class GenerateRequest:
     label: str
     """Names the request in errors."""
     order: tuple[int, int] = (0, 0)
-    """An engine that is driven admits requests that came between two bursts in this order, so that
-    it does not matter whose environment answered first."""
-    version: int | None = None
-    """Weights version that the engine holds; if none, there may be one piece only, at the end."""
+    """A stepped engine admits the requests that came between two bursts in this order, so that it
+    does not matter whose environment answered first."""
+    version: int = START_VERSION
+    """Weights version that the engine holds as far as is known. If it holds another one, it may
+    hand out everything at the end, in one piece."""
     return_logprobs: bool = True
     sampled_tokens: int = 0
-    """How many of ``input_ids`` the response has already, what an environment wrote included: where
-    its random numbers go on."""
+    """How many of ``input_ids`` belong to the response, including what an environment wrote: its
+    random numbers continue there."""
     stream_tokens: int = 64
-    """Length of a piece, about."""
+    """Approximate length of a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +86,17 @@ class Completion:
     versions: VersionSpans
     """Which weights version sampled which tokens."""
     finish_reason: FinishReason
-    """ABORT for a piece that is not the last one."""
+    """ABORT for every piece but the last."""
 
 
 def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
-    """The pieces as one completion."""
+    """Join pieces into one completion."""
     if len(parts) == 1:
         return replace(parts[0], finish_reason=finish_reason)
-    empty = Completion(
-        np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), finish_reason
-    )
+    no_tokens, no_logprobs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
     return Completion(
-        np.concatenate([empty.token_ids, *(part.token_ids for part in parts)]),
-        np.concatenate([empty.logprobs, *(part.logprobs for part in parts)]),
+        np.concatenate([no_tokens, *(part.token_ids for part in parts)]),
+        np.concatenate([no_logprobs, *(part.logprobs for part in parts)]),
         join_spans(part.versions for part in parts),
         finish_reason,
     )
@@ -119,24 +114,24 @@ class CompletionSink:
         return True
 
     def first_tokens(self, cached_tokens: int) -> None:
-        """The first tokens came; the engine had so many tokens of the input in its cache."""
+        """Note that the first tokens came; ``cached_tokens`` of the input were in the cache."""
 
     def take(self, part: Completion) -> None:
-        """A piece; the last one has the reason why the request ended, and may have no token."""
+        """Take a piece; the last one says why the request ended, and may have no token."""
         self._parts.append(part)
         self._num_small += 1
         if self._num_small == _NUM_JOINED:
-            # A piece of few tokens takes 100 times their memory.
+            # The overhead of a piece of few tokens is 100 times the memory of its tokens.
             self._parts[-_NUM_JOINED:] = [join(self._parts[-_NUM_JOINED:], part.finish_reason)]
             self._num_small = 0
 
     @property
     def finish_reason(self) -> FinishReason:
-        """The last piece's; ABORT if there is none."""
+        """Finish reason of the last piece; ABORT if there is none."""
         return self._parts[-1].finish_reason if self._parts else FinishReason.ABORT
 
     def completion(self) -> Completion:
-        """What was taken so far."""
+        """Return what came so far."""
         return join(self._parts, self.finish_reason)
 
 
@@ -149,11 +144,13 @@ class Capabilities:
     """What an engine is and can do; does not change while it runs."""
 
     num_ranks: int
-    """Processes that work on its requests; its load counts per rank."""
+    """Processes that share its requests; its load is counted per rank."""
     in_flight: frozenset[str]
-    """What of ``rollout.weight_sync.in_flight`` it can do."""
+    """Values of ``rollout.weight_sync.in_flight`` that it supports."""
     methods: frozenset[str]
-    """What of ``rollout.weight_sync.method`` it can do."""
+    """Values of ``rollout.weight_sync.method`` that it supports."""
+    remedy: str = ""
+    """How to start it so that it supports every method; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +162,11 @@ class Needs:
     in_flight: str
     """``rollout.weight_sync.in_flight``."""
     probe_prompts: Sequence[Sequence[int]] = ()
-    """Contexts that log-probs may be asked of; none where nothing is trained."""
+    """Contexts whose log-probs may be probed; empty where nothing is trained."""
 
 
 class MemoryPart(Enum):
-    """What an engine on the trainer's GPU gives away and takes back."""
+    """Memory that an engine on the trainer's GPU releases and takes back."""
 
     WEIGHTS = "weights"
     CACHE = "kv_cache"
@@ -178,130 +175,109 @@ class MemoryPart(Enum):
 class Engine(Protocol):
     """One copy of the model; belongs to the event loop that uses it.
 
-    Every coroutine may raise a ``ServerGoneError`` where there is no answer in time (a
-    ``BrokenConnectionError`` where the connection broke), another ``ServerError`` where the answer
-    is unusable, and another ``RolloutError`` where the engine refuses, as any other would.
+    Every coroutine raises a ``ServerGoneError`` if no answer comes in time (a
+    ``BrokenConnectionError`` if the connection broke), another ``ServerError`` if the answer is
+    unusable, and another ``RolloutError`` if the engine refuses, as every other engine would.
     """
 
     @property
     def address(self) -> str:
-        """Names the engine: ``http://host:port``, or a word without a host for one in this process.
+        """``http://host:port``, or a word without a host for an engine in this process.
 
-        Weights reach the latter over the loopback, by gloo.
+        The latter gets weights over the loopback, by gloo.
         """
-        ...
 
     @property
     def stepper(self) -> Stepper | None:
-        """Makes the engine sample; None: it samples by itself."""
-        ...
+        """Makes the engine sample; None if it samples by itself."""
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were given to it and have not ended."""
-        ...
+        """Number of requests that have not ended."""
 
     @property
     def silence_s(self) -> float:
-        """For how long no request in flight has got anything; 0 without any, and while paused."""
-        ...
+        """How long no request has received anything; 0 while paused or without requests."""
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once, in pieces; returns when ``sink`` has the last one.
+        """Sample once, in pieces; return when ``sink`` has the last one.
 
-        It has no time limit; the caller watches the engine and calls ``give_up``.
-        Cancelled, it leaves nothing of the request behind.
+        It has no time limit; the caller watches the engine and calls ``give_up``. When it is
+        cancelled, nothing of the request stays behind.
         """
-        ...
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
-        """Return log-probs of all tokens but the first, each after those before it, at T = 1."""
-        ...
+        """Return the log-prob of every token but the first, given those before it, at T = 1."""
 
     async def abort(self, timeout_s: float) -> None:
-        """Have every request end with what there is; their ``stream`` returns.
+        """End every request with what there is; their ``stream`` returns.
 
-        Repeat it until ``num_in_flight`` is 0: one that is still on its way may be missed. Those
-        that are paused in place may end only after ``resume``.
-
-        Args:
-            timeout_s: Requests that have not ended by then count as lost.
+        Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way.
+        Requests that are paused in place may end only after ``resume``. Those that have not ended
+        after ``timeout_s`` count as lost.
         """
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Sample nothing until ``resume``; requests stay, and may be silent."""
-        ...
 
     async def resume(self) -> None:
-        """Go on after ``pause``; does nothing where there is none."""
-        ...
+        """Continue after ``pause``; do nothing if not paused."""
 
     def give_up(self, reason: str) -> None:
-        """End every request in flight at once, by a ``ServerGoneError`` that has the reason."""
-        ...
+        """End every request at once with a ``ServerGoneError`` that has the reason."""
 
     async def version(self, timeout_s: float | None = None) -> str:
         """Return the weights version that it reports: the cheapest sign of life."""
-        ...
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        """Return what it can do; what samples must answer, so one that hangs is found out."""
-        ...
+        """Return what it can do; the process that samples must answer, which detects hangs."""
 
     async def check(self, needs: Needs) -> None:
-        """Look at an engine that answers for the first time, or again.
+        """Check an engine that answers for the first time, or again.
+
+        What ``EngineKind.check`` knows from the configuration has been refused before.
 
         Raises:
             RolloutError: It must not be used by a run with these needs.
         """
-        ...
 
     async def weights(self, timeout_s: float) -> WeightControl:
-        """Ask how it was started; returns its calls for new weights."""
-        ...
+        """Ask how it was started; return its calls for new weights."""
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Give weights and cache away, when nothing is in flight.
+        """Release weights and cache, when nothing is in flight.
 
         Nothing is sampled until both are back and new weights have come.
 
         Raises:
             RolloutError: It is still busy, and has released nothing.
         """
-        ...
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
-        """Take memory back: first that of the weights, then that of the cache."""
-        ...
+        """Take memory back: first for the weights, then for the cache."""
 
     async def close(self) -> None:
         """End what is in flight, and close every connection."""
-        ...
 
 
 class Stepper(Protocol):
     """Makes an engine sample that does not by itself.
 
-    Whoever waits for tokens drives it, so that what is sampled between two decisions is counted in
-    decode steps, never in seconds, and two runs with one seed are equal bit for bit.
+    Whoever waits for tokens drives it. What is sampled between two decisions is then counted in
+    decode steps, not in seconds, and two runs with one seed are equal bit for bit.
     """
 
     async def decode(self, max_steps: int) -> int:
-        """Sample up to so many tokens of each of the engine's requests, and hand them out.
+        """Sample up to ``max_steps`` tokens of every request, hand them out, return the steps made.
 
-        Fewer only where no request is left. Which requests are together in a step depends on the
+        It makes fewer steps only if no request is left. Which requests share a step depends on the
         order in which they came, and on nothing else.
-
-        Returns:
-            The decode steps made.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """What lies in a bucket, tensor after tensor."""
+    """The tensors in a bucket, one after the other."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -311,7 +287,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Where the ranks of one engine stand in a collective group, and where its members meet."""
+    """The ranks of one member of a collective group, and where the members meet."""
 
     name: str
     master_address: str
@@ -319,41 +295,33 @@ class GroupPlace:
     backend: str
     """``nccl`` or ``gloo``."""
     first_rank: int
-    """The engine's first rank in the group; the trainer is rank 0."""
+    """The member's first rank in the group; the trainer is rank 0."""
     world_size: int
 
 
 class WeightControl(Protocol):
-    """One engine's calls for new weights; they raise as those of ``Engine``. None is repeated."""
+    """One engine's calls for new weights; they raise as those of ``Engine``. None is repeated.
+
+    ``version`` is the version of the weights; it comes with their last part only, because an
+    engine that has a part of them keeps its old label and is not used. ``flush_cache``: forget keys
+    and values of the old weights.
+    """
 
     @property
     def tensor_ranks(self) -> int:
-        """Ranks that join a group."""
-        ...
-
-    def require_tensor_ranks_only(self) -> None:
-        """Refuse an engine whose other ranks would not get weights through buckets.
-
-        Raises:
-            RolloutError: It has such ranks.
-        """
-        ...
+        """Number of ranks that join a group."""
 
     async def open_session(self, timeout_s: float) -> None:
         """Make the engine ready for ``receive`` or ``take``."""
-        ...
 
     async def close_session(self, timeout_s: float) -> None:
         """Let the engine finish what it does after the last weights."""
-        ...
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
-        """Have the engine's ranks join a collective group; returns when all members have."""
-        ...
+        """Have the engine's ranks join a collective group; return when all members have."""
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
         """Have the engine's ranks forget a group."""
-        ...
 
     async def receive(
         self,
@@ -364,46 +332,24 @@ class WeightControl(Protocol):
         flush_cache: bool,
         timeout_s: float,
     ) -> None:
-        """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds.
-
-        Args:
-            bucket: What it holds.
-            group_name: The group.
-            version: Version of the weights, with their last part only: an engine that has a part of
-                them keeps its old label and is not used.
-            flush_cache: Forget keys and values of the old weights.
-            timeout_s: Longest time until it has answered.
-        """
-        ...
+        """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
     async def take(
-        self,
-        payloads: Sequence[str],
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
     ) -> None:
-        """Load tensors that lie in memory that the engine can map.
+        """Load tensors from memory that the engine can map.
 
-        Args:
-            payloads: One for each tensor-parallel rank, see
-                ``weight_sync.carriers.shared_memory_payload``.
-            version: As in ``receive``.
-            flush_cache: As in ``receive``.
-            timeout_s: Longest time until it has answered.
+        There is one payload for each tensor-parallel rank, see
+        ``weight_sync.carriers.shared_memory_payload``.
         """
-        ...
 
     async def load(
         self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
     ) -> None:
         """Load a Hugging Face directory."""
-        ...
 
     async def flush_idle(self, timeout_s: float) -> None:
         """Forget keys and values of old weights, unless requests are running, paused or not."""
-        ...
 
 
 class Readiness(Enum):
@@ -411,7 +357,7 @@ class Readiness(Enum):
 
     SILENT = "silent"
     BUSY = "busy"
-    """It lives, but starts, or is paused for new weights."""
+    """It lives, but is starting, or paused for new weights."""
     READY = "ready"
 
 
@@ -421,51 +367,41 @@ class EngineServer(Protocol):
     @property
     def address(self) -> str:
         """``http://host:port``; known after ``start``."""
-        ...
 
     @property
     def name(self) -> str:
-        """For people, with its address."""
-        ...
+        """Description for people, with its address."""
 
     @property
     def log_path(self) -> Path:
-        """Where it writes."""
-        ...
+        """File that it writes its log to."""
 
     @property
     def num_starts(self) -> int:
         """How often it was started."""
-        ...
 
     @property
     def is_started(self) -> bool:
         """Whether there is a process that ``close`` has not ended."""
-        ...
 
     def start(self) -> None:
-        """Start the process and return at once; after ``close`` once more, at the same address.
+        """Start the process and return at once; after ``close`` again, at the same address.
 
         Raises:
             RolloutError: The port is in use.
         """
-        ...
 
     def exit_reason(self) -> str | None:
-        """How it ended, for people; None while it runs."""
-        ...
+        """Say how it ended, for people; None while it runs."""
 
     async def ask(self, timeout_s: float) -> Readiness:
         """Ask whether it takes requests, without one."""
-        ...
 
     def kill(self) -> None:
-        """Have it end at once, without waiting; does nothing if it has ended."""
-        ...
+        """End it at once, without waiting; do nothing if it has ended."""
 
     def close(self) -> None:
         """End the process group and wait for it; safe to call twice."""
-        ...
 
 
 class Backend(Protocol):
@@ -473,15 +409,13 @@ class Backend(Protocol):
 
     @property
     def servers(self) -> Sequence[EngineServer]:
-        """The run's own servers on this host; none where the engine needs none, or others run."""
-        ...
+        """The run's own servers on this host; empty if it needs none, or others run them."""
 
     async def connect(self) -> Sequence[Engine]:
         """Make an engine for each server, or in this process; own servers were started.
 
-        Nothing is sent; one in this process loads ``model.path``.
+        Nothing is sent; an engine in this process loads ``model.path``.
 
         Raises:
             RolloutError: The model cannot be loaded.
         """
-        ...

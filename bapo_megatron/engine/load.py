@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineKind(Protocol):
-    """What a kind of engine is to the commands; its class takes no arguments.
+    """A kind of engine, as the commands see it; its class takes no arguments.
 
     Importing it must be cheap: every process of a run does.
     """
@@ -28,35 +28,27 @@ class EngineKind(Protocol):
         """Refuse what this kind cannot do, before anything is started.
 
         Raises:
-            ConfigError: The key, the rule, what it is, and the remedy.
+            ConfigError: The key, the rule, the value, and the remedy.
         """
-        ...
 
     def open(self, config: RunConfig, device: str) -> Backend:
-        """Prepare the engines of a run; nothing is started.
-
-        Args:
-            config: The run.
-            device: ``cuda`` or ``cpu``.
-        """
-        ...
+        """Prepare the engines of a run on ``cuda`` or ``cpu``; nothing is started."""
 
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
         """Start servers for trainers elsewhere, and keep them until this process is ended.
 
         Args:
-            config: Model, servers and ``run_dir``; the rest is not looked at.
+            config: Model, servers and ``run_dir``; the rest is not used.
             show: Takes what a trainer needs to use the servers, once they are ready.
 
         Raises:
             ConfigError: It has no servers, or the section cannot be used.
             RolloutError: A server died before it was ever ready, or a port is in use.
         """
-        ...
 
 
 def load_kind(name: str) -> EngineKind:
-    """The kind that ``rollout.engine`` names: of ``local``, ``engine.local.kind:Kind``.
+    """Load the kind that ``rollout.engine`` names; ``local`` means ``engine.local.kind:Kind``.
 
     Raises:
         ConfigError: It cannot be imported.

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ASK_INTERVAL_S = 2.0
-_LONGEST_ASK_S = 5.0
+_MAX_ASK_S = 5.0
 # A server that is silent for health.timeout_s gets no requests, but may only be slow and come back.
 _HANG_FACTOR = 4.0
-_MOST_DOUBLINGS = 30
+_MAX_DOUBLINGS = 30
 
 
 @dataclass
 class _Supervised:
-    """A server and what became of it."""
+    """A server and its state."""
 
     server: EngineServer
     is_ready: bool = False
@@ -38,7 +38,7 @@ class _Supervised:
     last_end: str = ""
 
     def failure(self) -> str:
-        """How it ended, and the last lines of its log."""
+        """Say how it ended, with the last lines of its log."""
         server = self.server
         times = f", {self.num_failures} times in a row" if self.num_failures > 1 else ""
         return (
@@ -51,17 +51,12 @@ class ServerSupervisor:
     """The servers that one process owns; belongs to its event loop."""
 
     def __init__(self, servers: Sequence[EngineServer], config: RolloutConfig) -> None:
-        """Take servers that were not started yet.
-
-        Args:
-            servers: At least one.
-            config: When one that does not answer counts as lost, and how it is started again.
-        """
+        """Take at least one server; none of them was started yet."""
         self.servers = servers
         """Their addresses are known after ``start``."""
         self._config = config.server
         self._hang_s = _HANG_FACTOR * config.health.timeout_s
-        self._ask_timeout_s = min(config.health.timeout_s, _LONGEST_ASK_S)
+        self._ask_timeout_s = min(config.health.timeout_s, _MAX_ASK_S)
         self._supervised = [_Supervised(server) for server in servers]
         self._tasks: list[asyncio.Task[None]] = []
         self._may_restart = asyncio.Event()
@@ -76,8 +71,8 @@ class ServerSupervisor:
         """
         assert not self._tasks, "servers are started once"
         self._started_s = time.monotonic()
-        for supervised in self._supervised:
-            supervised.server.start()
+        for server in self.servers:
+            server.start()
         self._tasks = [asyncio.create_task(self._supervise(each)) for each in self._supervised]
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
@@ -91,19 +86,19 @@ class ServerSupervisor:
                 ``rollout.server.start_timeout_s``.
         """
         while not all(each.is_ready for each in self._supervised):
-            self._raise_if_over()
+            for task in self._tasks:
+                if task.done():
+                    task.result()
             waited_s = time.monotonic() - self._started_s
-            num_ready = sum(each.is_ready for each in self._supervised)
-            if len(self._supervised) == 1:
+            if len(self.servers) == 1:
                 report(f"starting {self.servers[0].name}: {waited_s:.0f} s")
             else:
-                report(
-                    f"starting {len(self._supervised)} servers: {num_ready} ready, {waited_s:.0f} s"
-                )
+                num_ready = sum(each.is_ready for each in self._supervised)
+                report(f"starting {len(self.servers)} servers: {num_ready} ready, {waited_s:.0f} s")
             await asyncio.sleep(_POLL_S)
 
     async def watch(self) -> None:
-        """Stay until a server ends before it was ever ready.
+        """Wait until a server ends before it was ever ready.
 
         Raises:
             RolloutError: One did.
@@ -111,13 +106,13 @@ class ServerSupervisor:
         await asyncio.gather(*self._tasks)
 
     def describe_failures(self) -> str:
-        """Why servers are not ready that were started again, with the end of their logs, or ''."""
+        """Say why restarted servers are not ready, with the end of their logs; '' if all are."""
         return "\n".join(
             each.failure() for each in self._supervised if each.num_failures and not each.is_ready
         )
 
     async def hold_restarts(self) -> None:
-        """Start no server again until ``allow_restarts``: somebody else uses the GPUs.
+        """Restart no server until ``allow_restarts``: somebody else uses the GPUs.
 
         Returns when none is just starting.
         """
@@ -126,7 +121,7 @@ class ServerSupervisor:
             await asyncio.sleep(_POLL_S)
 
     def allow_restarts(self) -> None:
-        """Start those again that ended meanwhile."""
+        """Restart the servers that ended meanwhile."""
         self._may_restart.set()
 
     async def close(self) -> None:
@@ -136,13 +131,8 @@ class ServerSupervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(server.close) for server in self.servers))
 
-    def _raise_if_over(self) -> None:
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
     async def _supervise(self, supervised: _Supervised) -> None:
-        """Start a server again whenever it has ended.
+        """Restart a server whenever it has ended.
 
         Raises:
             RolloutError: It was never ready.
@@ -165,7 +155,7 @@ class ServerSupervisor:
                 f" in {wait_s:g} s" if wait_s else "",
                 supervised.server.log_path,
             )
-            # In a thread, because the end of a process group is waited for.
+            # In a thread, because it waits for the end of a process group.
             await asyncio.to_thread(supervised.server.close)
             await asyncio.sleep(wait_s)
             await self._may_restart.wait()
@@ -194,7 +184,7 @@ class ServerSupervisor:
         return time.monotonic() - ready_since_s
 
     async def _follow_start(self, server: EngineServer) -> str | None:
-        """How a server ended before it took requests; none as soon as it does."""
+        """Wait until a server takes requests; return how it ended if it never does."""
         limit_s = self._config.start_timeout_s
         deadline_s = time.monotonic() + limit_s
         while await server.ask(self._ask_timeout_s) is not Readiness.READY:
@@ -209,7 +199,7 @@ class ServerSupervisor:
         return None
 
     async def _follow(self, server: EngineServer) -> str:
-        """How a server ended that took requests."""
+        """Watch a server that takes requests; return how it ended."""
         silent_since_s: float | None = None
         next_ask_s = 0.0
         while (reason := server.exit_reason()) is None:
@@ -224,8 +214,8 @@ class ServerSupervisor:
         return f"died ({reason})"
 
 
-def restart_wait_s(num_failures: int, longest_s: float) -> float:
-    """0, 1, 2, 4, … seconds after the first, second, third, … failure in a row."""
+def restart_wait_s(num_failures: int, max_s: float) -> float:
+    """Return 0, 1, 2, 4, … seconds after the first, second, third, … failure in a row."""
     if num_failures == 1:
         return 0.0
-    return min(2.0 ** min(num_failures - 2, _MOST_DOUBLINGS), longest_s)
+    return min(2.0 ** min(num_failures - 2, _MAX_DOUBLINGS), max_s)

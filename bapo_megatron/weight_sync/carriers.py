@@ -1,11 +1,9 @@
-"""How buckets of weights get from rank 0 to the servers: through a collective group, or as memory.
-
-The third way, a directory, needs no carrier (``send``).
-
-Weights bucket by bucket, so that no rank ever holds the whole model.
+"""Brings weights from rank 0 to the servers, bucket by bucket: no rank holds the whole model.
 
 Rank 0 says which bucket is next, and the ranks of its replica gather it with rank 0. All others
-wait for its word outside the collectives of the model, for as long as a server takes.
+wait for its word outside the collectives of the model, for as long as a server takes. A bucket
+travels through a collective group or as shared memory; the third way, a directory, needs no
+carrier (``send``).
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import math
 import os
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing
@@ -28,6 +25,7 @@ from torch.multiprocessing import reductions
 
 from bapo_megatron.distributed import broadcast_bytes
 from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.collective import tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import hf_shapes
 from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
@@ -47,33 +45,22 @@ if TYPE_CHECKING:
     from bapo_megatron.policy.megatron_policy import MegatronPolicy
     from bapo_megatron.weight_sync.messages import Opened, Outcome
 
-
 _END = b"end"
+_MAX_STUCK_S = 180.0
+"""More than the time limit of any operation of a group that was given up."""
+_STDERR = 2
+_DEVICE_ARGUMENT = 6
+"""Position of the device among the arguments of ``reductions.rebuild_cuda_tensor``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Some Hugging Face tensors in one piece of memory, one after the other."""
 
+    layout: BucketLayout
     flat: Tensor
     """uint8 [bytes], on the policy's device."""
-    dtype: torch.dtype
-    """Of every tensor."""
-    shapes: dict[str, tuple[int, ...]]
-    """By name, in their order."""
     is_last: bool
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of ``flat`` by name."""
-        sizes = [math.prod(shape) * self.dtype.itemsize for shape in self.shapes.values()]
-        parts = self.flat.split(sizes)  # type: ignore[no-untyped-call]
-        for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
-            yield name, part.view(self.dtype).view(shape)
-
-    @property
-    def dtype_name(self) -> str:
-        """Such as ``float32``."""
-        return str(self.dtype).removeprefix("torch.")
 
 
 class WeightBuckets:
@@ -97,20 +84,18 @@ class WeightBuckets:
         """Gather a bucket on rank 0, with the ranks that ``follow``."""
         policy = self._policy
         broadcast_bytes(str(number).encode(), policy.groups)
-        shapes = {
-            name: shape
-            for weight in self._plan[number]
-            for name, shape in hf_shapes(weight, policy.hf).items()
-        }
-        num_bytes = sum(math.prod(shape) for shape in shapes.values()) * self._dtype.itemsize
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=policy.device)
-        bucket = Bucket(flat, self._dtype, shapes, number + 1 == len(self))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for weight in self._plan[number]:
+            shapes |= hf_shapes(weight, policy.hf)
+        dtypes = (str(self._dtype).removeprefix("torch."),) * len(shapes)
+        layout = BucketLayout(tuple(shapes), dtypes, tuple(shapes.values()))
+        flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=policy.device)
         for (name, target), (gathered, tensor) in zip(
-            bucket.tensors(), self._iterate(number), strict=True
+            unpack(layout, flat), self._iterate(number), strict=True
         ):
             assert name == gathered, "weights come in the order of the table"
             target.copy_(tensor)
-        return bucket
+        return Bucket(layout, flat, is_last=number + 1 == len(self))
 
     def end(self) -> None:
         """Tell the ranks that ``follow`` that no bucket is needed any more."""
@@ -128,36 +113,8 @@ class WeightBuckets:
         return gather_weights(policy.chunks, policy.hf, policy.groups, self._plan[number])
 
 
-_LAST_WAIT_S = 180.0
-"""More than any operation of a group that was given up may take until its time limit."""
-
-_STDERR = 2
-_DEVICE_ARGUMENT = 6
-"""Position of the device among the arguments of ``reductions.rebuild_cuda_tensor``."""
-
-
 class AttemptFailedError(Exception):
-    """A server failed; the rest gets the weights in another attempt."""
-
-
-class Carrier(Protocol):
-    """How buckets get from rank 0 to the servers."""
-
-    def prepare(self, opened: Opened, collector: Caller) -> None:
-        """Get ready for the servers that the collector has named."""
-        ...
-
-    def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Start to send a bucket; what is returned waits until all servers have loaded it."""
-        ...
-
-    def give_up(self) -> None:
-        """Leave what a failed attempt holds open."""
-        ...
-
-    def close(self) -> None:
-        """End it on this side; the collector ends it on the servers'."""
-        ...
+    """A server failed; the others get the weights in another attempt."""
 
 
 def check(outcome: Outcome) -> None:
@@ -172,7 +129,7 @@ def check(outcome: Outcome) -> None:
 
 @contextmanager
 def handed_over() -> Iterator[None]:
-    """Tell what fails on rank 0's own side from defects: all ranks must hear of it.
+    """Turn a failure on rank 0's own side into an error that all ranks hear of.
 
     Raises:
         RolloutError: A port, shared memory, a file or the group cannot be used.
@@ -190,51 +147,33 @@ def handed_over() -> Iterator[None]:
 
 
 class BroadcastCarrier:
-    """Through a collective group; it stays as long as its members do."""
+    """Through a collective group, which stays as long as its members do."""
 
     def __init__(self, config: WeightSyncConfig, device: torch.device) -> None:
-        """Nothing is opened before the first sync.
-
-        Args:
-            config: The section.
-            device: Where the buckets are.
-        """
+        """Prepare for buckets on ``device``; nothing is opened before the first sync."""
         self._config = config
         self._device = device
         self._group: WeightGroup | None = None
         self._stuck: list[Future[None]] = []
 
     def prepare(self, opened: Opened, collector: Caller) -> None:
-        """Form a group, unless the servers still share the last one."""
+        """Form a group with the servers that the collector named, unless they still share one."""
         if opened.share_group and self._group is not None:
             return
         self.give_up()
         address = rank_zero_address(opened.addresses, self._config.master_address)
         backend = choose_backend(self._config.backend, self._device, opened.addresses)
-        self._group = group = WeightGroup(address, backend, self._config.timeout_s)
-        place = Join(
-            group_name=group.name,
-            master_address=group.address,
-            master_port=group.port,
-            backend=backend,
-        )
-        joined = collector.start(JOIN, place)
-        formed = group.form(1 + sum(opened.num_ranks))
-        _await_both(joined, formed, "form a group", self._config.timeout_s)
+        world_size = 1 + sum(opened.num_ranks)
+        self._group = group = WeightGroup(address, backend, world_size, self._config.timeout_s)
+        joined = collector.start(JOIN, Join(place=group.place))
+        self._await_both(joined, group.form(), "form a group")
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Have the servers receive what the group broadcasts."""
+        """Broadcast a bucket; the returned function waits until all servers have loaded it."""
         assert self._group is not None, "prepare comes first"
-        layout = BucketLayout(
-            names=tuple(bucket.shapes),
-            dtypes=(bucket.dtype_name,) * len(bucket.shapes),
-            shapes=tuple(bucket.shapes.values()),
-        )
-        received = collector.start(RECEIVE, Receive(bucket=layout, is_last=bucket.is_last))
+        received = collector.start(RECEIVE, Receive(bucket=bucket.layout, is_last=bucket.is_last))
         sent = self._group.broadcast(bucket.flat)
-        return functools.partial(
-            _await_both, received, sent, "send the weights", self._config.timeout_s
-        )
+        return functools.partial(self._await_both, received, sent, "send the weights")
 
     def give_up(self) -> None:
         """Close the group; an operation that is stuck in it ends later."""
@@ -246,7 +185,30 @@ class BroadcastCarrier:
         """Close the group, and wait for operations that are stuck."""
         self.give_up()
         # A thread inside a collective at the end of the interpreter would abort the process.
-        wait(self._stuck, _LAST_WAIT_S)
+        wait(self._stuck, _MAX_STUCK_S)
+
+    def _await_both(self, servers: Callable[[], Outcome], own: Future[None], what: str) -> None:
+        """Wait for an operation of servers and of rank 0.
+
+        Raises:
+            AttemptFailedError: A server failed; if rank 0 did too, the message has its reason: who
+                was first is not known.
+            RolloutError: Rank 0 alone failed.
+        """
+        try:
+            check(servers())
+        except AttemptFailedError as failure:
+            error = own.exception() if own.done() else None
+            if error is None:
+                raise
+            raise AttemptFailedError(f"{failure} (rank 0 could not {what}: {error})") from error
+        try:
+            own.result(self._config.timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise RolloutError(
+                f"the servers did their part but rank 0 could not {what} ({error}); check "
+                "rollout.weight_sync.backend, or set rollout.weight_sync.method: disk"
+            ) from error
 
 
 class MemoryCarrier:
@@ -263,51 +225,28 @@ class MemoryCarrier:
         self._num_ranks = opened.num_ranks
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
-        """Describe the bucket to every rank of every server."""
+        """Describe a bucket to every rank of every server; returns as ``BroadcastCarrier``."""
         payloads = tuple(
-            tuple(shared_memory_payload(bucket.tensors()) for _ in range(num_ranks))
+            tuple(
+                shared_memory_payload(unpack(bucket.layout, bucket.flat)) for _ in range(num_ranks)
+            )
             for num_ranks in self._num_ranks
         )
         taken = collector.start(TAKE, Take(payloads=payloads, is_last=bucket.is_last))
-        return functools.partial(_await_taken, taken, bucket)
+
+        def await_taken(_: Bucket = bucket) -> None:  # whose memory must stay until it is loaded
+            check(taken())
+
+        return await_taken
 
     def give_up(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
-def _await_taken(taken: Callable[[], Outcome], bucket: Bucket) -> None:
-    """Wait until a bucket is loaded; until then its memory must stay, so it is held here."""
-    check(taken())
-    del bucket
-
-
-def _await_both(
-    servers: Callable[[], Outcome], own: Future[None], what: str, limit_s: float
-) -> None:
-    """Wait for an operation of servers and of rank 0.
-
-    Raises:
-        AttemptFailedError: A server failed; if rank 0 did too, the message has its reason: who was
-            first is not known.
-        RolloutError: Rank 0 alone failed.
-    """
-    try:
-        check(servers())
-    except AttemptFailedError as failure:
-        error = own.exception() if own.done() else None
-        if error is None:
-            raise
-        raise AttemptFailedError(f"{failure} (rank 0 could not {what}: {error})") from error
-    try:
-        own.result(limit_s)
-    except (RuntimeError, TimeoutError) as error:
-        raise RolloutError(
-            f"the servers did their part but rank 0 could not {what} ({error}); check "
-            "rollout.weight_sync.backend, or set rollout.weight_sync.method: disk"
-        ) from error
+Carrier = BroadcastCarrier | MemoryCarrier
 
 
 def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -317,11 +256,11 @@ def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:
     memory, on a GPU a handle of CUDA IPC. An engine's unpickler need not admit other classes than
     those that torch names there.
 
-    A payload is opened once: torch counts for each who still maps the memory. The tensors are kept
-    until it has been.
+    Open a payload once: torch counts the processes that map the memory. Keep the tensors until
+    then.
     """
     buffer = io.BytesIO()
-    with _files_as_handles():
+    with _files_by_name():
         _Pickler(buffer).dump(list(tensors))
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
@@ -330,12 +269,12 @@ def start_manager() -> None:
     """Start torch's process that removes the files of shared host memory.
 
     It lives as long as a server maps one, so beyond this process, and must not hold its standard
-    error: who reads that to its end would wait.
+    error: whoever reads that to its end would wait.
     """
     kept, nothing = os.dup(_STDERR), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, _STDERR)
     try:
-        with _files_as_handles():
+        with _files_by_name():
             torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
     finally:
         os.dup2(kept, _STDERR)
@@ -356,8 +295,8 @@ class _Pickler(ForkingPickler):
 
 
 @contextmanager
-def _files_as_handles() -> Iterator[None]:
-    """An open file, torch's other way to share host memory, does not travel over HTTP."""
+def _files_by_name() -> Iterator[None]:
+    """Share host memory by file names; torch's other way, open files, does not travel over HTTP."""
     before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.calls import Call
-from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,8 @@ class Opened:
 class Join:
     """Have the servers join rank 0's group; answered when it is complete."""
 
-    group_name: str
-    master_address: str
-    master_port: int
-    backend: str
-    """``nccl`` or ``gloo``."""
+    place: GroupPlace
+    """Rank 0's place; the servers' ranks follow in the order of ``Opened``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +66,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one part of an attempt."""
+    """The result of one part of an attempt."""
 
     failed: str | None
     """Why the first server failed; None: all have done their part."""
@@ -90,7 +87,7 @@ class GetProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the servers are compared on."""
+    """The sequences that the servers are compared on."""
 
     sequences: tuple[tuple[int, ...], ...]
     """Token ids."""
@@ -101,12 +98,12 @@ class Verify:
     """Compare every server's log-probs of the probe with the trainer's."""
 
     expected: tuple[tuple[float, ...], ...]
-    """Of all tokens of each sequence but the first, at temperature 1."""
+    """Log-probs of all tokens of each sequence but the first, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What the comparison found."""
+    """The result of the comparison."""
 
     difference: float | None
     """Largest mean absolute difference, in nats, of the servers that stay; None where none stays
@@ -115,15 +112,15 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Let generation go on; the last call of every push."""
+    """Let generation continue; the last call of every push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Generation goes on."""
+    """Generation continues."""
 
     pause_s: float
-    """For how long it stood still since the last ``Resume``; 0 where nothing was generated."""
+    """How long it stood still since the last ``Resume``; 0 if nothing was generated."""
 
 
 BEGIN = Call("weights.begin", Begin, Opened)

@@ -1,90 +1,58 @@
 """The collector's side of a push: which servers take part, what becomes of those that fail.
 
 Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` answers a call of
-``messages``, where their order is.
+``messages``, which gives their order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic
 
-from bapo_megatron.engine.base import GroupPlace
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
-from bapo_megatron.weight_sync.messages import (
-    BEGIN,
-    FINISH,
-    JOIN,
-    LOAD,
-    PROBE,
-    RECEIVE,
-    RESUME,
-    TAKE,
-    VERIFY,
-    Begin,
-    Finish,
-    GetProbe,
-    Join,
-    Load,
-    Opened,
-    Outcome,
-    Probe,
-    Receive,
-    Resume,
-    Resumed,
-    Take,
-    Verified,
-    Verify,
-)
-from bapo_megatron.weight_sync.servers import ServerT
-from bapo_megatron.weight_sync.verify import judge, mean_difference
+from bapo_megatron.weight_sync import messages
+from bapo_megatron.weight_sync.servers import EntryT
+from bapo_megatron.weight_sync.verify import mean_difference
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bapo_megatron.calls import Answers
     from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import WeightControl
+    from bapo_megatron.engine.base import GroupPlace, WeightControl
     from bapo_megatron.weight_sync.servers import Pausable, ServerPool
 
 _POLL_S = 0.2
-_WATCH_S = 0.2
-_LONGEST_PROBE = 256
+_MAX_PROBE = 256
 """Tokens of a prompt that are compared."""
 
 
-class WeightReceiver(Generic[ServerT]):
+class WeightReceiver(Generic[EntryT]):
     """Gives the servers of a pool new weights."""
 
     def __init__(
         self,
-        pool: ServerPool[ServerT],
+        pool: ServerPool[EntryT],
         config: RolloutConfig,
         generation: Pausable | None,
         probe_prompts: Sequence[Sequence[int]] = (),
     ) -> None:
         """Put the parts together; nothing is sent.
 
-        Args:
-            pool: The servers.
-            config: How they get weights, and what is waited for how long.
-            generation: Is paused during a sync; none where only evaluations are made.
-            probe_prompts: Tokens whose log-probs ``verify`` compares.
+        ``generation`` is paused during a sync; None where only evaluations are made. ``verify``
+        compares log-probs of ``probe_prompts``.
         """
         self._pool = pool
         self._sync = config.weight_sync
         self._resumes_to_verify = config.weight_sync.in_flight != "abort" or config.colocated
         self._health = config.health
         self._generation = generation
-        self._probe = Probe(
-            sequences=tuple(
-                tuple(prompt[:_LONGEST_PROBE]) for prompt in probe_prompts if len(prompt) > 1
-            )
-        )
-        self._members: list[Member[ServerT]] = []
-        self._calls = MemberCalls[ServerT]()
-        self._group: _Group[ServerT] | None = None
+        prompts = (tuple(prompt[:_MAX_PROBE]) for prompt in probe_prompts if len(prompt) > 1)
+        self._probe = messages.Probe(sequences=tuple(prompts))
+        self._members: list[Member[EntryT]] = []
+        self._calls = MemberCalls[EntryT]()
+        self._group: _Group[EntryT] | None = None
         self._group_is_new = True
         self._has_session = False
         self._is_paused = False
@@ -95,23 +63,23 @@ class WeightReceiver(Generic[ServerT]):
         self._give_up_s: float | None = None
 
     def bind_to(self, answers: Answers) -> None:
-        """Have the calls of a push answered."""
-        answers.bind(BEGIN, self.begin)
-        answers.bind(JOIN, self.join)
-        answers.bind(RECEIVE, self.receive)
-        answers.bind(TAKE, self.take)
-        answers.bind(FINISH, self.finish)
-        answers.bind(LOAD, self.load)
-        answers.bind(PROBE, self.probe)
-        answers.bind(VERIFY, self.verify)
-        answers.bind(RESUME, self.resume)
+        """Answer the calls of a push."""
+        answers.bind(messages.BEGIN, self.begin)
+        answers.bind(messages.JOIN, self.join)
+        answers.bind(messages.RECEIVE, self.receive)
+        answers.bind(messages.TAKE, self.take)
+        answers.bind(messages.FINISH, self.finish)
+        answers.bind(messages.LOAD, self.load)
+        answers.bind(messages.PROBE, self.probe)
+        answers.bind(messages.VERIFY, self.verify)
+        answers.bind(messages.RESUME, self.resume)
 
-    async def begin(self, request: Begin) -> Opened:
+    async def begin(self, request: messages.Begin) -> messages.Opened:
         """Start an attempt to push a version: pause generation, choose and prepare servers.
 
         Raises:
-            RolloutError: There was no server for ``rollout.health.patience_s``, all of them refused
-                the last attempt, or one has ranks that cannot take part.
+            RolloutError: There was no server for ``rollout.health.patience_s``, or all of them
+                refused the last attempt.
         """
         await self._pause()
         has_failed = self._calls.have_failed
@@ -119,42 +87,33 @@ class WeightReceiver(Generic[ServerT]):
         self._version = request.version
         self._has_session = True
         # A server that was lost since has forgotten the group, or is another process.
-        shared = self._group.servers if self._group is not None else ()
-        is_intact = not has_failed and all(server.is_usable for server in shared)
+        shared = self._group.entries if self._group is not None else ()
+        is_intact = not has_failed and all(entry.is_usable for entry in shared)
         self._members = await self._await_members()
-        share_group = is_intact and shared == tuple(member.server for member in self._members)
+        share_group = is_intact and shared == tuple(member.entry for member in self._members)
         if not share_group:
             await self._leave()
         self._group_is_new = not share_group
-        return Opened(
-            addresses=tuple(member.server.address for member in self._members),
+        return messages.Opened(
+            addresses=tuple(member.entry.address for member in self._members),
             num_ranks=tuple(member.control.tensor_ranks for member in self._members),
             share_group=share_group,
         )
 
-    async def join(self, request: Join) -> Outcome:
-        """Have all servers that take part join the trainer's group; answers when it is complete."""
-        servers = tuple(member.server for member in self._members)
-        self._group = _Group(request.group_name, servers)
-        world_size = 1 + sum(member.control.tensor_ranks for member in self._members)
-        places: dict[Member[ServerT], GroupPlace] = {}
+    async def join(self, request: messages.Join) -> messages.Outcome:
+        """Have all members join the trainer's group; answer when it is complete."""
+        self._group = _Group(request.place.name, tuple(member.entry for member in self._members))
+        places: dict[Member[EntryT], GroupPlace] = {}
         first_rank = 1
         for member in self._members:
-            places[member] = GroupPlace(
-                name=request.group_name,
-                master_address=request.master_address,
-                master_port=request.master_port,
-                backend=request.backend,
-                first_rank=first_rank,
-                world_size=world_size,
-            )
+            places[member] = replace(request.place, first_rank=first_rank)
             first_rank += member.control.tensor_ranks
         return await self._on_all(
             lambda member, limit_s: member.control.join_group(places[member], limit_s)
         )
 
-    async def receive(self, request: Receive) -> Outcome:
-        """Have all servers receive and load the bucket that rank 0 broadcasts meanwhile."""
+    async def receive(self, request: messages.Receive) -> messages.Outcome:
+        """Have all members receive and load the bucket that rank 0 broadcasts meanwhile."""
         assert self._group is not None, "join comes first"
         group_name = self._group.name
         return await self._on_all(
@@ -167,8 +126,8 @@ class WeightReceiver(Generic[ServerT]):
             )
         )
 
-    async def take(self, request: Take) -> Outcome:
-        """Have each server load its own payloads."""
+    async def take(self, request: messages.Take) -> messages.Outcome:
+        """Have each member load its own payloads."""
         own = dict(zip(self._members, request.payloads, strict=True))
         return await self._on_all(
             lambda member, limit_s: member.control.take(
@@ -179,17 +138,17 @@ class WeightReceiver(Generic[ServerT]):
             )
         )
 
-    async def finish(self, _: Finish) -> Outcome:
-        """Check that all servers report the version, and admit them; generation stays paused."""
+    async def finish(self, _: messages.Finish) -> messages.Outcome:
+        """Check that all members report the version, and admit them; generation stays paused."""
         outcome = await self._on_all(self._complete)
         if outcome.failed is None:
             self._pool.version = self._version
             for member in self._members:
-                self._pool.mark_updated(member.server, self._version)
+                self._pool.mark_updated(member.entry, self._version)
             self._give_up_s = None
         return outcome
 
-    async def load(self, request: Load) -> None:
+    async def load(self, request: messages.Load) -> None:
         """Have all servers load a Hugging Face directory; generation stays paused.
 
         Raises:
@@ -210,19 +169,19 @@ class WeightReceiver(Generic[ServerT]):
                 )
             )
             await self._take_out_failed(self._remaining_s())  # the others load it all the same
-            self._members = [m for m in self._members if not m.server.is_lost]
-            if self._members and (await self.finish(Finish())).failed is None:
+            self._members = [member for member in self._members if not member.entry.is_lost]
+            if self._members and (await self.finish(messages.Finish())).failed is None:
                 return
 
-    async def probe(self, _: GetProbe) -> Probe:
+    async def probe(self, _: messages.GetProbe) -> messages.Probe:
         """Return the tokens that ``verify`` compares, sequence by sequence."""
         return self._probe
 
-    async def verify(self, request: Verify) -> Verified:
-        """Compare every server's log-probs of the probe with the trainer's.
+    async def verify(self, request: messages.Verify) -> messages.Verified:
+        """Compare every member's log-probs of the probe with the trainer's.
 
         A server that differs is taken out, and so is one that does not answer. Where requests are
-        paused, not aborted, and where servers gave their memory away, generation goes on before
+        paused, not aborted, and where servers gave their memory away, generation continues before
         this: a paused server answers no probe. What it sampled until then is kept.
 
         Raises:
@@ -235,22 +194,44 @@ class WeightReceiver(Generic[ServerT]):
             *(self._difference(member, request) for member in self._members)
         )
         differences = {
-            member.server: difference
+            member.entry: difference
             for member, difference in zip(self._members, found, strict=True)
             if difference is not None
         }
-        verdict = judge(differences, self._sync.verify_tolerance, self._version)
-        for server, reason in verdict.bad.items():
-            self._pool.mark_lost(server, reason)
-        if verdict.error is not None:
-            raise verdict.error
-        return Verified(difference=verdict.difference)
+        return messages.Verified(difference=self._judge(differences))
 
-    async def resume(self, _: Resume) -> Resumed:
-        """Let generation go on; does nothing where it does."""
+    def _judge(self, differences: dict[EntryT, float]) -> float | None:
+        """Take out the servers that differ too much; return the largest difference of the others.
+
+        Raises:
+            RolloutError: All of them differ too much.
+        """
+        tolerance = self._sync.verify_tolerance
+        bad = {entry: found for entry, found in differences.items() if not found <= tolerance}
+        for entry, difference in bad.items():
+            self._pool.mark_lost(
+                entry,
+                f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it reports "
+                f"weights version {self._version}",
+            )
+        if bad and len(bad) == len(differences):
+            described = ", ".join(f"{entry.address}: {found:.3g}" for entry, found in bad.items())
+            raise RolloutError(
+                f"no server computes as the trainer does with weights version {self._version} "
+                f"(mean differences of log-probs: {described}; allowed: {tolerance:g}); check the "
+                "dtype, quantization and model of the servers, or raise "
+                "rollout.weight_sync.verify_tolerance"
+            )
+        return max(
+            (found for entry, found in differences.items() if entry not in bad), default=None
+        )
+
+    async def resume(self, _: messages.Resume) -> messages.Resumed:
+        """Let generation continue; do nothing if it runs."""
         await self._go_on()
         pause_s, self._pause_s = self._pause_s, 0.0
-        return Resumed(pause_s=pause_s)
+        return messages.Resumed(pause_s=pause_s)
 
     async def close(self) -> None:
         """End what is open on the servers, also the group; none of them has to answer."""
@@ -282,50 +263,38 @@ class WeightReceiver(Generic[ServerT]):
     def _remaining_s(self) -> float:
         return max(self._deadline_s - asyncio.get_running_loop().time(), 1.0)
 
-    async def _on_all(self, call: Callable[[Member[ServerT], float], Awaitable[None]]) -> Outcome:
-        return Outcome(
-            failed=await self._calls.run(
-                self._members, lambda member: call(member, self._remaining_s())
-            )
+    async def _on_all(
+        self, call: Callable[[Member[EntryT], float], Awaitable[None]]
+    ) -> messages.Outcome:
+        failed = await self._calls.run(
+            self._members, lambda member: call(member, self._remaining_s())
         )
+        return messages.Outcome(failed=failed)
 
-    async def _complete(self, member: Member[ServerT], limit_s: float) -> None:
-        control = member.control
+    async def _complete(self, member: Member[EntryT], limit_s: float) -> None:
         if self._has_session:
-            await control.close_session(limit_s)
-        reported = await member.server.engine.version(limit_s)
+            await member.control.close_session(limit_s)
+        reported = await member.entry.engine.version(limit_s)
         if reported != str(self._version):
             raise RolloutError(
-                f"{member.server.address}: got weights version {self._version} but reports "
+                f"{member.entry.address}: got weights version {self._version} but reports "
                 f"'{reported}'; let no one else update this server"
             )
         if not self._may_flush:
-            await control.flush_idle(limit_s)
+            await member.control.flush_idle(limit_s)
 
     async def _take_out_failed(self, grace_s: float) -> None:
-        """Mark the members lost that made the last attempt fail, and those still not done.
-
-        Those that refused may have done so because of one that is gone, or of a group that was
-        left: they are blamed only where nothing else explains the failure.
-
-        Raises:
-            RolloutError: All of them refused.
-        """
-        failures = await self._calls.settle(grace_s)
-        blamed = failures.gone
-        if not failures.is_explained and self._group_is_new:
-            if failures.is_unanimous:
-                raise RolloutError(next(iter(failures.refused.values())))
-            blamed = failures.refused
+        """Mark the members lost that made the last attempt fail, and those still not done."""
+        blamed = await self._calls.settle(grace_s, blame_refusals=self._group_is_new)
         for member, reason in blamed.items():
-            self._pool.mark_lost(member.server, reason)
+            self._pool.mark_lost(member.entry, reason)
 
-    async def _await_members(self) -> list[Member[ServerT]]:
-        """The servers that take part, ready for weights; waits until there is one."""
+    async def _await_members(self) -> list[Member[EntryT]]:
+        """Wait until a server can take part; return all that can, ready for weights."""
         clock_s = asyncio.get_running_loop().time
         while True:
             self._set_deadline()
-            answering = [server for server in self._pool.engines if server.is_answering]
+            answering = [entry for entry in self._pool.engines if entry.is_answering]
             prepared = await asyncio.gather(*map(self._prepare, answering))
             members = [member for member in prepared if member is not None]
             if self._give_up_s is None:
@@ -340,17 +309,16 @@ class WeightReceiver(Generic[ServerT]):
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _prepare(self, server: ServerT) -> Member[ServerT] | None:
-        """Ask a server what it is and open a session; one that fails is taken out."""
+    async def _prepare(self, entry: EntryT) -> Member[EntryT] | None:
+        """Ask a server how it was started and open a session; one that fails is taken out."""
         try:
-            control = await server.engine.weights(self._health.timeout_s)
+            control = await entry.engine.weights(self._health.timeout_s)
             if self._has_session:
-                control.require_tensor_ranks_only()
                 await control.open_session(self._health.timeout_s)
         except ServerError as error:
-            self._pool.mark_lost(server, str(error))
+            self._pool.mark_lost(entry, str(error))
             return None
-        return Member(server, control)
+        return Member(entry, control)
 
     async def _leave(self) -> None:
         """Have all servers forget the group, so that the next trainer finds none."""
@@ -361,61 +329,46 @@ class WeightReceiver(Generic[ServerT]):
             *(
                 member.control.leave_group(group.name, self._health.timeout_s)
                 for member in self._members
-                if member.server in group.servers and not member.server.is_lost
+                if member.entry in group.entries and not member.entry.is_lost
             ),
             return_exceptions=True,  # it restarted meanwhile, or ends now
         )
 
-    async def _difference(self, member: Member[ServerT], request: Verify) -> float | None:
-        """Mean absolute difference of a server's log-probs; none where it does not answer."""
+    async def _difference(self, member: Member[EntryT], request: messages.Verify) -> float | None:
+        """Mean absolute difference of a server's log-probs; None if it does not answer."""
         try:
             return await mean_difference(
-                member.server.engine, self._probe.sequences, request.expected, self._remaining_s()
+                member.entry.engine, self._probe.sequences, request.expected, self._remaining_s()
             )
         except RolloutError as error:
-            self._pool.mark_lost(member.server, f"it does not answer the probe: {error}")
+            self._pool.mark_lost(member.entry, f"it does not answer the probe: {error}")
             return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Group(Generic[ServerT]):
+class _Group(Generic[EntryT]):
     """The collective group that servers have joined."""
 
     name: str
-    servers: tuple[ServerT, ...]
+    entries: tuple[EntryT, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member(Generic[ServerT]):
-    """A server that takes part."""
+class Member(Generic[EntryT]):
+    """A server that takes part in a push."""
 
-    server: ServerT
+    entry: EntryT
     control: WeightControl
 
 
-@dataclass(frozen=True, slots=True)
-class Failures(Generic[ServerT]):
-    """What became of the calls of a failed attempt."""
+class MemberCalls(Generic[EntryT]):
+    """One call to each member in every step of an attempt, and whom a failure is blamed on.
 
-    gone: dict[Member[ServerT], str]
-    """Did not answer, or hang."""
-    refused: dict[Member[ServerT], str]
-    """Answered with an error, which may come from the failure of another member."""
-    is_explained: bool
-    """Some member is gone or was lost meanwhile."""
-    is_unanimous: bool
-    """All members refused."""
-
-
-class MemberCalls(Generic[ServerT]):
-    """One call to each member, and whom a failure is blamed on.
-
-    Those of the newest part of an attempt; after a failure they stay open until ``settle``.
+    After a failure the calls of that step stay open until ``settle``.
     """
 
     def __init__(self) -> None:
-        """Nothing is called yet."""
-        self._calls: dict[asyncio.Task[None], Member[ServerT]] = {}
+        self._calls: dict[asyncio.Task[None], Member[EntryT]] = {}
 
     @property
     def have_failed(self) -> bool:
@@ -423,42 +376,49 @@ class MemberCalls(Generic[ServerT]):
         return bool(self._calls)
 
     async def run(
-        self,
-        members: Sequence[Member[ServerT]],
-        call: Callable[[Member[ServerT]], Awaitable[None]],
+        self, members: Sequence[Member[EntryT]], call: Callable[[Member[EntryT]], Awaitable[None]]
     ) -> str | None:
-        """Call every member; returns when all have answered, or why the first has failed.
+        """Call every member; return when all have answered, or why the first has failed.
 
-        The others may wait for the trainer then, in a collective that the first has left.
+        The others may then be waiting for the trainer, in a collective that the first has left.
         """
 
-        async def run(member: Member[ServerT]) -> None:
+        async def run(member: Member[EntryT]) -> None:
             await call(member)
 
         self._calls = {asyncio.create_task(run(member)): member for member in members}
         pending = set(self._calls)
         while pending:
             done, pending = await asyncio.wait(
-                pending, timeout=_WATCH_S, return_when=asyncio.FIRST_EXCEPTION
+                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
             )
             for task in done:
                 if (error := task.exception()) is not None:
                     return _describe(self._calls[task], error)
             for task in pending:
-                if (server := self._calls[task].server).is_lost:
-                    return f"{server.address}: it was lost meanwhile"
+                if (entry := self._calls[task].entry).is_lost:
+                    return f"{entry.address}: it was lost meanwhile"
         self._calls = {}
         return None
 
-    async def settle(self, grace_s: float) -> Failures[ServerT]:
-        """Say what became of the calls of the newest step, if it failed, and forget them.
+    async def settle(self, grace_s: float, *, blame_refusals: bool) -> dict[Member[EntryT], str]:
+        """Find the members that made the newest step fail, if it failed, and forget its calls.
 
-        Args:
-            grace_s: How long those that are open may take; then they are ended.
+        Members that refused may have done so because another one is gone, or because of a group
+        that was left: they are blamed only with ``blame_refusals``, and if
+        nothing else explains the failure.
+
+        Open calls may take another ``grace_s``; then they are ended.
+
+        Returns:
+            Why each of them is blamed.
+
+        Raises:
+            RolloutError: All members refused.
         """
         calls, self._calls = self._calls, {}
-        gone: dict[Member[ServerT], str] = {}
-        refused: dict[Member[ServerT], str] = {}
+        gone: dict[Member[EntryT], str] = {}
+        refused: dict[Member[EntryT], str] = {}
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
         for task, member in calls.items():
@@ -469,16 +429,15 @@ class MemberCalls(Generic[ServerT]):
                 continue
             elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
                 refused[member] = str(error)
-            else:  # also where the answer has no known form: what the server has is not known
+            else:  # also if the answer has no known form: what the server has is not known
                 gone[member] = _describe(member, error)
         await asyncio.gather(*calls, return_exceptions=True)
-        was_lost = any(member.server.is_lost for member in calls.values())
-        return Failures(
-            gone=gone,
-            refused=refused,
-            is_explained=bool(gone) or was_lost,
-            is_unanimous=bool(calls) and len(refused) == len(calls),
-        )
+        is_explained = gone or any(member.entry.is_lost for member in calls.values())
+        if is_explained or not blame_refusals:
+            return gone
+        if calls and len(refused) == len(calls):
+            raise RolloutError(next(iter(refused.values())))
+        return refused
 
     async def cancel(self) -> None:
         """End what is open."""
@@ -488,8 +447,8 @@ class MemberCalls(Generic[ServerT]):
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _describe(member: Member[ServerT], error: BaseException) -> str:
+def _describe(member: Member[EntryT], error: BaseException) -> str:
     if isinstance(error, RolloutError):
         return str(error)
     kind = type(error).__name__
-    return f"{member.server.address}: a call failed ({f'{kind}: {error}' if str(error) else kind})"
+    return f"{member.entry.address}: a call failed ({f'{kind}: {error}' if str(error) else kind})"

@@ -1,4 +1,4 @@
-"""A push of new weights: which way they go, and what every rank does meanwhile.
+"""A push of new weights, as the trainer's ranks see it.
 
 ``receive`` in the collector chooses the servers, calls them and takes out those that fail; rank 0
 gathers the weights and hands them over; the other ranks help it to gather.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.distributed import broadcast_bytes, fail_together
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
@@ -23,20 +24,6 @@ from bapo_megatron.weight_sync.carriers import (
     WeightBuckets,
     check,
     handed_over,
-)
-from bapo_megatron.weight_sync.messages import (
-    BEGIN,
-    FINISH,
-    LOAD,
-    PROBE,
-    RESUME,
-    VERIFY,
-    Begin,
-    Finish,
-    GetProbe,
-    Load,
-    Resume,
-    Verify,
 )
 from bapo_megatron.weight_sync.verify import trainer_logprobs
 
@@ -58,21 +45,21 @@ _BYTES_PER_MB = 10**6
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one sync cost."""
+    """The cost of one sync."""
 
     version: int
     num_bytes: int
-    """Of the weights that each server got, once."""
+    """Size of the weights that each server got, once."""
     push_s: float
     """Time from the first call to the last."""
     pause_s: float
-    """Time in it for which generation stood still."""
+    """Part of it for which generation stood still."""
     difference: float | None = None
     """Largest mean difference of a server's log-probs to the trainer's; None: none was compared."""
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
-    """The ``weight_sync/…`` of one step, by the names of docs/algorithm.md; none without a push."""
+    """Return the ``weight_sync/…`` of one step (docs/algorithm.md); none without a push."""
     if not reports:
         return {}
     values = {
@@ -88,7 +75,7 @@ def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
 
 
 class WeightSync:
-    """Keeps the servers' weights those of the policy."""
+    """Keeps the servers' weights equal to the policy's."""
 
     def __init__(
         self, config: WeightSyncConfig, run_dir: Path, score: Scorer, device: torch.device
@@ -121,7 +108,7 @@ class WeightSync:
         Args:
             policy: The weights.
             collector: Answers the calls of ``messages``.
-            again: Also if they got this version before: servers have come that lack it.
+            again: Push even if this version was pushed before: servers have come that lack it.
 
         Returns:
             What it cost; None where there was nothing to do, and on all ranks but the first.
@@ -137,17 +124,19 @@ class WeightSync:
             return None
         started_s = time.monotonic()
         num_bytes, difference, pause_s = 0, None, 0.0
-        sequences: tuple[tuple[int, ...], ...] | None = None
+        probe: bytes | None = None
+        verifies = self._config.verify == "logprobs"
         with fail_together(policy.groups, RolloutError):
             num_bytes = self._hand_over(policy, collector, version)
-            if collector is not None and self._config.verify == "logprobs":
-                sequences = collector.start(PROBE, GetProbe())().sequences
-        if self._config.verify == "logprobs":
+            if collector is not None and verifies:
+                sequences = collector.start(messages.PROBE, messages.GetProbe())().sequences
+                probe = json.dumps(sequences).encode()
+        if verifies:
             with fail_together(policy.groups, RolloutError):
-                difference = self._verify(policy, collector, sequences)
+                difference = self._verify(policy, collector, probe)
         with fail_together(policy.groups, RolloutError):
             if collector is not None:
-                pause_s = collector.start(RESUME, Resume())().pause_s
+                pause_s = collector.start(messages.RESUME, messages.Resume())().pause_s
         self._version = version
         if collector is None:
             return None
@@ -161,7 +150,7 @@ class WeightSync:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _hand_over(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
-        """Give the weights to the servers; returns their bytes on rank 0."""
+        """Give the weights to the servers; return their bytes on rank 0."""
         if self._carrier is None:
             return self._push_files(policy, collector, version)
         policy.finish_weights()
@@ -170,54 +159,47 @@ class WeightSync:
             buckets.follow()
             return 0
         try:
-            return _push_buckets(buckets, collector, version, self._carrier)
+            while True:
+                try:
+                    return _attempt(buckets, collector, version, self._carrier)
+                except AttemptFailedError as failure:
+                    _LOG.warning(
+                        "weights version %d: %s; trying again without what failed", version, failure
+                    )
+                    self._carrier.give_up()
         finally:
             buckets.end()
 
     def _push_files(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
-        """Only the newest version stays on disk."""
+        """Export the weights to a directory; only the newest version stays on disk."""
         target = self._root / f"version_{version:08d}"
         if version != self._version:
             policy.export_hf(target)
         if collector is None:
             return 0
         with handed_over():
-            collector.start(LOAD, Load(model_dir=target.absolute(), version=version))()
+            request = messages.Load(model_dir=target.absolute(), version=version)
+            collector.start(messages.LOAD, request)()
             for earlier in self._root.iterdir():
                 if earlier != target:
                     shutil.rmtree(earlier)
             return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _verify(
-        self,
-        policy: MegatronPolicy,
-        collector: Caller | None,
-        sequences: tuple[tuple[int, ...], ...] | None,
+        self, policy: MegatronPolicy, collector: Caller | None, probe: bytes | None
     ) -> float | None:
         """Compare log-probs of the probe, known to rank 0; it gets the largest difference."""
-        known = None if sequences is None else json.dumps(sequences).encode()
-        shared = json.loads(broadcast_bytes(known, policy.groups))
+        shared = json.loads(broadcast_bytes(probe, policy.groups))
         expected = trainer_logprobs(shared, self._score)
         if collector is None:
             return None
         assert expected is not None, "complete on rank 0"
-        return collector.start(VERIFY, Verify(expected=expected))().difference
-
-
-def _push_buckets(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
-    while True:
-        try:
-            return _attempt(buckets, collector, version, carrier)
-        except AttemptFailedError as failure:
-            _LOG.warning(
-                "weights version %d: %s; trying again without what failed", version, failure
-            )
-            carrier.give_up()
+        return collector.start(messages.VERIFY, messages.Verify(expected=expected))().difference
 
 
 def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
-    """Send all buckets; the next one is gathered while the servers load the last. Returns bytes."""
-    opened = collector.start(BEGIN, Begin(version=version))()
+    """Send all buckets; gather the next while the servers load the last. Returns their bytes."""
+    opened = collector.start(messages.BEGIN, messages.Begin(version=version))()
     with handed_over():
         carrier.prepare(opened, collector)
     num_bytes = 0
@@ -231,5 +213,5 @@ def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: C
         num_bytes += bucket.flat.numel()
     assert await_loaded is not None, "a model has parameters"
     await_loaded()
-    check(collector.start(FINISH, Finish())())
+    check(collector.start(messages.FINISH, messages.Finish())())
     return num_bytes

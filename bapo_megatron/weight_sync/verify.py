@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
-from bapo_megatron.weight_sync.servers import ServerT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bapo_megatron.engine.base import Engine
 
 TEMPERATURE = 1.0
@@ -68,7 +63,7 @@ def trainer_logprobs(
 
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
-    """A prompt of one token and the rest as its response."""
+    """Make a sample: a prompt of one token, and the rest as its response."""
     response_ids = np.array(token_ids[1:], dtype=np.int32)
     return Sample(
         group_id=0,
@@ -87,16 +82,16 @@ async def mean_difference(
     expected: Sequence[Sequence[float]],
     timeout_s: float,
 ) -> float:
-    """Mean |log-prob of the server − expected| over all tokens of a probe; infinite if not finite.
+    """Compute mean |log-prob of the server − expected| over all tokens; infinite if not finite.
 
     Args:
-        engine: The engine.
+        engine: Scores the sequences, each within ``timeout_s``.
         sequences: Token ids.
         expected: As ``trainer_logprobs``.
-        timeout_s: Longest time for one sequence.
+        timeout_s: Time limit for one sequence.
 
     Raises:
-        RolloutError: The server does not answer, or otherwise than documented.
+        RolloutError: The server does not answer, or not as documented.
     """
     differences: list[float] = []
     for token_ids, expected_row in zip(sequences, expected, strict=True):
@@ -104,43 +99,3 @@ async def mean_difference(
         differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
     mean = sum(differences) / len(differences) if differences else 0.0
     return mean if math.isfinite(mean) else math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict(Generic[ServerT]):
-    """What the differences of all servers mean."""
-
-    bad: dict[ServerT, str]
-    """Servers that compute otherwise, and why they are taken out."""
-    difference: float | None
-    """Largest one of the other servers; None where there is none."""
-    error: RolloutError | None
-    """Ends the run: servers answered, and all of them are bad."""
-
-
-def judge(differences: Mapping[ServerT, float], tolerance: float, version: int) -> Verdict[ServerT]:
-    """Find the servers that do not compute as the trainer does.
-
-    Args:
-        differences: ``mean_difference`` of each server that answered.
-        tolerance: ``rollout.weight_sync.verify_tolerance``.
-        version: Weights version that the servers report.
-    """
-    bad = {
-        server: f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
-        f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it "
-        f"reports weights version {version}"
-        for server, difference in differences.items()
-        if not difference <= tolerance
-    }
-    error = None
-    if bad and len(bad) == len(differences):
-        described = ", ".join(f"{s.address}: {d:.3g}" for s, d in differences.items())
-        error = RolloutError(
-            f"no server computes as the trainer does with weights version {version} "
-            f"(mean differences of log-probs: {described}; allowed: {tolerance:g}); check "
-            "the dtype, quantization and model of the servers, or raise "
-            "rollout.weight_sync.verify_tolerance"
-        )
-    good = [difference for server, difference in differences.items() if server not in bad]
-    return Verdict(bad, max(good, default=None), error)

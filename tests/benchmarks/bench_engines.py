@@ -24,8 +24,7 @@ import torch
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.backend import load_model
-from bapo_megatron.engine.local.engine import LocalEngine
+from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.rollout.driving import BURST

@@ -16,7 +16,7 @@ import numpy as np
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.backend import LocalBackend
+from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.engine.helpers import reference_logprobs
@@ -159,7 +159,7 @@ class Response:
         prompt: Sequence[int] = PROMPT,
         temperature: float = 1.0,
         seed: int = 0,
-        version: int | None = 0,
+        version: int = 0,
         **options: Any,
     ) -> None:
         self.prompt = list(prompt)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -48,14 +50,20 @@ def make_model_dir(
     return directory
 
 
+@functools.cache
+def _reference(model_dir: Path) -> Any:
+    family = json.loads((model_dir / "config.json").read_text())["model_type"]
+    return load_reference(family, model_dir)
+
+
 def reference_logprobs(
     model_dir: Path,
     prompt: Sequence[int],
     response: Sequence[int] | np.ndarray,
-    temperature: float,
+    temperature: float = 1.0,
 ) -> np.ndarray:
     """[R] log_softmax(logits / T) of a response by transformers."""
-    model = load_reference("qwen2", model_dir)
+    model = _reference(model_dir)
     response_R = torch.as_tensor(response)
     with torch.no_grad():
         logits = model(torch.cat([torch.tensor(prompt), response_R])[None]).logits[0]

@@ -217,8 +217,8 @@ def test_a_server_that_keeps_dying_is_started_again_after_pauses(
 
 
 def test_pauses_double_up_to_the_longest() -> None:
-    assert [restart_wait_s(n, longest_s=10) for n in range(1, 8)] == [0, 1, 2, 4, 8, 10, 10]
-    assert restart_wait_s(10_000, longest_s=60) == 60
+    assert [restart_wait_s(n, max_s=10) for n in range(1, 8)] == [0, 1, 2, 4, 8, 10, 10]
+    assert restart_wait_s(10_000, max_s=60) == 60
 
 
 def test_after_a_while_without_failure_a_server_is_started_again_at_once(

@@ -14,7 +14,7 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.data.stream import PromptStream
-from bapo_megatron.engine.local.backend import LocalBackend
+from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan

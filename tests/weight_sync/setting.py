@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.weight_sync.messages import (
@@ -48,7 +48,7 @@ class Setting:
         """A whole sync of two buckets; returns what ``begin`` said."""
         opened = await self.service.begin(Begin(version=version))
         if join:
-            assert await self.join() == Outcome(failed=None)
+            assert await self.join(1 + sum(opened.num_ranks)) == Outcome(failed=None)
         for is_last in (False, True):
             assert await self.service.receive(Receive(bucket=BUCKET, is_last=is_last)) == Outcome(
                 failed=None
@@ -57,10 +57,9 @@ class Setting:
         await self.service.resume(Resume())
         return opened
 
-    async def join(self) -> Outcome:
-        return await self.service.join(
-            Join(group_name="group", master_address="127.0.0.1", master_port=1234, backend="gloo")
-        )
+    async def join(self, world_size: int = 3) -> Outcome:
+        place = GroupPlace("group", "127.0.0.1", 1234, "gloo", 0, world_size)
+        return await self.service.join(Join(place=place))
 
     def states(self) -> list[str]:
         return [engine.state.value for engine in self.pool.engines]

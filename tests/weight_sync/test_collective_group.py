@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync import collective_group
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
@@ -75,12 +76,13 @@ def test_the_backend_follows_the_devices(
 def test_the_store_listens_on_the_loopback_alone_if_all_servers_are_there(
     address: str, hosts: set[str]
 ) -> None:
-    group = WeightGroup(address, "gloo", timeout_s=10)
+    group = WeightGroup(address, "gloo", 2, timeout_s=10)
     try:
+        port = group.place.master_port
         listening = {
             connection.laddr.ip
             for connection in psutil.Process().net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == group.port
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         }
     finally:
         group.close()
@@ -113,13 +115,14 @@ def _member(port: int, name: str, num_tensors: int) -> list[float]:
 
 @pytest.mark.distributed
 def test_rank_zero_broadcasts_to_a_member_without_groups_of_its_own() -> None:
-    group = WeightGroup("127.0.0.1", "gloo", timeout_s=120)
+    group = WeightGroup("127.0.0.1", "gloo", 2, timeout_s=120)
+    place = group.place
     results: list[list[float]] = []
     member = threading.Thread(
-        target=lambda: results.extend(run_ranks(_member, 1, group.port, group.name, 2))
+        target=lambda: results.extend(run_ranks(_member, 1, place.master_port, place.name, 2))
     )
     member.start()
-    group.form(2).result(120)
+    group.form().result(120)
     for value in (1, 2):
         group.broadcast(torch.full((10,), value, dtype=torch.uint8)).result(120)
     member.join(120)
@@ -129,8 +132,8 @@ def test_rank_zero_broadcasts_to_a_member_without_groups_of_its_own() -> None:
 
 
 def test_a_group_that_does_not_form_ends_when_it_is_closed() -> None:
-    group = WeightGroup("127.0.0.1", "gloo", timeout_s=120)
-    forming = group.form(2)
+    group = WeightGroup("127.0.0.1", "gloo", 2, timeout_s=120)
+    forming = group.form()
     time.sleep(0.5)
     assert not forming.done()
     assert group.close() is forming
@@ -142,13 +145,13 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their wait for rank 0 in the store ends, and the message has its reason."""
-    monkeypatch.setattr(WeightGroup, "_connect", lambda *_: _raise("no GPUs found"))
+    monkeypatch.setattr(collective_group, "join_group", lambda *_: _raise("no GPUs found"))
     closed = threading.Event()
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
         def start(self, call: Call[Any, Any], request: Join, /) -> Any:
-            store = dist.TCPStore("127.0.0.1", request.master_port, timeout=LIMIT)
+            store = dist.TCPStore("127.0.0.1", request.place.master_port, timeout=LIMIT)
 
             def wait_for_rank_zero() -> Outcome:
                 with pytest.raises(dist.DistNetworkError):
@@ -171,7 +174,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
 def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(WeightGroup, "_connect", lambda *_: _raise("no GPUs found"))
+    monkeypatch.setattr(collective_group, "join_group", lambda *_: _raise("no GPUs found"))
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:

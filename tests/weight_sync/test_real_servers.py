@@ -14,7 +14,14 @@ from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
-from tests.engine.sglang.servers import KEYS, make_server, sample, wait_until_ready, with_client
+from tests.engine.sglang.servers import (
+    KEYS,
+    load_weights,
+    make_server,
+    sample,
+    wait_until_ready,
+    with_client,
+)
 from tests.weight_sync.ranks import Fault, Pushed, Servers, push_changed
 
 if TYPE_CHECKING:
@@ -30,6 +37,13 @@ pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 PROMPT = [3, 20, 77, 4]
 MODEL_BYTES = 130944
 VERIFIED = {"verify": "logprobs", "verify_tolerance": 1e-4, "timeout_s": 60}
+
+
+@pytest.fixture
+def borrowed(server: SglangServer, model_dir: Path) -> Iterator[SglangServer]:
+    """The server that other tests have started; it gets its weights back."""
+    yield server
+    with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +85,11 @@ def _assert_computes(address: str, keys: ApiKeys, version: int, exported: Path) 
     ],
 )
 def test_servers_compute_with_pushed_weights_as_transformers_does(
-    server: SglangServer, model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
+    borrowed: SglangServer, model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
 ) -> None:
     push = functools.partial(push_changed, factors=(1.5, 0.7), layout=layout)
     rollout = {"weight_sync": {**VERIFIED, "method": method, "bucket_mb": 2}}
-    servers = Servers((server.address,), server.keys)
+    servers = Servers((borrowed.address,), borrowed.keys)
     first, second = run_ranks(push, 2, model_dir, servers, rollout, tmp_path)[0]
     for pushed in (first, second):
         assert pushed.error == ""
@@ -85,7 +99,7 @@ def test_servers_compute_with_pushed_weights_as_transformers_does(
         assert pushed.report.num_bytes >= MODEL_BYTES
     assert second.generation == ("pause", "resume", "pause", "resume")
     # The same prompt each time: keys and values of older weights must not survive in the cache.
-    _assert_computes(server.address, server.keys, 101, tmp_path / "1")
+    _assert_computes(borrowed.address, borrowed.keys, 101, tmp_path / "1")
     exported = [reference_logprobs(tmp_path / n, PROMPT, [5, 6, 7], 1.0) for n in ("0", "1")]
     assert np.abs(exported[0] - exported[1]).max() > 0.01
     if method != "disk":

@@ -259,15 +259,6 @@ def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> 
     assert [p["serialized_named_tensors"] for p in payloads] == [["YQ=="], ["Yg=="]]
 
 
-def test_pipeline_parallel_servers_are_refused_with_the_remedy() -> None:
-    async def use(setting: Setting) -> None:
-        with pytest.raises(RolloutError, match=r"2 pipeline-parallel ranks.*method: disk"):
-            await setting.service.begin(Begin(version=7))
-
-    with FakeWeightServer(pipeline_ranks=2) as server:
-        run_sync([server], use)
-
-
 def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
         for engine in setting.pool.engines:
@@ -306,15 +297,15 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
             try:
                 await asyncio.sleep(60)
             finally:
-                ended.append(member.server.address)
+                ended.append(member.entry.address)
 
         calls = MemberCalls()
-        reason = f"{members[0].server.address}: a call failed (TimeoutError)"
+        reason = f"{members[0].entry.address}: a call failed (TimeoutError)"
         assert await calls.run(members, call) == reason
-        failures = await calls.settle(grace_s=0.01)
-        assert failures.gone[members[0]] == reason
-        assert "hangs" in failures.gone[members[1]]
-        assert ended == [members[1].server.address]
+        blamed = await calls.settle(grace_s=0.01, blame_refusals=True)
+        assert blamed[members[0]] == reason
+        assert "hangs" in blamed[members[1]]
+        assert ended == [members[1].entry.address]
 
     run_sync(servers, use)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bapo_megatron.engine.local.cache import CacheSpec, KeyValues, Placed, Prefill
+from bapo_megatron.engine.local.cache import KeyValues, Prefill
 from bapo_megatron.engine.local.sampling import BLOCK, Filters, Uniforms, sample
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bapo_megatron.engine.base import SamplingSettings
+    from bapo_megatron.engine.base import GenerateRequest
 
 MULTIPLE = 8
-"""Rows of a step, and positions of a prefill: matrix products with fewer take other kernels, and
-their results differ by more."""
+"""Divides the rows of a step and the positions of a prefill: smaller matrix products take other
+kernels, and their results differ by more."""
 _TAPE_STEPS = 64
-"""After so many steps, or a burst, responses get what their rows have sampled."""
+"""After as many steps, or a burst, responses get what their rows have sampled."""
 _MIN_FREE_COLUMNS = 64
-"""A new cache has room for so many steps, or as many as it has columns, if they may be needed."""
-_PREFILL_TOKENS = 16384
-"""Most in one forward pass, padding included; a longer input gets a pass of its own."""
+"""A new cache has room for as many steps, or as many as it has columns, if they may be needed."""
+_MAX_PREFILL_TOKENS = 16384
+"""In one forward pass, with padding; a longer input gets a pass of its own."""
 _SCORED_POSITIONS = 512
-"""Whose logits are there at once."""
+"""Positions whose logits are in memory at once."""
 _ADMITTED_SHARE = 8
 """While others wait, at least ``max_rows`` / 8 responses are admitted together."""
 
@@ -50,27 +50,29 @@ _ADMITTED_SHARE = 8
 class Response:
     """One response, from its request to its end."""
 
-    order: tuple[int, int]
-    """Among those that come together."""
-    label: str
-    token_ids: list[int]
-    """The input, and what was sampled."""
-    settings: SamplingSettings
+    request: GenerateRequest
     uniforms: Uniforms
-    position: int
+    token_ids: list[int] = field(init=False)
+    """The input, and what was sampled."""
+    position: int = field(init=False)
     """The next token's position in the response, over all its requests."""
-    remaining: int
+    remaining: int = field(init=False)
     """How many tokens may still be sampled."""
     reason: FinishReason | None = None
     """Why it ended."""
     is_cancelled: bool = False
     """Nobody waits for it any more."""
     number: int = 0
-    """Its place among all that came."""
+    """Place among all that came."""
     _sampled: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.input_ids)
+        self.position = self.request.sampled_tokens
+        self.remaining = self.request.sampling.max_new_tokens
+
     def add(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Take what was sampled."""
+        """Append what was sampled."""
         self._sampled.append((token_ids, logprobs))
         self.token_ids += token_ids.tolist()
         self.position += len(token_ids)
@@ -84,7 +86,7 @@ class Response:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of a step. What is on the device is a tensor."""
+    """The rows of a step; tensors are on the device, arrays are not."""
 
     responses: Sequence[Response]
     """The first rows; those after them are padding."""
@@ -119,8 +121,12 @@ class _Rows:
         self.num_taped_B = np.zeros(num_rows, dtype=np.int64)
         self.look_at_active()
 
+    def active(self) -> list[Response]:
+        """Return the responses that go on."""
+        return [self.responses[row] for row in np.flatnonzero(self.is_active_B).tolist()]
+
     def look_at_active(self) -> None:
-        """Find what follows from which rows are active."""
+        """Update what depends on which rows are active."""
         first = self.first_B[self.is_active_B]
         self.num_active = len(first)
         if len(first):
@@ -135,8 +141,8 @@ class _Rows:
             response = self.responses[row]
             if not np.isfinite(logprobs).all():
                 raise RolloutError(
-                    f"local: a log-prob of '{response.label}' is not finite: the weights, or their "
-                    "numerics, are broken; continue from an earlier checkpoint"
+                    f"local: a log-prob of '{response.request.label}' is not finite: the weights, "
+                    "or their numerics, are broken; continue from an earlier checkpoint"
                 )
             response.add(token_ids, logprobs)
         self.num_taped_B[:] = 0
@@ -147,16 +153,10 @@ class Decoder:
     """The model and the responses that it works on; one thread at a time."""
 
     def __init__(self, model: Any, stop_ids: Iterable[int], max_rows: int) -> None:
-        """Without responses.
-
-        Args:
-            model: Of transformers, loaded with ``cache.ATTENTION``.
-            stop_ids: End-of-sequence tokens.
-            max_rows: Largest number of responses in a step.
-        """
+        """Take a model of transformers that was loaded with ``cache.ATTENTION``."""
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
-        self._spec = CacheSpec.of_model(model)
+        self._model = model
         self._is_stop_V = np.zeros(self._head.weight.shape[0], dtype=bool)
         self._is_stop_V[[token for token in stop_ids if token < len(self._is_stop_V)]] = True
         self._max_rows = max_rows
@@ -165,8 +165,8 @@ class Decoder:
         self._rows: _Rows | None = None
 
     def add(self, responses: Sequence[Response]) -> None:
-        """Let responses wait for their turn, after those that came before."""
-        for response in sorted(responses, key=lambda response: response.order):
+        """Queue responses, after those that came before."""
+        for response in sorted(responses, key=lambda response: response.request.order):
             response.number = next(self._numbers)
             self._waiting.append(response)
 
@@ -180,9 +180,9 @@ class Decoder:
             self._rows.look_at_active()
 
     def retract(self) -> None:
-        """Forget keys and values; all responses wait for their turn again, in their order."""
+        """Forget keys and values; queue all responses again, in their order."""
         if self._rows is not None:
-            self._waiting = [*self._active(self._rows), *self._waiting]
+            self._waiting = [*self._rows.active(), *self._waiting]
             self._waiting.sort(key=lambda response: response.number)
         self._rows = None
 
@@ -191,7 +191,7 @@ class Decoder:
         self._waiting, self._rows = [], None
 
     def run(self, max_steps: int) -> int:
-        """Make so many steps, or fewer if no response is left; returns how many.
+        """Make up to ``max_steps`` steps, fewer only if no response is left; return how many.
 
         Raises:
             RolloutError: A log-prob is not finite.
@@ -208,10 +208,10 @@ class Decoder:
         return num_steps
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of all tokens but the first, at T = 1."""
+        """Return the log-probs of all tokens but the first, at T = 1."""
         with torch.inference_mode():
             padding = [0] * (-len(token_ids) % MULTIPLE)
-            tokens_1P = torch.tensor([[*token_ids, *padding]], device=self._spec.device)
+            tokens_1P = torch.tensor([[*token_ids, *padding]], device=self._model.device)
             hidden_PD = self._forward(tokens_1P, Prefill())[0]
             scored: list[float] = []
             targets = tokens_1P[0, 1 : len(token_ids)]
@@ -222,11 +222,8 @@ class Decoder:
                 scored += logprob_PV.gather(1, target[:, None])[:, 0].tolist()
             return scored
 
-    def _active(self, rows: _Rows) -> list[Response]:
-        return [rows.responses[row] for row in np.flatnonzero(rows.is_active_B).tolist()]
-
     def _next_rows(self) -> _Rows | None:
-        """The rows of the next step, put together anew where that pays; None: there are none."""
+        """Return the rows of the next step, regrouped where that pays; None if there are none."""
         rows = self._rows
         num_active = 0 if rows is None else rows.num_active
         num_waiting = len(self._waiting)
@@ -241,13 +238,13 @@ class Decoder:
         return self._regroup(0) if is_full or has_many_free else rows
 
     def _regroup(self, num_new: int) -> _Rows:
-        """Put active rows and new ones together, without columns that all rows lack."""
+        """Put active and new rows together, without columns that are padding for all."""
         old, kept_rows, kept = self._rows, [], []
         if old is not None:
             old.flush()
-            kept_rows, kept = np.flatnonzero(old.is_active_B).tolist(), self._active(old)
+            kept_rows, kept = np.flatnonzero(old.is_active_B).tolist(), old.active()
         new = self._waiting[:num_new]
-        placed = self._prefill(new, len(kept))
+        prefills = self._prefill(new, len(kept))
         responses = [*kept, *new]
         lengths = [len(response.token_ids) - 1 for response in responses]
         end = max(lengths)
@@ -258,10 +255,10 @@ class Decoder:
         num_rows = _round_up(len(responses))
         self._rows = None  # nothing of the old cache stays where it was copied
         cache = KeyValues.build(
-            self._spec,
+            self._model,
             None if old is None else old.cache,
             kept_rows,
-            placed,
+            prefills,
             num_rows=num_rows,
             num_columns=num_columns,
             end=end,
@@ -273,7 +270,7 @@ class Decoder:
     def _make_rows(
         self, responses: list[Response], lengths: list[int], cache: KeyValues, num_rows: int
     ) -> _Rows:
-        device = self._spec.device
+        device = self._model.device
 
         def column(values: list[int]) -> np.ndarray:
             return np.array(values + [0] * (num_rows - len(values)), dtype=np.int64)
@@ -285,7 +282,7 @@ class Decoder:
             uniform_BK[row] = response.uniforms.block(response.position // BLOCK)
         tokens = column([response.token_ids[-1] for response in responses])
         is_padding_BW = np.arange(cache.num_columns) < first_B[:, None]
-        mask_BW = torch.zeros(is_padding_BW.shape, dtype=self._spec.dtype, device=device)
+        mask_BW = torch.zeros(is_padding_BW.shape, dtype=self._model.dtype, device=device)
         mask_BW.masked_fill_(torch.from_numpy(is_padding_BW).to(device), float("-inf"))
         return _Rows(
             responses=responses,
@@ -298,40 +295,36 @@ class Decoder:
             token_B1=torch.from_numpy(tokens).to(device)[:, None],
             place_B1=torch.from_numpy(cache.end - first_B).to(device)[:, None],
             mask_B11W=mask_BW[:, None, None],
-            filters=Filters.of_rows([r.settings for r in responses], num_rows, device),
+            filters=Filters.of_rows([r.request.sampling for r in responses], num_rows, device),
         )
 
-    def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Placed]:
-        """Compute all but the last token of each; equal inputs, as those of a group, once."""
+    def _prefill(self, responses: Sequence[Response], first_row: int) -> list[Prefill]:
+        """Compute all but the last token of each; equal inputs, as in a group, only once."""
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row, response in enumerate(responses, start=first_row):
             rows_of.setdefault(tuple(response.token_ids[:-1]), []).append(row)
         inputs = sorted((tokens for tokens in rows_of if tokens), key=len)
-        placed = []
+        prefills = []
         while inputs:
             # The longest first: what follows them is padded least.
             width = _round_up(len(inputs[-1]))
-            num_inputs = max(_PREFILL_TOKENS // width, 1)
+            num_inputs = max(_MAX_PREFILL_TOKENS // width, 1)
             batch, inputs = inputs[-num_inputs:], inputs[:-num_inputs]
             tokens_RP = torch.tensor(
                 [[*tokens, *[0] * (width - len(tokens))] for tokens in batch],
-                device=self._spec.device,
+                device=self._model.device,
             )
-            prefill = Prefill()
-            self._forward(tokens_RP, prefill)
-            rows = [(row, place) for place, tokens in enumerate(batch) for row in rows_of[tokens]]
-            placed.append(
-                Placed(
-                    layers=prefill.layers,
-                    rows=[row for row, _ in rows],
-                    inputs=[place for _, place in rows],
-                    lengths=[len(batch[place]) for _, place in rows],
-                )
-            )
-        return placed
+            starts = [
+                (row, place, len(tokens))
+                for place, tokens in enumerate(batch)
+                for row in rows_of[tokens]
+            ]
+            prefills.append(Prefill(starts))
+            self._forward(tokens_RP, prefills[-1])
+        return prefills
 
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
-        """[R, P, D] last hidden states of whole inputs; causal, so padding on the right is free."""
+        """[R, P, D] last hidden states of whole inputs; padding on the right changes nothing."""
         places_1P = torch.arange(tokens_RP.shape[1], device=tokens_RP.device)[None]
         answer = self._decoder(
             input_ids=tokens_RP, position_ids=places_1P, past_key_values=cache, use_cache=True
@@ -362,7 +355,7 @@ class Decoder:
         self._keep(rows, drawn_2B)
 
     def _keep(self, rows: _Rows, drawn_2B: np.ndarray) -> None:
-        """Note what a step has sampled, and which responses ended."""
+        """Record what a step has sampled, and which responses ended."""
         active_B = rows.is_active_B
         rows.tape_K2B[rows.num_taped] = drawn_2B
         rows.num_taped += 1

@@ -1,4 +1,4 @@
-"""The model in this process as an ``Engine``; see ``base``."""
+"""The one engine of a run, in this process, and the model that it samples with."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from bapo_megatron.engine.base import (
-    START_VERSION,
-    Capabilities,
-    Completion,
-    join,
-    sample_seed,
-)
+from bapo_megatron.engine.base import START_VERSION, Capabilities, Completion, join, sample_seed
+from bapo_megatron.engine.local.cache import ATTENTION, register_attention
 from bapo_megatron.engine.local.decoder import Decoder, Response
 from bapo_megatron.engine.local.sampling import Uniforms
 from bapo_megatron.engine.local.weights import LocalWeights
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.names import shown
+from bapo_megatron.torchvision_names import declare_torchvision_operators
 from bapo_megatron.types import FinishReason, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
+    from bapo_megatron.config.megatron import ModelConfig
+    from bapo_megatron.config.rollout import LocalConfig
     from bapo_megatron.engine.base import (
         CompletionSink,
+        EngineServer,
         GenerateRequest,
         MemoryPart,
         Needs,
@@ -38,28 +39,95 @@ if TYPE_CHECKING:
         Stepper,
         WeightControl,
     )
-    from bapo_megatron.engine.local.backend import LoadedModel
 
-CAPABILITIES = Capabilities(
-    num_ranks=1,
-    in_flight=frozenset({"abort", "retract"}),
-    methods=frozenset({"broadcast", "disk"}),
-)
 ADDRESS = "local"
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model of transformers, ready to sample."""
+
+    model: Any
+    stop_ids: frozenset[int]
+    """Tokens that end a response."""
+    max_positions: int
+    vocab_size: int
+
+
+class LocalBackend:
+    """A ``Backend`` without servers."""
+
+    servers: Sequence[EngineServer] = ()
+
+    def __init__(self, model: ModelConfig, local: LocalConfig, device: str) -> None:
+        """Keep the settings; ``device`` is ``cuda`` or ``cpu``."""
+        self._model = model
+        self._local = local
+        self._device = device
+
+    async def connect(self) -> Sequence[LocalEngine]:
+        """Load ``model.path``."""
+        try:
+            loaded = await asyncio.to_thread(
+                load_model, self._model.path, self._model.dtype, self._device
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise RolloutError(
+                f"model.path: transformers cannot load '{self._model.path}' ({shown(error)}); "
+                "download or save the model again, or free memory"
+            ) from error
+        return (LocalEngine(loaded, self._local.max_rows),)
+
+
+def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
+    """Load a Hugging Face directory on ``cuda`` (the current device) or ``cpu``.
+
+    Raises:
+        OSError: Files are missing.
+        SafetensorError: They are damaged.
+        ValueError: A weight is missing, or they cannot be used.
+        RuntimeError: It does not fit the memory.
+    """
+    declare_torchvision_operators()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    register_attention()
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, dtype),
+        attn_implementation=ATTENTION,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"it lacks {missing[0]}")  # transformers would make up weights
+    model.to(device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        # Memory of its own: in a mapped file, results would depend on the alignment of its tensors.
+        parameter.data = parameter.data.clone()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    stop_ids: set[int] = set()
+    for source in (model.config, model.generation_config, tokenizer):
+        given = source.eos_token_id
+        stop_ids |= set(given) if isinstance(given, list) else {given}
+    return LoadedModel(
+        model=model,
+        stop_ids=frozenset(stop_ids - {None}),
+        max_positions=model.config.max_position_embeddings,
+        vocab_size=model.config.vocab_size,
+    )
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A request that has not ended."""
 
-    request: GenerateRequest
     sink: CompletionSink
     response: Response
     ended: asyncio.Future[None]
-    parts: list[Completion] = field(default_factory=list)
-    """What the sink has not got: pieces that may be given at the end only."""
     has_begun: bool = False
 
     def hand_out(self, version: int, reason: FinishReason | None) -> None:
@@ -68,21 +136,21 @@ class _Flight:
         Raises:
             ServerError: The sink does not know the version.
         """
+        parts = []
         for token_ids, logprobs in self.response.take():
-            if not self.request.return_logprobs:
+            if not self.response.request.return_logprobs:
                 logprobs = np.empty(0, dtype=np.float32)
             spans = (VersionSpan(version, len(token_ids)),)
-            self.parts.append(Completion(token_ids, logprobs, spans, FinishReason.ABORT))
-        if self.parts and not self.sink.is_known(version):
+            parts.append(Completion(token_ids, logprobs, spans, FinishReason.ABORT))
+        if parts and not self.sink.is_known(version):
             raise ServerError(
                 f"{ADDRESS}: sampled with weights version {version}, which this run did not give "
                 "it; give each run an engine of its own"
             )
-        if self.parts and not self.has_begun:
+        if parts and not self.has_begun:
             self.has_begun = True
             self.sink.first_tokens(0)
-        if reason is not None or (self.parts and self.request.version is not None):
-            parts, self.parts = self.parts, []
+        if parts or reason is not None:
             self.sink.take(join(parts, reason or FinishReason.ABORT))
         if reason is not None:
             self.end(None)
@@ -99,9 +167,13 @@ class _Flight:
 class LocalEngine:
     """One model; belongs to the event loop that uses it.
 
-    It samples while somebody waits for ``decode``, in a thread. Decode steps, new weights and
-    scoring take turns; whoever is cancelled meanwhile waits for the thread.
+    It samples in a thread, while somebody waits for ``decode``. Decode steps, new weights and
+    scoring take turns; a cancelled caller still waits for the thread.
     """
+
+    address = ADDRESS
+    silence_s = 0.0
+    """Whoever drives it waits for it, and no other process could be stuck."""
 
     def __init__(self, loaded: LoadedModel, max_rows: int) -> None:
         """Take a model; nothing is computed."""
@@ -118,24 +190,14 @@ class LocalEngine:
         self._is_closed = False
 
     @property
-    def address(self) -> str:
-        """Names the engine: it is in this process."""
-        return ADDRESS
-
-    @property
     def stepper(self) -> Stepper | None:
-        """Itself: it samples in ``decode`` only."""
+        """The engine itself: it samples in ``decode`` only."""
         return self
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not ended."""
+        """See ``Engine``."""
         return len(self._flights)
-
-    @property
-    def silence_s(self) -> float:
-        """0: whoever drives it waits for it, and no other process could be stuck."""
-        return 0.0
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """Sample once; ``decode`` hands out the pieces.
@@ -145,18 +207,11 @@ class LocalEngine:
             ServerGoneError: It was given up, or the engine is closed.
         """
         self._check(request)
-        number, sampling = next(self._numbers), request.sampling
-        seed = sample_seed(ADDRESS, number) if sampling.seed is None else sampling.seed
+        number, seed = next(self._numbers), request.sampling.seed
         response = Response(
-            order=request.order,
-            label=request.label,
-            token_ids=list(request.input_ids),
-            settings=sampling,
-            uniforms=Uniforms(seed),
-            position=request.sampled_tokens,
-            remaining=sampling.max_new_tokens,
+            request, Uniforms(sample_seed(ADDRESS, number) if seed is None else seed)
         )
-        flight = _Flight(request, sink, response, asyncio.get_running_loop().create_future())
+        flight = _Flight(sink, response, asyncio.get_running_loop().create_future())
         self._flights[number] = flight
         self._arrived.append(response)
         try:
@@ -166,14 +221,14 @@ class LocalEngine:
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
-        """Sample up to so many tokens of each request; none while paused.
+        """Sample up to ``max_steps`` tokens of each request; none while paused.
 
         Raises:
             RolloutError: The model failed, and every request with it; or it holds a part of new
                 weights.
         """
         if self._is_paused:
-            await asyncio.sleep(0)  # who asks in a loop lets others run
+            await asyncio.sleep(0)  # whoever asks in a loop lets others run
             return 0
         async with self._turn:
             self._weights.require_whole()
@@ -191,7 +246,7 @@ class LocalEngine:
                     self._hand_out(flight, flight.response.reason)
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
-        """Log-probs of all tokens but the first, at T = 1."""
+        """See ``Engine``."""
         self._check_tokens(token_ids, 0, "(log-probs of given tokens)")
         async with _within(timeout_s, "score"), self._turn:
             return await self._compute(lambda: self._decoder.score(token_ids))
@@ -209,47 +264,46 @@ class LocalEngine:
             self._end_all(error)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Make no steps until ``resume``; returns when the running ``decode`` has ended."""
-        if mode not in CAPABILITIES.in_flight:
-            raise RolloutError(_not_possible("pause", "retract", mode))
+        """Make no steps until ``resume``; return when the running ``decode`` has ended."""
+        assert mode == "retract", "the kind refuses the other"
         self._is_paused = True
         async with self._turn:
             self._decoder.retract()
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """See ``Engine``."""
         self._is_paused = False
 
     def give_up(self, reason: str) -> None:
-        """End every request at once."""
+        """See ``Engine``."""
         self._end_all(ServerGoneError(f"{ADDRESS}: {reason}"))
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """Return the version of the weights; at once."""
+        """Return the version of the weights, at once."""
         return str(self._version)
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        """Return what it can do; at once."""
-        return CAPABILITIES
+        """Return what it can do, at once."""
+        return Capabilities(
+            num_ranks=1,
+            in_flight=frozenset({"abort", "retract"}),
+            methods=frozenset({"broadcast", "disk"}),
+        )
 
     async def check(self, needs: Needs) -> None:
-        """Look at what the run wants of it."""
-        if needs.in_flight not in CAPABILITIES.in_flight:
-            raise RolloutError(
-                _not_possible("rollout.weight_sync.in_flight", "abort or retract", needs.in_flight)
-            )
+        """Do nothing: the kind has refused what the engine cannot do."""
 
     async def weights(self, timeout_s: float) -> WeightControl:
-        """Return its calls for new weights."""
+        """See ``Engine``."""
         return self._weights
 
-    async def release_memory(self, timeout_s: float) -> None:
-        """Refuse: the model stays in this process."""
-        raise RolloutError(_not_possible("rollout.colocated", "false", "true"))
+    async def release_memory(self, timeout_s: float) -> NoReturn:
+        """Never called: the kind refuses ``rollout.colocated``."""
+        raise NotImplementedError
 
-    async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
-        """Refuse, as ``release_memory``."""
-        raise RolloutError(_not_possible("rollout.colocated", "false", "true"))
+    async def take_memory(self, part: MemoryPart, timeout_s: float) -> NoReturn:
+        """Never called, as ``release_memory``."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End what is in flight; the model can be freed."""
@@ -261,13 +315,13 @@ class LocalEngine:
         self._thread.shutdown()
 
     async def change_weights(self, change: Callable[[], None], version: int | None) -> None:
-        """Run what loads weights, in the thread; a version is that of whole new weights.
+        """Run what loads weights, in the thread; ``version`` labels whole new weights.
 
         Raises:
             RolloutError: ``change`` failed.
         """
         async with self._turn:
-            # Before the change: a part of new weights is as bad as all of them.
+            # Before the change: a part of new weights invalidates the cache like all of them.
             self._decoder.retract()
             await self._compute(change)
             if version is not None:
@@ -306,16 +360,16 @@ class LocalEngine:
     def _hand_out(self, flight: _Flight, reason: FinishReason | None) -> None:
         try:
             flight.hand_out(self._version, reason)
-        except Exception as error:  # noqa: BLE001 — of this request's sink: not that of the others
+        except Exception as error:  # noqa: BLE001 — raised by this request's sink: it alone fails
             flight.end(error)
 
     def _end_all(self, error: RolloutError) -> None:
-        """End every request by an error; the decoder forgets them before its next step."""
+        """End every request with an error; the decoder forgets them before its next step."""
         for flight in self._open_flights():
-            flight.end(type(error)(f"{error} (request: {flight.request.label})"))
+            flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
     async def _compute(self, work: Callable[[], _T]) -> _T:
-        """Run work in the thread; cancelled, wait for it.
+        """Run work in the thread; wait for it even if cancelled.
 
         Raises:
             RolloutError: It failed.
@@ -333,29 +387,18 @@ class LocalEngine:
         except RolloutError:
             raise
         except Exception as error:
-            raise RolloutError(_explain(error)) from error
+            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            remedy = "see the error above"
+            if is_memory or "memory" in str(error):
+                remedy = "lower rollout.local.max_rows or max_response_tokens"
+            raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error
 
 
 @asynccontextmanager
 async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Limit a time; what computes is waited for nevertheless."""
+    """Limit a time; a running computation is waited for nevertheless."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
         raise ServerGoneError(f"{ADDRESS}: no {what} within {timeout_s:g} s") from error
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
-        remedy = "lower rollout.local.max_rows or max_response_tokens"
-    else:
-        remedy = "see the error above"
-    return f"{ADDRESS}: the model failed ({shown(error)}); {remedy}"
-
-
-def _not_possible(key: str, possible: str, value: str) -> str:
-    return (
-        f"{key}: must be {possible} with the engine local, got {value}; set it, or use "
-        "another rollout.engine"
-    )

@@ -1,10 +1,10 @@
-"""What ``rollout.engine: local`` is to the commands; imports neither torch nor transformers."""
+"""``rollout.engine: local``, as the commands see it; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from bapo_megatron.config.check_sections import check_model
 from bapo_megatron.config.load import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
 """All layers of these keep keys and values of all positions, which is what ``cache`` holds."""
-_OTHER_ENGINE = "leave it out, or use another rollout.engine"
 
 
 class Kind:
@@ -26,14 +25,13 @@ class Kind:
     """None that the trainer does not need too."""
 
     def check(self, config: RunConfig) -> None:
-        """Refuse what it cannot do."""
+        """See ``EngineKind``."""
         for key, wanted, value, reason in _broken_rules(config.rollout):
             raise ConfigError(
-                f"{key}: must be {wanted} with rollout.engine=local, got {value}: {reason}; "
-                f"{_OTHER_ENGINE}"
+                f"{key}: must be {wanted} with rollout.engine=local, got {value}: {reason}; leave "
+                "it out, or use another rollout.engine"
             )
-        hf_config = json.loads((config.model.path / "config.json").read_text())
-        for field, wanted, value in _unknown_cache(hf_config):
+        for field, wanted, value in _unknown_cache(check_model(config.model)):
             raise ConfigError(
                 f"model.path: {field} must be {wanted} with rollout.engine=local, got {value}: its "
                 "cache holds keys and values of all positions; choose another model, or use "
@@ -41,8 +39,8 @@ class Kind:
             )
 
     def open(self, config: RunConfig, device: str) -> Backend:
-        """Prepare the model; nothing is loaded."""
-        from bapo_megatron.engine.local.backend import LocalBackend  # imports torch
+        """See ``EngineKind``."""
+        from bapo_megatron.engine.local.engine import LocalBackend  # imports torch
 
         return LocalBackend(config.model, config.rollout.local, device)
 
@@ -78,7 +76,7 @@ def _broken_rules(rollout: RolloutConfig) -> Iterator[tuple[str, str, object, st
 
 
 def _unknown_cache(hf_config: dict[str, Any]) -> Iterator[tuple[str, str, object]]:
-    """Field, rule and value of what makes the model's cache another one."""
+    """Field, rule and value of each setting that gives the model another kind of cache."""
     model_type = hf_config.get("model_type")
     if model_type not in MODEL_TYPES:
         yield "model_type", f"one of {', '.join(MODEL_TYPES)}", model_type

@@ -1,4 +1,4 @@
-"""One token for each row, by a uniform number of its own, and that token's log-prob.
+"""Sampling: one token for each row, by the row's own uniform number, and that token's log-prob.
 
 Shape legend: B = rows, V = vocabulary.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bapo_megatron.engine.base import SamplingSettings
 
 BLOCK = 64
-"""Uniform numbers that are drawn at once."""
+"""How many uniform numbers are drawn at once."""
 _DRAWS_PER_COUNT = 4
 """64-bit numbers that Philox makes of one value of its counter."""
 
@@ -34,7 +34,7 @@ class Uniforms:
         self._block = np.empty(0)
 
     def block(self, number: int) -> np.ndarray:
-        """[BLOCK] float64 in [0, 1): those of positions ``number`` · BLOCK and after."""
+        """[BLOCK] float64 in [0, 1), for the positions from ``number`` · BLOCK on."""
         if number != self._number:
             counter = number * (BLOCK // _DRAWS_PER_COUNT)
             philox = np.random.Philox(key=self._seed, counter=counter)
@@ -44,7 +44,7 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """How rows sample, as tensors; what no row asks for is None and costs nothing."""
+    """How rows sample, as tensors; None for what no row asks for."""
 
     temperature_B1: Tensor
     """[B, 1] float32; 1 where a row is greedy."""
@@ -56,7 +56,7 @@ class Filters:
 
     @classmethod
     def of_rows(cls, rows: Sequence[SamplingSettings], num_rows: int, device: torch.device) -> Self:
-        """Put the settings of rows together; rows beyond them sample from everything."""
+        """Combine the settings of rows; further rows are padding."""
 
         def column(values: list[float], default: float) -> Tensor:
             padded = values + [default] * (num_rows - len(values))
@@ -78,7 +78,7 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
     """Invert each row's cumulative distribution at its uniform number.
 
     Args:
-        logits_BV: Of any floating type.
+        logits_BV: Any floating type.
         uniform_B1: float64 in [0, 1).
         filters: How rows sample.
 
@@ -93,7 +93,7 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
     cumulative_BV = probability_BV.cumsum(dim=-1, dtype=torch.float64)
     wanted_B1 = uniform_B1 * cumulative_BV[:, -1:]
     token_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True)
-    token_B1.clamp_(max=logits_BV.shape[1] - 1)  # of a row that is not finite
+    token_B1.clamp_(max=logits_BV.shape[1] - 1)  # for a row that is not finite
     if filters.is_greedy_B1 is not None:
         greedy_B1 = logits_BV.argmax(dim=-1, keepdim=True)
         token_B1 = torch.where(filters.is_greedy_B1, greedy_B1, token_B1)
@@ -101,7 +101,7 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
 
 
 def _drop_unlikely(probability_BV: Tensor, top_p_B1: Tensor, top_k_B1: Tensor) -> None:
-    """Set to 0 what is not among the k likeliest, or comes after those that sum up to p."""
+    """Set to 0 what is not among the k most likely, or comes after those that sum up to p."""
     sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
     rank_V = torch.arange(probability_BV.shape[1], device=probability_BV.device)

@@ -1,60 +1,50 @@
 """New weights for the model in this process, from rank 0's group or from a directory.
 
-Weights are copied into the model's own parameters, so a part of them may be there when a push
-fails: then nothing is sampled until a whole push has come.
+Weights are copied into the model's own parameters, so a failed push may leave a part of them there:
+then nothing is sampled until a whole push has come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import threading
-from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError, ServerGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
     from torch import Tensor
-    from torch._C._distributed_c10d import Store
 
     from bapo_megatron.engine.base import BucketLayout, GroupPlace
     from bapo_megatron.engine.local.engine import LocalEngine
 
+_T = TypeVar("_T")
+
 
 class LocalWeights:
-    """A ``WeightControl``: this process is one member of the group, on the CPU by gloo."""
+    """A ``WeightControl``: this process is one member of the group, on the CPU by gloo.
+
+    ``flush_cache`` has no effect: keys and values of old weights are never kept.
+    """
+
+    tensor_ranks = 1
 
     def __init__(self, engine: LocalEngine, model: Any) -> None:
-        """Nothing is opened.
-
-        Args:
-            engine: Its ``change_weights`` orders loading with what is computed.
-            model: Of transformers.
-        """
+        """Take an engine, whose ``change_weights`` orders loading, and its model."""
         self._engine = engine
         # Tied parameters under each of their names.
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._groups: dict[str, Any] = {}  # torch's stubs lack the collectives of a backend
+        self._groups: dict[str, Any] = {}
         self._loaded: set[int] = set()
         """Parameters of a push that is not complete, by ``id``."""
         self._is_whole = True
-
-    @property
-    def tensor_ranks(self) -> int:
-        """Ranks that join a group."""
-        return 1
-
-    def require_tensor_ranks_only(self) -> None:
-        """It has no other ranks."""
 
     def require_whole(self) -> None:
         """Refuse to compute with a part of new weights.
@@ -73,29 +63,16 @@ class LocalWeights:
         self._loaded.clear()
 
     async def close_session(self, timeout_s: float) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
-        """Join rank 0's group; see ``weight_sync.collective_group`` for where members meet."""
-        if place.backend != "gloo":
-            raise RolloutError(
-                "rollout.weight_sync.backend: must be gloo with the engine local, got "
-                f"{place.backend}: NCCL has no two ranks on one GPU; set it"
-            )
-        limit = timedelta(seconds=timeout_s)
-
-        def meet() -> Any:
-            store: Store = TCPStore(place.master_address, place.master_port, timeout=limit)
-            for prefix in (place.name, f"{place.name}/", "cpu/"):
-                store = PrefixStore(prefix, store)
-            group = ProcessGroupGloo(store, place.first_rank, place.world_size, limit)
-            group._set_sequence_number_for_group()
-            return group
-
-        self._groups[place.name] = await _in_thread(meet, "join the group", timeout_s)
+        """See ``WeightControl``."""
+        self._groups[place.name] = await _in_thread(
+            lambda: join_group(place, timeout_s, timeout_s), "join the group", timeout_s
+        )
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
-        """Forget a group."""
+        """See ``WeightControl``."""
         group = self._groups.pop(name, None)
         if group is not None:
             group.shutdown()
@@ -109,52 +86,30 @@ class LocalWeights:
         flush_cache: bool,
         timeout_s: float,
     ) -> None:
-        """Receive a bucket and load it; keys and values are forgotten in any case."""
+        """See ``WeightControl``."""
         group = self._groups.get(group_name)
         if group is None:
             raise RolloutError(f"local: has not joined the group '{group_name}'; push again")
-        dtypes = [getattr(torch, name) for name in bucket.dtypes]
-        sizes = [
-            math.prod(shape) * dtype.itemsize
-            for shape, dtype in zip(bucket.shapes, dtypes, strict=True)
-        ]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = torch.empty(sum(tensor_sizes(bucket)), dtype=torch.uint8)
         limit = timedelta(seconds=timeout_s)
         await _in_thread(
             lambda: group.broadcast(flat, root=0, timeout=limit).wait(limit),
             "receive weights",
             timeout_s,
         )
-        parts = flat.split(sizes)  # type: ignore[no-untyped-call]
-        tensors = {
-            name: part.view(dtype).view(shape)
-            for name, part, dtype, shape in zip(
-                bucket.names, parts, dtypes, bucket.shapes, strict=True
-            )
-        }
-        self._check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self._check_shapes(dict(zip(bucket.names, bucket.shapes, strict=True)))
         await self._engine.change_weights(
-            lambda: self._copy(tensors.items(), is_last=version is not None), version
+            lambda: self._copy(unpack(bucket, flat), is_last=version is not None), version
         )
 
-    async def take(
-        self,
-        payloads: Sequence[str],
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
-    ) -> None:
-        """Refuse: weights come through a group or a directory."""
-        raise RolloutError(
-            "rollout.weight_sync.method: must be broadcast or disk with the engine local, got "
-            "tensor; set it"
-        )
+    async def take(self, *_: Any, **__: Any) -> NoReturn:
+        """Never called: the kind refuses ``rollout.weight_sync.method: tensor``."""
+        raise NotImplementedError
 
     async def load(
         self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
     ) -> None:
-        """Load a Hugging Face directory."""
+        """See ``WeightControl``."""
 
         def read() -> None:
             files = sorted(model_dir.glob("*.safetensors"))
@@ -180,7 +135,7 @@ class LocalWeights:
         await self._engine.change_weights(read, version)
 
     async def flush_idle(self, timeout_s: float) -> None:
-        """Nothing of old weights is ever kept."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Leave all groups."""
@@ -211,37 +166,26 @@ class LocalWeights:
                 self._loaded.add(id(self._parameters[name]))
         if not is_last:
             return
-        loaded = self._loaded
-        missing = [name for name, own in self._parameters.items() if id(own) not in loaded]
+        missing = [name for name, own in self._parameters.items() if id(own) not in self._loaded]
         if missing:
             raise RolloutError(
                 f"local: the new weights lack '{missing[0]}' ({len(missing)} in all); push all "
                 "weights of the model in model.path"
             )
-        loaded.clear()
+        self._loaded.clear()
         self._is_whole = True
 
 
-async def _in_thread(operation: Callable[[], Any], what: str, timeout_s: float) -> Any:
-    """Run what nothing can interrupt, and has a time limit of its own, in a thread that is left.
+async def _in_thread(operation: Callable[[], _T], what: str, timeout_s: float) -> _T:
+    """Run a collective in a thread, which is abandoned if it takes longer.
 
     Raises:
         RolloutError: It failed.
         ServerGoneError: It took longer.
     """
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # nobody can cancel it
-
-    def run() -> None:
-        try:
-            result.set_result(operation())
-        except Exception as error:  # noqa: BLE001 — whatever it is, who waits gets it
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="local-weights", daemon=True).start()
     try:
         async with asyncio.timeout(timeout_s):
-            return await asyncio.wrap_future(result)
+            return await asyncio.wrap_future(start_thread(operation, "local-weights"))
     except TimeoutError as error:
         raise ServerGoneError(f"local: could not {what} within {timeout_s:g} s") from error
     except RuntimeError as error:

@@ -1,14 +1,14 @@
 """One SGLang server as an ``Engine``: typed answers, every answer checked.
 
-What SGLang 0.5.20 and 0.5.21 make of memory that is released and taken again:
+How SGLang 0.5.20 and 0.5.21 release memory and take it again:
 
 * A server that is not idle crashes in release, on an assertion. ``/pause_generation`` in its mode
   ``abort`` answers requests, also those of other clients, with what there is, and lets no new one
   in; it does not wait until the scheduler is idle. ``/flush_cache?timeout=…`` does, and fails if
   the scheduler is not idle by then.
 * A second resume of the same memory crashes it, and so does one of memory that was never released,
-  as that of a server which restarted meanwhile. No such call is repeated therefore.
-* The content of released weights is lost, therefore nothing may be generated before new ones.
+  such as that of a server which restarted meanwhile. Therefore no such call is repeated.
+* The content of released weights is lost; therefore nothing may be generated before new ones.
 * While paused it answers no /generate at all, and 503 to /ready; control calls work.
 """
 
@@ -24,10 +24,14 @@ import httpx
 
 from bapo_megatron.engine.base import MemoryPart
 from bapo_megatron.engine.sglang.convention import check_temperature_convention, stream_body
-from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo, is_supported
+from bapo_megatron.engine.sglang.dialect import (
+    OLDEST_VERSION,
+    ServerInfo,
+    has_update_session,
+    is_supported,
+)
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
-from bapo_megatron.engine.sglang.weights import SglangWeightControl
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RolloutError,
@@ -38,11 +42,14 @@ from bapo_megatron.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from bapo_megatron.engine.base import (
+        BucketLayout,
         Capabilities,
         CompletionSink,
         GenerateRequest,
+        GroupPlace,
         Needs,
         PauseMode,
         WeightControl,
@@ -71,57 +78,38 @@ class _Flight:
 
 
 class SglangClient:
-    """One server; belongs to the event loop that uses it."""
+    """An ``Engine``: one server (``SglangServer``, or another's) as its event loop uses it."""
 
     stepper = None
 
     def __init__(self, address: str, keys: ApiKeys, *, request_timeout_s: float) -> None:
-        """Prepare the connections; nothing is sent.
-
-        Args:
-            address: ``http://host:port``.
-            keys: Keys of the server.
-            request_timeout_s: Longest time without an answer to a call beside generation.
-        """
+        """Prepare the connections; ``request_timeout_s`` limits calls that have no other limit."""
         self._http = SglangHttp(address, keys, request_timeout_s)
+        self.address = self._http.address
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
         self._info: ServerInfo | None = None
 
     @property
-    def address(self) -> str:
-        """``http://host:port``."""
-        return self._http.address
-
-    @property
     def num_in_flight(self) -> int:
-        """Requests that were sent and have not ended."""
+        """See ``Engine``."""
         return len(self._in_flight)
 
     @property
     def silence_s(self) -> float:
-        """For how long no request in flight has got anything; 0 without any, and while paused.
-
-        Of all requests, since a server with much to do may let single ones wait for their turn.
-        """
+        """See ``Engine``; a busy server may let single requests wait, so all of them count."""
         is_expected = not self._in_flight or self._is_suspended
         return 0.0 if is_expected else _now_s() - self._heard_s
 
     async def close(self) -> None:
-        """Close every connection; the server aborts what it was still generating for them."""
+        """See ``Engine``; the server aborts what it was still generating."""
         await self._http.close()
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
         """See ``Engine``."""
-        info = await self._known_info()
-        parser = StreamParser(
-            max_new_tokens=request.sampling.max_new_tokens,
-            has_logprobs=request.return_logprobs,
-            is_incremental=info.is_incremental,
-            version=request.version,
-            is_known=sink.is_known,
-        )
+        info = self._info or await self._ask_info()
+        parser = StreamParser(request, sink.is_known, info.is_incremental)
         # New for each request: a repeated one would be answered without tokens. Equally long: the
         # server aborts by prefix, "r1" would take "r10" along.
         rid = uuid.uuid4().hex
@@ -147,8 +135,8 @@ class SglangClient:
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``.
 
-        Log-probs of input tokens are log_softmax(logits), whatever temperature a request has. None
-        of them comes from cached keys and values.
+        Log-probs of input tokens are log_softmax(logits) at any temperature, and never come from
+        cached keys and values.
         """
         body = {
             "input_ids": list(token_ids),
@@ -171,14 +159,14 @@ class SglangClient:
     async def abort(self, timeout_s: float) -> None:
         """See ``Engine``.
 
-        One call for all, also those of other clients: a server belongs to one run, whose weights
-        it gets. Hundreds of calls, one for each request, keep it busy for seconds, and one that
-        comes before its request reaches the scheduler is swallowed together with its repetitions.
+        One call for all requests, including those of other clients: a server belongs to one run.
+        Hundreds of calls, one for each request, would keep it busy for seconds, and one that comes
+        before its request reaches the scheduler is lost together with its repetitions.
         """
         for flight in self._in_flight.values():
             if not flight.reason:
                 flight.expire_in(timeout_s, f"not aborted within {timeout_s:g} s")
-        await self._control("/abort_request", {"abort_all": True}, timeout_s)
+        await self._http.control("/abort_request", {"abort_all": True}, timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``Engine``."""
@@ -192,14 +180,14 @@ class SglangClient:
         self._heard_s = _now_s()
 
     def give_up(self, reason: str) -> None:
-        """End every request in flight at once, and forget how the server was started."""
+        """See ``Engine``; also forget how the server was started."""
         self._info = None
         self._is_suspended = False
         for flight in self._in_flight.values():
             flight.expire_in(0.0, reason)
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """See ``Engine``; free text until a trainer set it. The scheduler is not asked."""
+        """See ``Engine``; any text until a trainer sets it. The scheduler is not asked."""
         path = "/model_info"
         answer = await self._http.get(path, admin=False, timeout_s=timeout_s)
         with self._http.checked(path):
@@ -210,8 +198,8 @@ class SglangClient:
         return (await self._ask_info(timeout_s)).capabilities
 
     async def check(self, needs: Needs) -> None:
-        """See ``Engine``; a server that a killed trainer left paused goes on."""
-        info = await self._known_info()
+        """See ``Engine``; resume a server that a killed trainer left paused."""
+        info = self._info or await self._ask_info()
         if needs.in_flight not in info.capabilities.in_flight:
             raise RolloutError(
                 f"{self.address}: SGLang {info.version} ends when it gets weights while requests "
@@ -229,7 +217,7 @@ class SglangClient:
         await self._memory_call("/pause_generation", {"mode": "abort"}, timeout_s)
         idle_wait_s = min(_MAX_IDLE_WAIT_S, timeout_s / 2)
         try:
-            await self._control(f"/flush_cache?timeout={idle_wait_s:g}", {}, timeout_s)
+            await self._http.control(f"/flush_cache?timeout={idle_wait_s:g}", {}, timeout_s)
         except ServerError:
             raise
         except RolloutError as error:
@@ -242,33 +230,26 @@ class SglangClient:
         await self._memory_call("/release_memory_occupation", {"tags": tags}, timeout_s)
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
-        """See ``Engine``; with its cache the server goes on."""
+        """See ``Engine``; with its cache the server continues."""
         await self._memory_call("/resume_memory_occupation", {"tags": [part.value]}, timeout_s)
         if part is MemoryPart.CACHE:
             await self._memory_call("/continue_generation", {}, timeout_s)
 
     async def _memory_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Send a control call; after a refusal nobody knows which memory the server has.
+        """Send a control call, whose refusal leaves unknown which memory the server has.
 
         Raises:
             ServerError: It failed, or refuses.
         """
         try:
-            await self._control(path, body, timeout_s)
+            await self._http.control(path, body, timeout_s)
         except ServerError:
             raise
         except RolloutError as error:
             raise ServerError(str(error)) from error
 
-    async def _control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        await self._http.send_once("POST", path, body, admin=True, timeout_s=timeout_s)
-
-    async def _known_info(self) -> ServerInfo:
-        """How the server was started; asked for once, and again after ``give_up``."""
-        return self._info or await self._ask_info()
-
     async def _ask_info(self, timeout_s: float | None = None) -> ServerInfo:
-        """Ask how the server was started. Its scheduler answers, so one that hangs is found out.
+        """Ask how the server was started; its scheduler answers, which detects hangs.
 
         Raises:
             RolloutError: Its SGLang is too old.
@@ -312,13 +293,115 @@ class SglangClient:
             sink.take(part)
 
     def _lost(self, flight: _Flight, failure: Exception | None) -> ServerError:
-        """What to raise for a request that did not end."""
+        """Make the error of a request that did not end."""
         if isinstance(failure, TimeoutError):
             return ServerGoneError(f"{self.address}: {flight.reason} (request: {flight.label})")
         reason = "its answer has no end" if failure is None else describe_cause(failure)
         return BrokenConnectionError(
             f"{self.address}: the connection broke ({reason}; request: {flight.label})"
         )
+
+
+class SglangWeightControl:
+    """A ``WeightControl``: the control calls that give one server new weights.
+
+    Unlike other control calls, they are never repeated after a lost connection: the server may be
+    waiting in the collective of the first one.
+    """
+
+    def __init__(self, http: SglangHttp, info: ServerInfo) -> None:
+        """Take what calls the server, and how it was started; nothing is sent."""
+        self._http = http
+        self._has_session = has_update_session(info.version)
+        self.tensor_ranks = info.tensor_ranks
+
+    async def open_session(self, timeout_s: float) -> None:
+        """See ``WeightControl``; a session that an earlier trainer left open is closed first."""
+        if not self._has_session:
+            return
+        try:
+            await self._http.control("/begin_weight_update", {}, timeout_s)
+        except ServerGoneError:
+            raise
+        except RolloutError:
+            await self._http.control("/end_weight_update", {}, timeout_s)
+            await self._http.control("/begin_weight_update", {}, timeout_s)
+
+    async def close_session(self, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        if self._has_session:
+            await self._http.control("/end_weight_update", {}, timeout_s)
+
+    async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        await self._http.control(
+            "/init_weights_update_group",
+            {
+                "master_address": place.master_address,
+                "master_port": place.master_port,
+                "rank_offset": place.first_rank,
+                "world_size": place.world_size,
+                "group_name": place.name,
+                "backend": place.backend,
+            },
+            timeout_s,
+        )
+
+    async def leave_group(self, name: str, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        await self._http.control("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+
+    async def receive(
+        self,
+        bucket: BucketLayout,
+        group_name: str,
+        *,
+        version: int | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """See ``WeightControl``.
+
+        With ``flush_cache`` **the server crashes** if a request is running, even one that is paused
+        in place.
+        """
+        body = {
+            "names": list(bucket.names),
+            "dtypes": list(bucket.dtypes),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            **_ending(version, flush_cache),
+        }
+        await self._http.control("/update_weights_from_distributed", body, timeout_s)
+
+    async def take(
+        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """See ``WeightControl``; ``flush_cache`` as in ``receive``."""
+        body = {"serialized_named_tensors": list(payloads), **_ending(version, flush_cache)}
+        await self._http.control("/update_weights_from_tensor", body, timeout_s)
+
+    async def load(
+        self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """See ``WeightControl``; ``flush_cache`` as in ``receive``."""
+        body = {"model_path": str(model_dir.absolute()), **_ending(version, flush_cache)}
+        await self._http.control("/update_weights_from_disk", body, timeout_s)
+
+    async def flush_idle(self, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        try:
+            await self._http.control("/flush_cache", {}, timeout_s)
+        except ServerError:
+            raise
+        except RolloutError:
+            return  # it has requests, and keeps what belongs to them
+
+
+def _ending(version: int | None, flush_cache: bool) -> dict[str, Any]:
+    label = {} if version is None else {"weight_version": str(version)}
+    return {"flush_cache": flush_cache, "abort_all_requests": False, **label}
 
 
 def _now_s() -> float:

@@ -1,13 +1,11 @@
-"""Start-up check: which temperature convention do a server's log-probs follow?
+"""The content of requests, and a start-up check: which temperature convention does a server follow?
 
 The trainer divides its logits by the sampling temperature T, so the engine must report
 log_softmax(logits / T). A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports
-log_softmax(logits) instead, which no single answer gives away. Differences between tokens of one
-position do: their logsumexp cancels, and at T they are 1/T times, or exactly, those at 1.
+log_softmax(logits) instead, which no single answer reveals. Differences between tokens of one
+position do: their logsumexp cancels, and at T they are 1/T times those at 1, or the same.
 
 K = probed tokens of one position.
-
-What ``/generate`` is sent.
 """
 
 from __future__ import annotations
@@ -22,15 +20,31 @@ from bapo_megatron.errors import RolloutError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+    from bapo_megatron.engine.base import GenerateRequest
     from bapo_megatron.engine.sglang.http import SglangHttp
 
+_NUM_TOP = 16
+_MIN_SEPARATION = 0.1
+"""Root mean square distance of the conventions, in nats, below which kernels that work in bfloat16
+hide it; ratios are then wrong by no more than that."""
 
-def sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
-    """The settings as JSON, complete, so that no server default acts.
 
-    The seed acts only with ``--enable-deterministic-inference``, which without one gives all
-    responses the same.
+def stream_body(request: GenerateRequest) -> dict[str, Any]:
+    """Return the content of a request whose answer is streamed, without its id."""
+    return {
+        "input_ids": list(request.input_ids),
+        "sampling_params": _sampling_params(request.sampling)
+        | {"stream_interval": request.stream_tokens},
+        "return_logprob": request.return_logprobs,
+        "stream": True,
+    }
+
+
+def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
+    """All settings, so that no default of the server applies.
+
+    Servers honour the seed only with ``--enable-deterministic-inference``; without a seed, such a
+    server samples the same for all responses to a prompt.
     """
     return {
         "temperature": sampling.temperature,
@@ -45,51 +59,27 @@ def sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
     }
 
 
-def stream_body(request: GenerateRequest) -> dict[str, Any]:
-    """A request whose answer is streamed; its id is added by who sends it."""
-    return {
-        "input_ids": list(request.input_ids),
-        "sampling_params": sampling_params(request.sampling)
-        | {"stream_interval": request.stream_tokens},
-        "return_logprob": request.return_logprobs,
-        "stream": True,
-    }
-
-
-_NUM_TOP = 16
-_SMALLEST_SEPARATION = 0.1
-"""Root mean square distance of the conventions, in nats, below which kernels that work in bfloat16
-hide it; ratios are then wrong by no more than that."""
-
-
 async def check_temperature_convention(
     http: SglangHttp, temperature: float, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Make sure that a server's log-probs are those of the tempered distribution.
+    """Check that a server's log-probs are those of the tempered distribution.
 
-    Nothing is to be checked where the conventions coincide: at T = 1, and for a model that is
-    indifferent between all tokens.
+    Nothing is checked where the conventions coincide: at T = 1, and for a model that is indifferent
+    between all tokens.
 
-    Args:
-        http: Calls the server.
-        temperature: T of the run.
-        prompts: Contexts whose next token is probed; none where only evaluations are made.
+    The next token of each prompt is probed; there are none where only evaluations are made.
 
     Raises:
         RolloutError: The log-probs follow the other convention, or none.
     """
     if temperature == 1.0 or not prompts:
         return
-    at_run, at_one = [], []
-    for prompt in prompts:
-        run_K, one_K = await _contrasts(http, temperature, prompt)
-        at_run.append(run_K)
-        at_one.append(one_K)
-    run, one = np.concatenate(at_run), np.concatenate(at_one)
+    contrasts = [await _contrasts(http, temperature, prompt) for prompt in prompts]
+    run, one = (np.concatenate(parts) for parts in zip(*contrasts, strict=True))
     separation = _root_mean_square(one / temperature - one)
     from_scaled = _root_mean_square(run - one / temperature)
     from_unscaled = _root_mean_square(run - one)
-    if separation < _SMALLEST_SEPARATION or from_scaled < separation / 2:
+    if separation < _MIN_SEPARATION or from_scaled < separation / 2:
         return
     if from_unscaled < separation / 2:
         raise RolloutError(
@@ -125,24 +115,16 @@ async def next_token_logprobs(
     token_ids: Sequence[int] = (),
     num_top: int = 0,
 ) -> dict[int, float]:
-    """Log-probs of some tokens at the position after ``input_ids``, as the server reports them.
+    """Ask for log-probs at the position after ``input_ids``; return them by token id.
 
-    Args:
-        http: Calls the server.
-        input_ids: Context.
-        temperature: Sampling temperature of the request.
-        token_ids: Tokens that are wanted in any case.
-        num_top: The most likely tokens that are wanted besides.
-
-    Returns:
-        Log-prob by token id; the token that was sampled is among them.
+    The answer has ``token_ids``, the ``num_top`` most likely tokens, and the one that was sampled.
 
     Raises:
         RolloutError: The server refuses, does not answer, or answers inconsistently.
     """
     body = {
         "input_ids": list(input_ids),
-        "sampling_params": sampling_params(SamplingSettings(temperature, max_new_tokens=1)),
+        "sampling_params": _sampling_params(SamplingSettings(temperature, max_new_tokens=1)),
         "return_logprob": True,
         "top_logprobs_num": num_top,
         "token_ids_logprob": list(token_ids) or None,

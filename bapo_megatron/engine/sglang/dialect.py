@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from bapo_megatron.engine.base import Capabilities
-from bapo_megatron.errors import RolloutError
 
 OLDEST_VERSION = "0.5.20"
 """The oldest SGLang that the contract tests hold."""
@@ -35,27 +34,28 @@ class ServerInfo:
     version: str
     """SGLang's version."""
     tensor_ranks: int
-    """Ranks that share each layer; what joins a group for weights."""
+    """Ranks that share each layer; these join a group for weights."""
     pipeline_ranks: int
     data_ranks: int
-    """Independent copies of the model behind one address; those of data-parallel attention are not:
-    they are among the tensor ranks."""
+    """Independent copies of the model behind one address; the ranks of data-parallel attention
+    count as tensor ranks instead."""
     is_incremental: bool
     """Whether events of a stream hold new tokens only."""
 
     @property
     def capabilities(self) -> Capabilities:
         """What such a server can do."""
-        in_flight = {"abort", "in_place"}
-        methods = {"disk"}
-        if flushes_retracted(self.version):
+        in_flight, methods = {"abort", "in_place"}, {"disk"}
+        if _release(self.version) >= _FIRST_THAT_FLUSHES_RETRACTED:
             in_flight.add("retract")
+        # SGLang numbers tensor-parallel ranks only in a group, and gives the others no weights.
         if self.pipeline_ranks == self.data_ranks == 1:
             methods |= {"broadcast", "tensor"}
         return Capabilities(
             num_ranks=self.tensor_ranks * self.pipeline_ranks * self.data_ranks,
             in_flight=frozenset(in_flight),
             methods=frozenset(methods),
+            remedy="" if "tensor" in methods else "start it with --pp-size 1 and --dp-size 1",
         )
 
     @classmethod
@@ -63,7 +63,7 @@ class ServerInfo:
         """Read the answer of ``/server_info``.
 
         Raises:
-            KeyError: It is of another program.
+            KeyError: It comes from another program.
         """
         return cls(
             version=str(answer["version"]),
@@ -73,23 +73,6 @@ class ServerInfo:
             is_incremental=bool(answer["incremental_streaming_output"]),
         )
 
-    def require_tensor_ranks_only(self, address: str) -> None:
-        """Refuse what SGLang cannot number in one group: it counts tensor-parallel ranks only.
-
-        Raises:
-            RolloutError: The server has others.
-        """
-        for name, option, size in (
-            ("pipeline", "--pp-size", self.pipeline_ranks),
-            ("data", "--dp-size", self.data_ranks),
-        ):
-            if size != 1:
-                raise RolloutError(
-                    f"{address}: has {size} {name}-parallel ranks, of which SGLang gives only one "
-                    f"new weights this way; start it with {option} 1, or set "
-                    "rollout.weight_sync.method: disk"
-                )
-
 
 def is_supported(version: str) -> bool:
     """Whether a server of this SGLang version may be used."""
@@ -97,21 +80,8 @@ def is_supported(version: str) -> bool:
 
 
 def has_update_session(version: str) -> bool:
-    """Whether weights are accepted only between ``/begin_weight_update`` and its end.
-
-    Args:
-        version: The server's, such as ``0.5.21`` or ``0.5.21.post1``.
-    """
+    """Whether weights are accepted only between ``/begin_weight_update`` and its end."""
     return _release(version) >= _FIRST_WITH_SESSION
-
-
-def flushes_retracted(version: str) -> bool:
-    """Whether keys and values of old weights can be forgotten while requests are retracted.
-
-    Args:
-        version: The server's.
-    """
-    return _release(version) >= _FIRST_THAT_FLUSHES_RETRACTED
 
 
 def _release(version: str) -> tuple[int, ...]:

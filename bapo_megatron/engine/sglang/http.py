@@ -1,7 +1,4 @@
-"""HTTP calls to one SGLang server: keys, time limits, and errors that say what to do.
-
-Connections for many requests at a time.
-"""
+"""HTTP calls to one SGLang server: keys, time limits, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -27,112 +24,24 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.sglang.keys import ApiKeys
 
-
-class SeparateConnections(httpx.AsyncBaseTransport):
-    """A connection of its own for every request in flight, kept for later ones.
-
-    Whenever a request begins or ends, the pool of httpx looks at all of its connections, and for
-    each idle one at all of them again: where hundreds of requests end at a time, as before a weight
-    sync, that takes seconds. Here it takes the same time however many there are. Who uses it limits
-    their number.
-    """
-
-    def __init__(self, keepalive_expiry_s: float) -> None:
-        """Open nothing yet.
-
-        Args:
-            keepalive_expiry_s: A connection that was idle for longer is not used again, and closed
-                when the next request is sent.
-        """
-        self._keepalive_expiry_s = keepalive_expiry_s
-        self._limits = httpx.Limits(max_connections=1, keepalive_expiry=keepalive_expiry_s)
-        self._ssl_context = httpx.create_ssl_context(trust_env=False)  # takes long to make
-        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
-        """Since when, and which; the latest is used first."""
-        self._all: set[httpx.AsyncHTTPTransport] = set()
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request on an idle connection, or on a new one."""
-        await self._close_expired()
-        connection = self._idle.pop()[1] if self._idle else self._new()
-        try:
-            response = await connection.handle_async_request(request)
-        except BaseException:
-            self._release(connection)  # it has closed its socket
-            raise
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(response.stream, lambda: self._release(connection))
-        return response
-
-    async def aclose(self) -> None:
-        """Close every connection, also those of requests in flight."""
-        connections, self._all = self._all, set()
-        self._idle.clear()
-        for connection in connections:
-            await connection.aclose()
-
-    async def _close_expired(self) -> None:
-        expired_s = time.monotonic() - self._keepalive_expiry_s
-        while self._idle and self._idle[0][0] < expired_s:
-            _, connection = self._idle.popleft()
-            self._all.discard(connection)
-            await connection.aclose()
-
-    def _release(self, connection: httpx.AsyncHTTPTransport) -> None:
-        self._idle.append((time.monotonic(), connection))
-
-    def _new(self) -> httpx.AsyncHTTPTransport:
-        connection = httpx.AsyncHTTPTransport(
-            verify=self._ssl_context, trust_env=False, limits=self._limits
-        )
-        self._all.add(connection)
-        return connection
-
-
-class _Stream(httpx.AsyncByteStream):
-    """The content of a response; its connection is free once it is closed."""
-
-    def __init__(self, content: httpx.AsyncByteStream, release: Callable[[], None]) -> None:
-        self._content = content
-        self._release: Callable[[], None] | None = release
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._content:
-            yield part
-
-    async def aclose(self) -> None:
-        release, self._release = self._release, None
-        try:
-            await self._content.aclose()
-        finally:
-            if release is not None:
-                release()
-
-
 _MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.25
 _CONNECT_TIMEOUT_S = 10.0
 # The server closes idle connections after 5 s; one that it is just closing must not be used.
 KEEPALIVE_EXPIRY_S = 3.0
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 
 
 class SglangHttp:
-    """Sends what it is told to, and checks the status of what comes back."""
+    """Sends calls, and checks the status of the answers."""
 
     def __init__(self, address: str, keys: ApiKeys, request_timeout_s: float) -> None:
-        """Prepare the connections; nothing is sent.
-
-        Args:
-            address: ``http://host:port``.
-            keys: Keys of the server.
-            request_timeout_s: Longest time without an answer, where a call names no other.
-        """
+        """Prepare the connections; ``request_timeout_s`` limits calls that have no other limit."""
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
         self._control_http = self._make_http(request_timeout_s)
-        # Of its own, so that other calls never queue behind generation.
+        # Separate, so that other calls never queue behind generation.
         self._stream_http = self._make_http(None, SeparateConnections(KEEPALIVE_EXPIRY_S))
 
     def _make_http(
@@ -156,13 +65,10 @@ class SglangHttp:
 
     @contextlib.asynccontextmanager
     async def stream(self, body: dict[str, Any], label: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Send a request to ``/generate``; yields what the server streams, chunk by chunk.
+        """Send a request to ``/generate``; yield what the server streams, chunk by chunk.
 
-        There is no time limit, and what httpx raises is not translated.
-
-        Args:
-            body: The request.
-            label: Names it in errors.
+        There is no time limit, and errors of httpx are not translated; ``label`` names the request
+        in other errors.
 
         Raises:
             RolloutError: The server refuses it.
@@ -187,12 +93,8 @@ class SglangHttp:
     ) -> httpx.Response:
         """Send a call beside generation, without repeating it.
 
-        Args:
-            method: ``GET`` or ``POST``.
-            path: Endpoint.
-            body: Content, if any.
-            admin: Whether it is a control call, see ``ApiKeys``.
-            timeout_s: Longest time until it has answered; none: ``rollout.request_timeout_s``.
+        Control calls are those that take the ``admin`` key, see ``ApiKeys``. The default of
+        ``timeout_s`` is ``rollout.request_timeout_s``.
 
         Raises:
             ServerGoneError: There was no answer in time; a ``BrokenConnectionError`` where the
@@ -219,21 +121,23 @@ class SglangHttp:
         return reply
 
     async def get(self, path: str, *, admin: bool, timeout_s: float | None = None) -> Any:
-        """GET as ``send_once``; returns the answer's JSON."""
+        """GET as ``send_once``; return the answer's JSON."""
         reply = await self.send_once("GET", path, None, admin=admin, timeout_s=timeout_s)
         with self.checked(path):
             return reply.json()
 
+    async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        """POST a control call as ``send_once``."""
+        await self.send_once("POST", path, body, admin=True, timeout_s=timeout_s)
+
     async def send(self, path: str, body: dict[str, Any], *, admin: bool) -> httpx.Response:
-        """POST as ``send_once``; repeated where the connection breaks."""
-        for attempt in range(_MAX_ATTEMPTS):
+        """POST as ``send_once``; repeat it if the connection breaks."""
+        for attempt in range(_MAX_ATTEMPTS - 1):
             try:
                 return await self.send_once("POST", path, body, admin=admin)
             except BrokenConnectionError:
-                if attempt + 1 == _MAX_ATTEMPTS:
-                    raise
                 await asyncio.sleep(_FIRST_BACKOFF_S * 2**attempt)
-        raise AssertionError("the last attempt raises")
+        return await self.send_once("POST", path, body, admin=admin)
 
     def _check_status(self, reply: httpx.Response, path: str, *, admin: bool) -> None:
         status = reply.status_code
@@ -250,7 +154,7 @@ class SglangHttp:
 
     @contextlib.contextmanager
     def checked(self, label: str) -> Iterator[None]:
-        """Name server and request when an answer does not have the documented form."""
+        """Name server and request if an answer does not have the documented form."""
         try:
             yield
         except RefusedError:
@@ -273,4 +177,77 @@ def _reason(reply: httpx.Response) -> str:
         content = content.get("error", content.get("message", content.get("detail", content)))
     if isinstance(content, dict):
         content = content.get("message", content)
-    return " ".join(str(content).split())[:_LONGEST_REASON].rstrip(".")
+    return " ".join(str(content).split())[:_MAX_REASON].rstrip(".")
+
+
+class SeparateConnections(httpx.AsyncBaseTransport):
+    """A connection for every request in flight, kept for later ones.
+
+    Whenever a request begins or ends, the pool of httpx looks at all of its connections, and for
+    each idle one at all of them again: where hundreds of requests end at a time, as before a weight
+    sync, that takes seconds. Here the time does not depend on their number, which the caller
+    limits.
+    """
+
+    def __init__(self, keepalive_expiry_s: float) -> None:
+        """Open nothing; a connection that was idle for longer is closed at the next request."""
+        self._keepalive_expiry_s = keepalive_expiry_s
+        self._limits = httpx.Limits(max_connections=1, keepalive_expiry=keepalive_expiry_s)
+        self._ssl_context = httpx.create_ssl_context(trust_env=False)  # takes long to make
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+        """Since when, and which; the latest is used first."""
+        self._all: set[httpx.AsyncHTTPTransport] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request on an idle connection, or on a new one."""
+        expired_s = time.monotonic() - self._keepalive_expiry_s
+        while self._idle and self._idle[0][0] < expired_s:
+            _, connection = self._idle.popleft()
+            self._all.discard(connection)
+            await connection.aclose()
+        if self._idle:
+            connection = self._idle.pop()[1]
+        else:
+            connection = httpx.AsyncHTTPTransport(
+                verify=self._ssl_context, trust_env=False, limits=self._limits
+            )
+            self._all.add(connection)
+
+        def release() -> None:
+            self._idle.append((time.monotonic(), connection))
+
+        try:
+            response = await connection.handle_async_request(request)
+        except BaseException:
+            release()  # it has closed its socket
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Stream(response.stream, release)
+        return response
+
+    async def aclose(self) -> None:
+        """Close every connection, also those of requests in flight."""
+        connections, self._all = self._all, set()
+        self._idle.clear()
+        for connection in connections:
+            await connection.aclose()
+
+
+class _Stream(httpx.AsyncByteStream):
+    """The content of a response; its connection is free once it is closed."""
+
+    def __init__(self, content: httpx.AsyncByteStream, release: Callable[[], None]) -> None:
+        self._content = content
+        self._release: Callable[[], None] | None = release
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._content:
+            yield part
+
+    async def aclose(self) -> None:
+        release, self._release = self._release, None
+        try:
+            await self._content.aclose()
+        finally:
+            if release is not None:
+                release()

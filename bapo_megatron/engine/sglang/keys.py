@@ -1,9 +1,9 @@
-"""The keys of a server, and which one it wants for which call.
+"""The keys of a server, and which one it requires for which call.
 
 ``KeyCheck`` is an ASGI middleware in place of SGLang's own. SGLang lets whoever may generate read
-``/server_info``, which has all settings, both keys included, and call whatever its authors did not
-mark as control. Here all but a few paths take the admin key. The path is the one by which the call
-is routed, whatever its ``Host`` header says.
+``/server_info``, which has all settings including both keys, and call whatever its authors did not
+mark as control. Here all but a few paths require the admin key. The path is the one by which the
+call is routed, whatever its ``Host`` header says.
 
 Standard library only: the launcher imports this.
 """
@@ -29,15 +29,15 @@ ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
 """Environment variable with the key of control calls for servers in ``rollout.servers``."""
 
 _GENERATION_PATHS = ("/generate", "/model_info")
-"""What the API key opens; without one everybody."""
+"""Paths that the API key opens; open to everybody if there is none."""
 _PUBLIC_PATHS = ("/ready", "/health")
-"""What everybody may ask."""
+"""Paths that are always open to everybody."""
 _UNAUTHORIZED = b'{"error": "Unauthorized"}'
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Keys of a server; empty where it wants none."""
+    """Keys of a server; empty where it requires none."""
 
     api_key: str = field(default="", repr=False)
     """For generation and the weights version."""
@@ -46,31 +46,25 @@ class ApiKeys:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The keys of servers that somebody else started."""
+        """Read the keys of servers that somebody else started."""
         return cls(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_API_KEY_VARIABLE, ""))
 
     @staticmethod
     def variable(*, admin: bool) -> str:
-        """The environment variable with the key of one call."""
+        """Name the environment variable with the key of one call."""
         return ADMIN_API_KEY_VARIABLE if admin else API_KEY_VARIABLE
 
     def headers(self, *, admin: bool) -> dict[str, str]:
-        """The HTTP headers of one call; a server without an admin key takes the other one."""
+        """Return the HTTP headers of one call; without an admin key, the other one stands in."""
         key = (self.admin_api_key or self.api_key) if admin else self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class KeyCheck:
-    """Answers 401 where the key is missing or another one."""
+    """Answers 401 if the key is missing or wrong."""
 
     def __init__(self, app: App, *, api_key: str, admin_api_key: str) -> None:
-        """Stand before an application.
-
-        Args:
-            app: The application.
-            api_key: For ``_GENERATION_PATHS``; empty: none is wanted.
-            admin_api_key: For the rest; empty: ``api_key``.
-        """
+        """Guard an application; without ``admin_api_key``, ``api_key`` stands in."""
         self._app = app
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key

@@ -1,8 +1,12 @@
-"""What the commands need of this kind of engine; importing it is cheap."""
+"""``rollout.engine: sglang``, as the commands see it; importing it is cheap."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
+
+from bapo_megatron.config.check_sections import check_heads, check_model, refuse_twice
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -10,18 +14,34 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
+_MAX_PORT = 65535
+_SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
+"""SGLang's arguments for keys, and the variables that take their place."""
+
 
 class Kind:
-    """An ``EngineKind``."""
+    """SGLang servers: the run's own, or those of ``rollout.servers``."""
 
     packages: ClassVar[Mapping[str, str]] = {"sglang": "0.5.21"}
-    """What requirements/ installs."""
+    """The version that requirements/ installs."""
 
     def check(self, config: RunConfig) -> None:
         """See ``EngineKind``."""
-        from bapo_megatron.engine.sglang.check import check_servers
-
-        check_servers(config)
+        if not config.rollout.servers:
+            _check_own_servers(config)
+        for server in config.rollout.servers:
+            if "@" in server:
+                raise ConfigError(
+                    "rollout.servers: must hold no user or password, got an address with '@': it "
+                    f"would be in config.yaml and in logs; set {API_KEY_VARIABLE} instead "
+                    "(docs/launch.md)"
+                )
+            if not server.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"rollout.servers: must be addresses like http://host:port, got '{server}'; "
+                    f"did you mean 'http://{server}'?"
+                )
+        refuse_twice("rollout.servers", config.rollout.servers)
 
     def open(self, config: RunConfig, device: str) -> Backend:
         """See ``EngineKind``."""
@@ -30,7 +50,58 @@ class Kind:
         return SglangBackend(config, device)
 
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
-        """See ``EngineKind``."""
-        from bapo_megatron.engine.sglang.serve import serve
+        """See ``EngineKind``; also an ``OSError`` if ``run_dir`` cannot be written."""
+        if config.rollout.colocated:
+            raise ConfigError(
+                "rollout.colocated: must be false for serve, got true: only the trainer's own "
+                "servers share its GPUs; leave it out"
+            )
+        if config.rollout.server.host in ("", "0.0.0.0", "::"):
+            raise ConfigError(
+                "rollout.server.host: must be one address, which the trainer can use, got "
+                f"'{config.rollout.server.host}'; give this node's"
+            )
+        _check_own_servers(config)
+        from bapo_megatron.engine.sglang.server import serve
 
         serve(config, show)
+
+
+def _check_own_servers(config: RunConfig) -> None:
+    """Check that this machine can run the servers, and that their command lines hold no secrets."""
+    import torch
+
+    rollout, server = config.rollout, config.rollout.server
+    for argument in server.extra_args:
+        if (name := argument.partition("=")[0]) in _SECRET_ARGUMENTS:
+            raise ConfigError(
+                f"rollout.server.extra_args: must hold no secret, got {name}: it would be in "
+                "config.yaml and in logs; leave it out: the trainer's own servers have one, and "
+                f"serve takes {_SECRET_ARGUMENTS[name]} (docs/launch.md)"
+            )
+    check_heads(check_model(config.model), "rollout.server.tensor", server.tensor)
+    if server.port and server.port + server.count - 1 > _MAX_PORT:
+        raise ConfigError(
+            f"rollout.server.port: the last of rollout.server.count = {server.count} servers must "
+            f"have at most {_MAX_PORT}, got {server.port} for the first; lower it"
+        )
+    num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
+    if num_gpus and wanted > num_gpus:
+        raise ConfigError(
+            "rollout.server.count: count × tensor must be at most this machine's "
+            f"{num_gpus} visible GPUs, got {server.count} × {server.tensor}; lower one of them"
+        )
+    if not rollout.colocated:
+        return
+    if not num_gpus:
+        raise ConfigError(
+            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
+            "rollout.colocated=false"
+        )
+    sync = rollout.weight_sync
+    if sync.method == "broadcast" and sync.backend != "gloo":
+        raise ConfigError(
+            "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
+            f"broadcast by {sync.backend}: NCCL has no groups with two processes on one GPU; set "
+            "rollout.weight_sync.method=tensor"
+        )

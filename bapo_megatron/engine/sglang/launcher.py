@@ -9,8 +9,8 @@ it adds:
   (``keys.ApiKeys``).
 * Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang.
 * Started by ``server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
-  its standard input instead, and ends the whole process group when the owner is gone, however the
-  owner died.
+  its standard input instead, and ends the whole process group when the owner is gone, however it
+  died.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from typing import Any, NoReturn
 import torch
 
 from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
-from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
-from bapo_megatron.processes import OWNER_PID_VARIABLE
+from bapo_megatron.processes import OWNER_PID_VARIABLE, unlink_shared_files
 from bapo_megatron.torchvision_names import declare_torchvision_operators
 
 _OWNER_POLL_S = 1.0
@@ -47,14 +46,14 @@ _SGL_KERNEL_NAMES = (
     "rotate_input_ids_cpu",
     "verify_tree_greedy_cpu",
 )
-"""What sglang's CPU engine imports at module level; only speculative decoding calls them."""
+"""Functions that sglang's CPU engine imports; only speculative decoding calls them."""
 
 
 def _install_cpu_shims() -> None:
-    """Make sglang importable where there is no GPU.
+    """Make sglang importable without a GPU.
 
-    The index has no CPU build of ``sgl_kernel``; a module with the names that are imported stands
-    in, and a call of one of them is an error.
+    The package index has no CPU build of ``sgl_kernel``; a module with the names that sglang
+    imports stands in, whose functions raise.
     """
     declare_torchvision_operators()
     kernels = types.ModuleType("sgl_kernel")
@@ -66,10 +65,10 @@ def _install_cpu_shims() -> None:
 
 
 def _fork_children() -> None:
-    """Have sglang fork its processes, which it would spawn.
+    """Have sglang fork its processes instead of spawning them.
 
-    A fork cannot use a CUDA context of its parent; where there is no CUDA, it saves each process
-    from importing everything again, which is most of the time in which a server starts.
+    A fork cannot use a CUDA context of its parent. Without CUDA it saves each process from
+    importing everything again, which is most of the start-up time.
     """
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *method, force=False: None
@@ -85,18 +84,14 @@ def _unavailable(name: str) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the server until it ends.
-
-    Args:
-        arguments: Arguments of ``sglang.launch_server``.
-    """
+    """Run the server with these arguments of ``sglang.launch_server`` until it ends."""
     owner_pid = os.environ.pop(OWNER_PID_VARIABLE, None)
     if owner_pid is None:
-        keys = _keys_of_environment()
+        given = asdict(ApiKeys.from_environment())
     else:
         given = json.loads(sys.stdin.buffer.readline())
-        keys = {name: key for name, key in given.items() if key}
         threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
+    keys = {name: key for name, key in given.items() if key}
     _keep_out_of_log(list(keys.values()))
     if not torch.cuda.is_available():
         _install_cpu_shims()
@@ -121,13 +116,8 @@ def main(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _keys_of_environment() -> dict[str, str]:
-    """The keys that are set, under the names of the arguments."""
-    return {name: key for name, key in asdict(ApiKeys.from_environment()).items() if key}
-
-
 def _add_key_check(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
-    """What sglang calls for its application, to protect it."""
+    """Protect sglang's application, in place of its own function."""
     app.add_middleware(KeyCheck, api_key=api_key or "", admin_api_key=admin_api_key or "")
 
 
@@ -150,8 +140,8 @@ def _keep_out_of_log(keys: list[str]) -> None:
 def _end_with_owner(owner_pid: int) -> None:
     """Kill the process group when the owner is gone, also by SIGKILL.
 
-    The end of standard input tells it at once. A process that the owner forked may hold the other
-    end of that pipe, therefore the parent's process id is looked at as well.
+    The end of standard input shows it at once. A process that the owner forked may hold the other
+    end of that pipe; therefore the parent's process id is checked as well.
     """
     while os.getppid() == owner_pid:
         readable, _, _ = select.select([sys.stdin], [], [], _OWNER_POLL_S)

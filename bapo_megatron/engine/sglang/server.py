@@ -1,9 +1,7 @@
-"""The process of one SGLang server: its arguments, its start and its end.
+"""The SGLang servers of a run or of the ``serve`` command, and the process of each.
 
-The server runs ``launcher`` in a session of its own. It ends with ``close``, at exit of the
+A server process runs ``launcher`` in a session of its own. It ends with ``close``, at exit of the
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
-
-The SGLang servers of a run: its own, or those of ``rollout.servers``.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -27,20 +26,26 @@ import httpx
 from bapo_megatron.engine.base import START_VERSION, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log
+from bapo_megatron.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    open_log,
+    run_async,
+    unlink_shared_files,
+)
+from bapo_megatron.telemetry.console import ProgressLine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from bapo_megatron.config.megatron import ModelConfig
     from bapo_megatron.config.rollout import ServerConfig
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Engine, EngineServer
-    from bapo_megatron.engine.sglang.keys import ApiKeys
-
 
 LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""
@@ -48,8 +53,8 @@ LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""
 
 _NUM_SEEDS = 1 << 32
-# Left to itself the server takes its memory fraction of the machine's free memory, in which the
-# trainer lives as well, and is ended by the kernel.
+# By default the server takes its memory fraction of the machine's free memory, in which the trainer
+# lives as well, and is ended by the kernel.
 _CPU_MAX_TOTAL_TOKENS = 65536
 _CPU_ARGUMENTS = (
     "--device=cpu",
@@ -61,8 +66,118 @@ _CPU_ARGUMENTS = (
 )
 
 
+class SglangBackend:
+    """A ``Backend``."""
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
+        self._rollout = config.rollout
+        self.servers: Sequence[EngineServer] = ()
+        if config.rollout.servers:
+            self._keys = ApiKeys.from_environment()
+        else:
+            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+            self.servers = own_servers(config, device, self._keys)
+
+    async def connect(self) -> list[Engine]:
+        """See ``Backend``."""
+        addresses = self._rollout.servers or [server.address for server in self.servers]
+        timeout_s = self._rollout.request_timeout_s
+        return [
+            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
+        ]
+
+
+def own_servers(
+    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
+) -> list[SglangServer]:
+    """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
+    return [
+        SglangServer(
+            config.model,
+            config.rollout.server,
+            run_dir=config.run_dir,
+            seed=config.seed,
+            device=device,
+            keys=keys,
+            index=index,
+            host=host,
+            releases_memory=config.rollout.colocated,
+        )
+        for index in range(config.rollout.server.count)
+    ]
+
+
+def serve(config: RunConfig, show: Callable[[str], None]) -> None:
+    """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
+
+    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
+    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
+    one in ``<run_dir>/api_key``.
+
+    Args:
+        config: Model, servers and ``run_dir``, checked by ``Kind.serve``.
+        show: Takes what a trainer needs to use the servers, once they are ready: a line for its
+            command, and one for its environment for each key that was made here.
+
+    Raises:
+        RolloutError: A server died before it was ever ready, or a port is in use.
+        OSError: ``run_dir`` cannot be written.
+    """
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    keys, exports = ApiKeys.from_environment(), []
+    needed = ["admin_api_key"] if config.rollout.server.host == LOOPBACK else list(asdict(keys))
+    for name in needed:
+        if not getattr(keys, name):
+            path = config.run_dir.absolute() / name
+            keys = replace(keys, **{name: _stored_key(path)})
+            variable = ApiKeys.variable(admin=name == "admin_api_key")
+            exports.append(f"export {variable}=$(cat '{path}')")
+
+    def show_servers(addresses: list[str]) -> None:
+        show(f"'rollout.servers=[{','.join(addresses)}]'")
+        for export in exports:
+            show(export)
+
+    run_async(_serve(config, keys, show_servers))
+
+
+async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]], None]) -> None:
+    import torch  # not at the top: the collector imports this module
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    servers = own_servers(config, device, keys, config.rollout.server.host)
+    supervisor = ServerSupervisor(servers, config.rollout)
+    try:
+        supervisor.start()
+        with ProgressLine() as progress:
+            await supervisor.wait_ready(progress.update)
+        on_ready([server.address for server in servers])
+        await supervisor.watch()
+    finally:
+        await supervisor.close()
+
+
+def _stored_key(path: Path) -> str:
+    """Return the key in ``path``; make one that only its owner can read if there is none.
+
+    Nodes that share the directory share the key.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft.touch(mode=0o600, exist_ok=False)
+        try:
+            draft.write_text(secrets.token_hex(16) + "\n")
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)  # all of it, and never in place of another node's
+        finally:
+            draft.unlink()
+    return path.read_text().strip()
+
+
 class SglangServer:
-    """One server process group; ``close`` ends it."""
+    """An ``EngineServer``: one server's process group, which ``close`` ends."""
 
     def __init__(
         self,
@@ -80,15 +195,15 @@ class SglangServer:
         """Prepare the server; ``start`` starts it.
 
         Args:
-            model: The model that it loads first, and its dtype.
+            model: The model that it loads first.
             server: Port, memory and further arguments.
             run_dir: The log goes to ``<run_dir>/logs``.
-            seed: Seed of the first server's sampler; the others add their number, and what belongs
-                to their host.
+            seed: Seed of the first server's sampler; each server adds its number and a hash of its
+                host.
             device: ``cuda`` or ``cpu``.
-            keys: Keys that it wants.
-            index: Number among the ``server.count`` servers of this host: tells them apart by GPUs,
-                port, and log.
+            keys: Keys that it requires.
+            index: Number among the ``server.count`` servers of this host: determines GPUs, port and
+                log.
             host: Address to listen on.
             releases_memory: Whether it can release its GPU memory and take it again.
         """
@@ -102,12 +217,12 @@ class SglangServer:
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._port_holder: socket.socket | None = None
-        self.num_starts = 0
         self._closing = threading.Lock()
         # Keeps no connection, so that there is nothing to close.
         self._http = httpx.AsyncClient(
             trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
+        self.num_starts = 0
         self.keys = keys
         self.port = server.port and server.port + index
         # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
@@ -117,21 +232,22 @@ class SglangServer:
 
     @property
     def address(self) -> str:
-        """The server's ``http://host:port``."""
+        """See ``EngineServer``."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
     @property
     def name(self) -> str:
-        """For people."""
+        """See ``EngineServer``."""
         return f"the SGLang server at {self.address}"
 
-    def start(self) -> None:
-        """Start the process and return at once; after ``close`` once more, at the same address.
+    @property
+    def is_started(self) -> bool:
+        """See ``EngineServer``."""
+        return self._process is not None
 
-        Raises:
-            RolloutError: The port is in use.
-        """
+    def start(self) -> None:
+        """See ``EngineServer``."""
         assert self._process is None, "close comes first"
         self._port_holder = _hold_port(self._host, self.port)
         self.port = self._port_holder.getsockname()[1]
@@ -151,13 +267,8 @@ class SglangServer:
             self._process.stdin.write(json.dumps(asdict(self.keys)).encode() + b"\n")
             self._process.stdin.flush()
 
-    @property
-    def is_started(self) -> bool:
-        """Whether there is a process that ``close`` has not ended."""
-        return self._process is not None
-
     def exit_reason(self) -> str | None:
-        """How it ended, for people; none while it runs."""
+        """See ``EngineServer``."""
         assert self._process is not None, "start comes first"
         status = self._process.poll()
         return None if status is None else describe_exit(status)
@@ -173,7 +284,7 @@ class SglangServer:
         return Readiness.READY if reply.status_code == httpx.codes.OK else Readiness.BUSY
 
     def kill(self) -> None:
-        """Have it end at once, without waiting; does nothing if it has ended."""
+        """See ``EngineServer``."""
         process = self._process
         if process is not None and process.poll() is None:
             unlink_shared_files(process.pid)
@@ -181,10 +292,7 @@ class SglangServer:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process group and wait for it.
-
-        Safe to call twice, also from two threads at a time; does nothing in a fork.
-        """
+        """See ``EngineServer``; also safe in two threads at a time, and does nothing in a fork."""
         if os.getpid() != self._owner_pid:
             return
         with self._closing:
@@ -198,7 +306,7 @@ class SglangServer:
             self._process = None
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the process."""
+        """Return the environment variables of the process."""
         environment = {**child_environment(), "HF_HUB_OFFLINE": "1"}
         if self._device == "cpu":
             # A thread per core makes a small model's steps several times slower.
@@ -206,7 +314,7 @@ class SglangServer:
         return environment
 
     def arguments(self) -> list[str]:
-        """Arguments of ``sglang.launch_server``; the API keys are not among them."""
+        """Return the arguments of ``sglang.launch_server``; the API keys are not among them."""
         server = self._config
         arguments = [
             f"--model-path={self._model.path}",
@@ -238,40 +346,13 @@ class SglangServer:
         return [*arguments, *server.extra_args]
 
     def _server_seed(self) -> int:
-        """Differs between the servers of all hosts, and is the same in every run."""
+        """A seed that differs between the servers of all hosts, and is the same in every run."""
         of_host = 0 if self._host == LOOPBACK else zlib.crc32(self._host.encode())
         return (self._seed + self._index + of_host) % _NUM_SEEDS
 
 
-def own_servers(
-    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
-) -> list[SglangServer]:
-    """Prepare the ``rollout.server.count`` servers of this host; nothing is started.
-
-    Args:
-        config: Model, servers, ``run_dir`` and seed.
-        device: ``cuda`` or ``cpu``.
-        keys: Keys that they want.
-        host: Address to listen on.
-    """
-    return [
-        SglangServer(
-            config.model,
-            config.rollout.server,
-            run_dir=config.run_dir,
-            seed=config.seed,
-            device=device,
-            keys=keys,
-            index=index,
-            host=host,
-            releases_memory=config.rollout.colocated,
-        )
-        for index in range(config.rollout.server.count)
-    ]
-
-
 def _hold_port(host: str, port: int) -> socket.socket:
-    """A socket bound to ``port``, or to a free one for 0; it does not listen.
+    """Bind a socket to ``port``, or to a free one for 0; it does not listen.
 
     The server binds its port only once it has loaded the model. Until then nobody else gets a held
     port, neither as a free one nor for an outgoing connection; with ``SO_REUSEADDR`` on both, the
@@ -298,30 +379,3 @@ def _hold_port(host: str, port: int) -> socket.socket:
             "in use, not allowed, or the address is another machine's); end what uses it, or set "
             "rollout.server.port=0"
         ) from error
-
-
-class SglangBackend:
-    """A ``Backend``."""
-
-    def __init__(self, config: RunConfig, device: str) -> None:
-        """Prepare the servers; nothing is started.
-
-        Args:
-            config: The run.
-            device: ``cuda`` or ``cpu``.
-        """
-        self._rollout = config.rollout
-        self.servers: Sequence[EngineServer] = ()
-        if config.rollout.servers:
-            self._keys = ApiKeys.from_environment()
-        else:
-            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
-            self.servers = own_servers(config, device, self._keys)
-
-    async def connect(self) -> list[Engine]:
-        """See ``Backend``."""
-        addresses = self._rollout.servers or [server.address for server in self.servers]
-        timeout_s = self._rollout.request_timeout_s
-        return [
-            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
-        ]

@@ -1,15 +1,15 @@
 """The answer of ``/generate`` as it arrives: events of a stream, checked and cut into pieces.
 
-An event tells how many tokens there are by now (``completion_tokens``) and the weights version that
-the server holds while it sends. Which version sampled which token is told by the last event only
-(``weight_versions``). A piece is handed out as soon as that is certain: as long as every event so
-far, and the server when the request was sent, name one version, which only grows, no other one can
-have sampled the tokens in between. The first event with another version and all after it are kept
-back until the last one.
+An event has the number of tokens so far (``completion_tokens``) and the weights version that the
+server holds while it sends. Only the last event says which version sampled which token
+(``weight_versions``). A piece is handed out as soon as that is certain: versions only grow, so as
+long as all events name the version that the server had when the request was sent, no other one can
+have sampled their tokens. The first event with another version and all after it are kept back until
+the last one.
 
-SGLang has two ways to stream (``--incremental-streaming-output``): each event holds the new tokens,
-or all tokens. In the second the lists may be longer than the event says, because tokens arrived
-after it was composed; what is too much comes again.
+SGLang streams in two ways (``--incremental-streaming-output``): each event holds the new tokens, or
+all tokens. In the second the lists may be longer than the event says, because tokens arrived after
+it was composed; the surplus comes again.
 
 R = tokens of one piece.
 """
@@ -30,7 +30,9 @@ from bapo_megatron.types import FinishReason, VersionSpan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_LONGEST_EVENT_BYTES = 64 << 20
+    from bapo_megatron.engine.base import GenerateRequest
+
+_MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -47,10 +49,10 @@ class EventReader:
         self._searched = 0
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
-        """The events that end in ``chunk``.
+        """Yield the events that end in ``chunk``.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: It is no stream of events.
         """
         buffer = self._buffer
         buffer += chunk
@@ -63,38 +65,31 @@ class EventReader:
             if (content := line[6:]) != _END:
                 yield json.loads(content)
         self._searched = max(0, len(buffer) - 1)
-        if len(buffer) > _LONGEST_EVENT_BYTES:
-            raise ValueError(f"an event of more than {_LONGEST_EVENT_BYTES} bytes")
+        if len(buffer) > _MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
 
 
 @dataclass(slots=True)
 class StreamParser:
     """Checks the events of one request."""
 
-    max_new_tokens: int
-    """What was asked for."""
-    has_logprobs: bool
-    """Whether log-probs were asked for."""
+    request: GenerateRequest
+    is_known: Callable[[int], bool]
+    """Whether a weights version may have sampled."""
     is_incremental: bool
     """Whether each event holds the new tokens only."""
-    version: int | None
-    """What the server held when the request was sent; none: nothing is certain before the end."""
-    is_known: Callable[[int], bool] | None = None
-    """Whether a weights version may have sampled; none: any may."""
     cached_tokens: int | None = None
     """Tokens of the input that the server had in its cache; known with the first token."""
     is_finished: bool = False
     _num_tokens: int = 0
     _num_given: int = 0
-    _is_holding: bool = False
     _held: list[Completion] = field(default_factory=list)
 
     def feed(self, event: dict[str, Any]) -> Completion | None:
         """Check one event.
 
         Returns:
-            What is certain with it and was not returned before, if anything; with the last event
-            all the rest, and why the request ended.
+            What it makes certain, if anything; with the last event all the rest, and the reason.
 
         Raises:
             RefusedError: The server refuses the request.
@@ -104,7 +99,7 @@ class StreamParser:
             raise _error(event["error"].get("code", 0), event["error"].get("message", event))
         meta = event["meta_info"]
         finish = meta["finish_reason"]
-        # An abort that was asked for has a status too, but none that says anything.
+        # An abort that was asked for has this key, too, but no value.
         if finish is not None and finish.get("status_code") is not None:
             raise _error(finish["status_code"], finish.get("message", finish))
         part = self._new_tokens(event["output_ids"], meta)
@@ -117,8 +112,7 @@ class StreamParser:
 
     def _give_or_hold(self, part: Completion, label: int) -> Completion | None:
         self._check_known(label)
-        self._is_holding |= label != self.version
-        if self._is_holding:
+        if self._held or label != self.request.version:
             self._held.append(part)
             return None
         self._num_given += len(part.token_ids)
@@ -127,13 +121,15 @@ class StreamParser:
         return replace(part, versions=(VersionSpan(label, len(part.token_ids)),))
 
     def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
-        if reason is FinishReason.LENGTH and self._num_tokens < self.max_new_tokens:
+        limit = self.request.sampling.max_new_tokens
+        if reason is FinishReason.LENGTH and self._num_tokens < limit:
             raise RefusedError(
-                f"cut off after {self._num_tokens} of {self.max_new_tokens} tokens because the "
-                "server's context or KV cache is too small; raise rollout.server.max_total_tokens"
+                f"cut off after {self._num_tokens} of {limit} tokens because the server's "
+                "context or KV cache is too small; raise rollout.server.max_total_tokens"
             )
         versions = _parse_versions(meta, self._num_tokens)
-        if (versions[: self._num_given] != self.version).any() or (np.diff(versions) < 0).any():
+        given = versions[: self._num_given]
+        if (given != self.request.version).any() or (np.diff(versions) < 0).any():
             raise ValueError(f"weight versions {meta.get('weight_versions')} contradict the stream")
         for version in np.unique(versions).tolist():
             self._check_known(version)
@@ -143,23 +139,21 @@ class StreamParser:
         return replace(rest, versions=spans_of(versions[self._num_given :]))
 
     def _check_known(self, version: int) -> None:
-        if self.is_known is not None and not self.is_known(version):
+        if not self.is_known(version):
             raise ValueError(
                 f"sampled with weights version {version}, which this run did not give it; it "
                 "restarted, or another trainer uses it: give each run its own"
             )
 
     def _new_tokens(self, ids: list[int], meta: dict[str, Any]) -> Completion:
-        """What the event adds, without its versions."""
+        """Return the tokens that the event adds, without their versions."""
         total = int(meta["completion_tokens"])
-        num_new = total - self._num_tokens
-        if num_new < 0 or total > self.max_new_tokens:
-            raise ValueError(
-                f"{total} tokens after {self._num_tokens} of {self.max_new_tokens} tokens"
-            )
+        num_new, limit = total - self._num_tokens, self.request.sampling.max_new_tokens
+        if num_new < 0 or total > limit:
+            raise ValueError(f"{total} tokens after {self._num_tokens} of {limit} tokens")
         start = 0 if self.is_incremental else self._num_tokens
         # Incremental events of an abort may repeat the last token and all log-probs behind the new
-        # ones, if the request waited (again) for its turn: too long is right, too short is not.
+        # ones, if the request waited (again) for its turn: too long is fine, too short is not.
         token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
@@ -167,7 +161,7 @@ class StreamParser:
         if len(unusable):
             raise ValueError(f"token id {unusable[0]}")
         logprobs = np.empty(0, dtype=np.float32)
-        if self.has_logprobs:
+        if self.request.return_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]
             logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
         return Completion(token_ids.astype(np.int32), logprobs, (), FinishReason.ABORT)

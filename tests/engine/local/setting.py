@@ -1,21 +1,18 @@
-"""An engine on a small random model, and transformers' own log-probs."""
+"""An engine on a small random model, and requests to it."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-import torch
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.engine.base import Completion, CompletionSink, GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.backend import LocalBackend
-from tests.policy.tiny_models import model_class
+from bapo_megatron.engine.local.engine import LocalBackend
+from tests.engine.helpers import reference_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -98,29 +95,12 @@ async def complete(
     return [stream.completion for stream in streams]
 
 
-@functools.cache
-def _reference(model_dir: Path) -> Any:
-    family = json.loads((model_dir / "config.json").read_text())["model_type"]
-    return model_class(family).from_pretrained(model_dir, dtype=torch.float32)
-
-
-def reference_logprobs(
-    model_dir: Path, input_ids: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
-) -> np.ndarray:
-    """[R] log_softmax(logits / T) of sampled tokens, by one forward pass of transformers."""
-    model = _reference(model_dir)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*input_ids, *tokens]])).logits[0, len(input_ids) - 1 : -1]
-    logprobs = (logits / temperature).log_softmax(dim=-1)
-    return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
-
-
 def assert_reference(
     model_dir: Path, given: GenerateRequest, completion: Completion, tolerance: float = 1e-4
 ) -> None:
     """The log-probs are those of transformers."""
     expected = reference_logprobs(
-        model_dir, given.input_ids, completion.token_ids.tolist(), given.sampling.temperature
+        model_dir, given.input_ids, completion.token_ids, given.sampling.temperature
     )
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=tolerance)
 

@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.engine.base import SamplingSettings, join
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.types import FinishReason
-from tests.engine.helpers import make_model_dir
+from tests.engine.helpers import make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
     EOS,
     SETTINGS,
@@ -19,7 +19,6 @@ from tests.engine.local.setting import (
     complete,
     finish,
     ragged_requests,
-    reference_logprobs,
     request,
     start,
     use_engine,
@@ -93,7 +92,7 @@ def test_bfloat16_weights_sample_and_score_alike(model_dir: Path) -> None:
 
 
 def test_a_large_prefill_is_divided(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_PREFILL_TOKENS", 64)
+    monkeypatch.setattr(decoder, "_MAX_PREFILL_TOKENS", 64)
     requests = ragged_requests(20)
     completions = use_engine(model_dir, lambda engine: complete(engine, *requests))
     for given, completion in zip(requests, completions, strict=True):

@@ -13,15 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.engine.base import BucketLayout, GroupPlace, SamplingSettings
+from bapo_megatron.engine.base import BucketLayout, SamplingSettings
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
 from bapo_megatron.weight_sync.collective_group import WeightGroup
-from tests.engine.helpers import make_model_dir
+from tests.engine.helpers import make_model_dir, reference_logprobs
 from tests.engine.local.setting import (
     complete,
     finish,
-    reference_logprobs,
     request,
     start,
     use_engine,
@@ -82,21 +81,13 @@ class _Trainer:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self._group = WeightGroup("127.0.0.1", "gloo", LIMIT_S)
+        self._group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
 
     async def join(self) -> None:
         weights = await self._engine.weights(LIMIT_S)
         assert weights.tensor_ranks == 1
-        weights.require_tensor_ranks_only()
-        place = GroupPlace(
-            name=self._group.name,
-            master_address=self._group.address,
-            master_port=self._group.port,
-            backend="gloo",
-            first_rank=1,
-            world_size=2,
-        )
-        formed = asyncio.wrap_future(self._group.form(2))
+        place = replace(self._group.place, first_rank=1)
+        formed = asyncio.wrap_future(self._group.form())
         await asyncio.gather(formed, weights.join_group(place, LIMIT_S))
 
     async def send(self, tensors: Mapping[str, Tensor], version: int | None) -> None:
@@ -109,7 +100,7 @@ class _Trainer:
         flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
         sent = asyncio.wrap_future(self._group.broadcast(flat))
         received = weights.receive(
-            bucket, self._group.name, version=version, flush_cache=True, timeout_s=LIMIT_S
+            bucket, self._group.place.name, version=version, flush_cache=True, timeout_s=LIMIT_S
         )
         outcome, _ = await asyncio.gather(received, sent, return_exceptions=True)
         if isinstance(outcome, BaseException):
@@ -117,7 +108,7 @@ class _Trainer:
 
     async def leave(self) -> None:
         weights = await self._engine.weights(LIMIT_S)
-        await weights.leave_group(self._group.name, LIMIT_S)
+        await weights.leave_group(self._group.place.name, LIMIT_S)
         assert self._group.close() is None
 
 
@@ -265,27 +256,16 @@ def test_a_missing_directory_is_an_error_and_the_engine_lives(
 
 def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
     async def use(engine: LocalEngine) -> None:
-        group = WeightGroup("127.0.0.1", "gloo", LIMIT_S)
-        place = GroupPlace(group.name, group.address, group.port, "gloo", 1, 2)
+        group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
+        place = replace(group.place, first_rank=1)
         weights = await engine.weights(LIMIT_S)
         with pytest.raises((RolloutError, ServerGoneError), match="could not join the group"):
             await weights.join_group(place, 0.5)
         group.close()
         with pytest.raises(RolloutError, match="has not joined the group"):
             await weights.receive(
-                BucketLayout((), (), ()), group.name, version=1, flush_cache=True, timeout_s=1
+                BucketLayout((), (), ()), place.name, version=1, flush_cache=True, timeout_s=1
             )
-
-    use_engine(model_dir, use)
-
-
-def test_nccl_and_shared_memory_are_refused(model_dir: Path) -> None:
-    async def use(engine: LocalEngine) -> None:
-        weights = await engine.weights(LIMIT_S)
-        with pytest.raises(RolloutError, match=r"backend: must be gloo .* got nccl"):
-            await weights.join_group(GroupPlace("a", "127.0.0.1", 1, "nccl", 1, 2), LIMIT_S)
-        with pytest.raises(RolloutError, match=r"method: must be broadcast or disk .* got tensor"):
-            await weights.take((), version=1, flush_cache=True, timeout_s=1)
 
     use_engine(model_dir, use)
 

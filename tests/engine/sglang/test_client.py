@@ -15,6 +15,7 @@ from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.sglang.servers import sample, with_client, with_http
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
+from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.launch import free_port
 
 if TYPE_CHECKING:
@@ -66,14 +67,14 @@ def test_every_sampling_setting_is_sent_so_that_no_server_default_acts() -> None
 
 def test_versions_that_change_within_a_completion_are_kept_per_token() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
-    with FakeSglang(changes={"weight_versions": spans}) as fake:
+    with FakeSglang(version="4", changes={"weight_versions": spans}) as fake:
         completion = with_client(fake.address, _generate)
     assert completion.versions == ((3, 1), (4, 3))
 
 
 def test_versions_that_leave_a_token_out_are_refused() -> None:
     spans = [{"version": "3", "start": 1, "end": 4}]
-    with FakeSglang(changes={"weight_versions": spans}) as fake:
+    with FakeSglang(version="3", changes={"weight_versions": spans}) as fake:
         assert "do not cover its 4 tokens" in _error(fake)
 
 
@@ -220,6 +221,14 @@ def test_a_server_that_ends_on_new_weights_while_requests_are_retracted_is_refus
 
     with FakeSglang(sglang_version="0.5.20") as fake:
         with_client(fake.address, check)
+
+
+def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only() -> None:
+    with FakeWeightServer(pipeline_ranks=2) as fake:
+        capabilities = with_client(fake.address, lambda client: client.capabilities())
+    assert capabilities.num_ranks == 2
+    assert capabilities.methods == {"disk"}
+    assert capabilities.remedy == "start it with --pp-size 1 and --dp-size 1"
 
 
 def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:

@@ -20,8 +20,8 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
-from bapo_megatron.engine.sglang.shared_files import unlink_shared_files
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import unlink_shared_files
 from tests.engine.helpers import descendants
 from tests.engine.sglang.servers import KEYS
 from tests.launch import free_port

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.data.staleness import token_versions
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
 from bapo_megatron.types import FinishReason
 
@@ -46,8 +47,11 @@ def _event(
 
 
 def _parser(is_incremental: bool = True, **options: Any) -> StreamParser:
-    settings: dict[str, Any] = {"max_new_tokens": 20, "has_logprobs": True, "version": 3}
-    return StreamParser(is_incremental=is_incremental, **{**settings, **options})
+    values: dict[str, Any] = {"max_new_tokens": 20, "version": 3, "is_known": lambda version: True}
+    values |= options
+    sampling = SamplingSettings(1.0, values["max_new_tokens"])
+    request = GenerateRequest(input_ids=[], sampling=sampling, label="", version=values["version"])
+    return StreamParser(request, values["is_known"], is_incremental)
 
 
 def _plain(part: Completion | None) -> tuple[list[int], list[float], list[int], str] | None:
@@ -89,13 +93,6 @@ def test_events_after_a_change_of_version_wait_for_the_spans_of_the_last_one() -
     assert parser.feed(_event([32], 4, version=4)) is None
     last = parser.feed(_event([40], 5, version=4, finish=STOP, spans=[(3, 0, 2), (4, 2, 5)]))
     assert _plain(last) == ([16, 24, 32, 40], [-2.0, -3.0, -4.0, -5.0], [3, 4, 4, 4], "stop")
-
-
-def test_without_a_known_version_there_is_one_piece_at_the_end() -> None:
-    parser = _parser(version=None)
-    assert parser.feed(_event([8], 1)) is None
-    last = parser.feed(_event([16], 2, finish=STOP, spans=[(2, 0, 1), (3, 1, 2)]))
-    assert _plain(last) == ([8, 16], [-1.0, -2.0], [2, 3], "stop")
 
 
 def test_a_version_that_is_not_known_is_refused_at_once() -> None:

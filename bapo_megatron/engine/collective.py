@@ -1,0 +1,107 @@
+"""One member of the collective group that brings weights to engines, and what it receives.
+
+Members meet as in the ``init_custom_process_group`` that engines have in common: at a store of rank
+0, under prefixes with the group's name. The process's other groups are not touched.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+    from bapo_megatron.engine.base import BucketLayout, GroupPlace
+
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_T = TypeVar("_T")
+
+
+def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
+    """Meet the other members; return a process group (torch's stubs lack its collectives).
+
+    ``meet_s`` limits every answer of the store, ``limit_s`` the group's operations.
+    """
+    store: Store = TCPStore(
+        place.master_address, place.master_port, timeout=timedelta(seconds=meet_s)
+    )
+    # torch keeps the keys of a backend under the first device that it is made for.
+    device = "cuda/" if place.backend == "nccl" else "cpu/"
+    for prefix in (place.name, f"{place.name}/", device):
+        store = PrefixStore(prefix, store)
+    limit, rank = timedelta(seconds=limit_s), place.first_rank
+    if place.backend == "gloo":
+        gloo = ProcessGroupGloo(store, rank, place.world_size, limit)
+        gloo._set_sequence_number_for_group()  # the other ranks wait for the number
+        return gloo
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a build for the CPU
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with _blocking_wait():
+        nccl = ProcessGroupNCCL(store, rank, place.world_size, options)
+    nccl._set_sequence_number_for_group()
+    return nccl
+
+
+@contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """Have an NCCL group raise if an operation fails; otherwise its watchdog ends the process."""
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
+def start_thread(operation: Callable[[], _T], name: str) -> Future[_T]:
+    """Run a collective, which nothing can interrupt, in a daemon thread that can be abandoned.
+
+    The future cannot be cancelled; whatever the operation raises becomes a ``RuntimeError``.
+    """
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = operation()
+        except Exception as error:  # noqa: BLE001 — whatever it is, who waits gets it
+            future.set_exception(RuntimeError(str(error)))
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def tensor_sizes(layout: BucketLayout) -> list[int]:
+    """Return the bytes of each tensor in a bucket."""
+    return [
+        math.prod(shape) * getattr(torch, dtype).itemsize
+        for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
+    ]
+
+
+def unpack(layout: BucketLayout, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a bucket, as views of its bytes (``flat``, uint8)."""
+    parts = flat.split(tensor_sizes(layout))  # type: ignore[no-untyped-call]
+    for name, dtype, shape, part in zip(
+        layout.names, layout.dtypes, layout.shapes, parts, strict=True
+    ):
+        yield name, part.view(getattr(torch, dtype)).view(shape)
