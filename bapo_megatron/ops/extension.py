@@ -41,12 +41,12 @@ if "bapo_megatron._C" not in sys.modules and hasattr(torch.ops.bapo, "logprob_pa
         "process; keep one copy on sys.path"
     )
 try:
-    from bapo_megatron._C import Candidate, ClipGrid, SearchResult, build_info, search, use_isa
+    from bapo_megatron._C import ClipGrid, SearchResult, build_info, search, use_isa
 except ImportError as error:
     raise ImportError(f"bapo_megatron._C cannot be loaded ({error}); {REMEDY}") from error
 check_build(build_info()["version"])
 
-__all__ = ["Candidate", "ClipGrid", "SearchResult", "build_info", "search", "use_isa"]
+__all__ = ["ClipGrid", "SearchResult", "build_info", "search", "use_isa"]
 
 BOUNDS_FIELDS = (
     "low",

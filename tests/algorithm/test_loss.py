@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import Denominators, token_weights
+from bapo_megatron.algorithm.loss import token_weights
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
@@ -42,7 +42,7 @@ def groups() -> Iterator[ProcessGroups]:
 # Three responses with 2, 0 and 1 training tokens out of 3, 1 and 2.
 RESPONSE_MASK_T = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
 RESPONSE_TOKENS_T = torch.tensor([2.0, 2.0, 2.0, 0.0, 1.0, 1.0])
-DENOMINATORS = Denominators(tokens=3, responses=2)
+RESPONSE_TOKENS_R = torch.tensor([2, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -55,28 +55,24 @@ DENOMINATORS = Denominators(tokens=3, responses=2)
 )
 def test_token_weights_by_hand(aggregation: str, expected: list[float]) -> None:
     weight_T = token_weights(
-        RESPONSE_MASK_T, RESPONSE_TOKENS_T, aggregation, DENOMINATORS, constant=10.0
+        RESPONSE_MASK_T, RESPONSE_TOKENS_T, aggregation, RESPONSE_TOKENS_R, constant=10.0
     )
     assert weight_T.tolist() == pytest.approx(expected, rel=1e-6)
     assert weight_T.dtype == torch.float32
 
 
-def test_denominators_count_tokens_and_responses_that_train() -> None:
-    assert Denominators.count(torch.tensor([2, 0, 1])) == DENOMINATORS
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
 def test_an_update_without_training_tokens_has_zero_weights(aggregation: str) -> None:
-    weight_T = token_weights(torch.zeros(3), torch.zeros(3), aggregation, Denominators(0, 0))
+    weight_T = token_weights(torch.zeros(3), torch.zeros(3), aggregation, torch.zeros(2))
     assert weight_T.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_unknown_aggregations_and_constants_are_refused() -> None:
     ones = torch.ones(1)
     with pytest.raises(ValueError, match="or token_sum_norm, got 'mean'"):
-        token_weights(ones, ones, "mean", DENOMINATORS)
+        token_weights(ones, ones, "mean", RESPONSE_TOKENS_R)
     with pytest.raises(ValueError, match="must be > 0, got 0"):
-        token_weights(ones, ones, "token_mean", DENOMINATORS, constant=0.0)
+        token_weights(ones, ones, "token_mean", RESPONSE_TOKENS_R, constant=0.0)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
@@ -90,7 +86,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     response_T = torch.arange(240) // 7
     tokens_R = torch.zeros(int(response_T.max()) + 1).index_add(0, response_T, batch["mask_T"])
     batch["loss_weight_T"] = token_weights(
-        batch["mask_T"], tokens_R[response_T], aggregation, Denominators.count(tokens_R), 32.0
+        batch["mask_T"], tokens_R[response_T], aggregation, tokens_R, 32.0
     )
 
     def loss_of(leaf_T: Tensor, part: Any) -> tuple[float, Tensor]:
@@ -123,9 +119,7 @@ def test_sequence_mean_equals_the_mean_of_response_means() -> None:
     response_T = torch.arange(30) // 6
     batch["mask_T"][6:12] = 0  # the second response does not train
     tokens_R = torch.zeros(5).index_add(0, response_T, batch["mask_T"])
-    weight_T = token_weights(
-        batch["mask_T"], tokens_R[response_T], "sequence_mean", Denominators.count(tokens_R)
-    )
+    weight_T = token_weights(batch["mask_T"], tokens_R[response_T], "sequence_mean", tokens_R)
     value_T = torch.arange(30.0)
     means = [
         value_T[(response_T == r) & (batch["mask_T"] == 1)].double().mean().item()
