@@ -25,6 +25,9 @@ from bapo_megatron.ops.contributions import (
     search_bounds,
 )
 
+EXIT_METRICS = {name: f"bapo/exit_{name}_share" for name in ("start", "met", "exhausted")}
+"""The metric of each exit of a search: the share of searches that ended there."""
+
 _LOW, _HIGH, _EXIT = (BOUNDS_FIELDS.index(name) for name in ("low", "high", "exit"))
 
 
@@ -70,14 +73,12 @@ class Bapo(Clip):
         bounds = {"bapo/clip_low": found["low"], "bapo/clip_high": found["high"]}
         if EXIT_NAMES[int(found["exit"])] == "unsearched":
             return bounds
-        return bounds | {
-            "bapo/positive_share_start": found["positive_share_start"],
-            "bapo/positive_share": found["positive_share"],
-            **{
-                f"bapo/exit_{name}_share": float(EXIT_NAMES[int(found["exit"])] == name)
-                for name in ("start", "met", "exhausted")
-            },
+        shares = ("positive_share_start", "positive_share")
+        is_exit = {
+            metric: float(EXIT_NAMES[int(found["exit"])] == name)
+            for name, metric in EXIT_METRICS.items()
         }
+        return bounds | {f"bapo/{name}": found[name] for name in shares} | is_exit
 
     def refuses(self, decision: Tensor) -> Tensor:
         """Return whether the table is unfit for a search."""

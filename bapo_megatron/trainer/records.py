@@ -1,45 +1,50 @@
-"""Every number that a step reports of its updates: sums over tokens, and what is formed of them.
+"""What a step reports: numbers over tokens, the metrics made of them, and dumps of the tokens.
 
 A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/algorithm.md).
 Sums and counts are reduced over micro-batches and ranks first; a quotient is formed once, at the
-end of the step, so that no mean of means appears.
+end of the step, so that no mean of means appears. ``train.dump_tokens`` writes the tokens of whole
+updates for analysis outside the run.
 
-Shape legend: T = response tokens of a micro-batch, S = sums, M = maxima.
-
-Writes the tokens of whole updates for analysis outside the run: ``train.dump_tokens``.
-
-Shape legend: T = response tokens of this rank, P = ranks of the data-parallel group.
+Shape legend: T = response tokens of a micro-batch (in a dump: of this rank), S = sums, M = maxima,
+D = entries of a decision.
 """
 
 from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from bapo_megatron.algorithm.objective import TokenBatch
+from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.types import MicroBatch, UpdateResult
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+Value = Callable[["TokenView"], Tensor]
 
-    from torch import Tensor
 
-    from bapo_megatron.algorithm.objective import TokenBatch
-    from bapo_megatron.types import UpdateResult
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """What one micro-batch reports beside its loss; all of it on the device, without gradient."""
 
-    Value = Callable[["TokenView"], Tensor]
-    from pathlib import Path
-
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.trainer.loss import TokenReport
-    from bapo_megatron.types import MicroBatch
+    sums: Tensor
+    """[S] float64: ``Numbers.sum_names``."""
+    maxima: Tensor
+    """[M] float64: ``Numbers.max_names``."""
+    decision: Tensor
+    """[D] float64: the objective's decision that held; empty where it needs none."""
+    policy: TokenLogprobs
+    """[T] ℓ and H; for dumps, and to explain a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +238,7 @@ def _stack(values: list[Tensor]) -> Tensor:
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return the metrics of a step's updates.
-
-    Args:
-        results: One entry per optimizer update, reduced over all ranks.
-    """
+    """Return the metrics of a step's updates, which are reduced over all ranks."""
     made = [result for result in results if not result.skipped]
     sums = _merge([result.sums for result in results], lambda a, b: a + b)
     maxima = _merge([result.maxima for result in results], max)

@@ -7,8 +7,9 @@ other ranks take part in the collectives.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -17,8 +18,10 @@ from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import save_resolved
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
+    ProcessGroups,
     barrier,
     broadcast_answer,
     broadcast_buffer,
@@ -32,6 +35,7 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, uncut_console
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
@@ -41,24 +45,21 @@ from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.trainer.step import BatchTrainer
-from bapo_megatron.types import EncodedBatch, FinishReason, StepMetrics
+from bapo_megatron.types import (
+    EncodedBatch,
+    EvalResult,
+    FinishReason,
+    RolloutBatch,
+    StepMetrics,
+    UpdateResult,
+)
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.rollout.messages import RolloutSource
-    from bapo_megatron.types import EvalResult, RolloutBatch, UpdateResult
-
 
 # What rank 0 has all ranks do next; the first byte of what it broadcasts.
 _BATCH, _DONE, _PUSH_WEIGHTS, _FAILED = b"B", b"D", b"W", b"F"
 
-_LONGEST_SILENCE_S = 60.0
-"""Rank 0 tells the others at least as often that it still waits for its source."""
+_MAX_SILENCE_S = 60.0
+"""Rank 0 tells the others at least this often that it still waits for its source."""
 
 
 class Run:
@@ -88,12 +89,12 @@ class Run:
             dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
         )
         self.progress = Progress()
-        self.saver = CheckpointSaver(_checkpoint_root(config), config.checkpoint)
+        self.saver = CheckpointSaver(config.run_dir / "checkpoints", config.checkpoint)
         self._groups = groups
         self._source = source
         self._stack = stack
         self._sinks: MetricsSinks | None = None
-        self._wait_on_s = min(_LONGEST_SILENCE_S, config.parallel.timeout_s / 4)
+        self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
         self._pushes: list[SyncReport] = []
         """Since the last report; on rank 0."""
         self._failure: RolloutError | OSError | None = None
@@ -126,7 +127,8 @@ class Run:
                 progress = stack.enter_context(ProgressLine())
                 source = _open_source(config, progress)
                 stack.callback(source.close)
-            _prepare_device()
+            if not torch.cuda.is_available():
+                cpu_compat.install()  # lets Megatron-core run without CUDA
             groups = init_distributed(config.parallel)
             if config.rollout.colocated:  # before the policy needs the memory
                 if source is not None:
@@ -159,7 +161,7 @@ class Run:
     def begin(self) -> None:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
-            self.progress = load_run(_checkpoint_root(self.config), self.policy, self._source)
+            self.progress = load_run(self.config.run_dir / "checkpoints", self.policy, self._source)
         with self.timer.phase("server_start"):
             if self._source is not None:
                 self._source.wait_ready()
@@ -275,8 +277,11 @@ class Run:
         return self._evaluate(step) if self._must_evaluate(step) else []
 
     def _must_evaluate(self, step: int) -> bool:
-        every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
-        return (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
+        return self._is_due(step, self.config.eval.every_steps, self.config.eval.at_end)
+
+    def _is_due(self, step: int, every_steps: int, at_end: bool) -> bool:
+        is_last = step + 1 == self.config.train.steps
+        return (every_steps > 0 and (step + 1) % every_steps == 0) or (is_last and at_end)
 
     def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
@@ -286,15 +291,14 @@ class Run:
         later step.
         """
         self.saver.poll()
-        every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
         self.progress.next_step = step + 1
         if self._failure is not None:
             self._save_and_fail(self._failure)
-        due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end)
-        metric = self.config.checkpoint.best
-        is_best = bool(metric) and self._must_evaluate(step)
-        if is_best:
-            is_best = take_best(self.progress, metric, evaluated, self._groups)
+        checkpoint = self.config.checkpoint
+        due = self._is_due(step, checkpoint.every_steps, checkpoint.at_end)
+        is_best = False
+        if checkpoint.best and self._must_evaluate(step):
+            is_best = take_best(self.progress, checkpoint.best, evaluated, self._groups)
         if due or is_best:
             self._save(is_best=is_best)
 
@@ -331,32 +335,24 @@ class Run:
         if self.config.log.console:
             summary.print(uncut_console())
 
-    def _results_of(self, step: int) -> list[EvalResult]:
+    def _evaluate(self, step: int) -> list[EvalResult]:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
         if not self.config.eval.sets or self.config.replay.dumps is not None:
             return []
-        results: list[EvalResult] | None = None
+        found: list[EvalResult] = []
 
         def evaluate(source: RolloutSource) -> bytes:
-            nonlocal results
             results = source.evaluate(step)
+            found.extend(results or [])
             return _PUSH_WEIGHTS if results is None else _DONE
 
-        while self._failure is None:
-            kind, _ = self._ask(evaluate)
-            if kind == _DONE:
-                return results or []
-            if kind == _PUSH_WEIGHTS:
-                self.push_weights(again=True)
-        return []
-
-    def _evaluate(self, step: int) -> list[EvalResult]:
-        results = self._results_of(step)
-        if not results:
+        while self._failure is None and self._ask(evaluate)[0] == _PUSH_WEIGHTS:
+            self.push_weights(again=True)
+        if not found:
             return []
-        self.progress.record_evaluation(step, results)
+        self.progress.record_evaluation(step, found)
         if self.config.log.console:
-            for result in results:
+            for result in found:
                 Console().print(
                     f"evaluation of {result.name}: avg@{result.samples_per_prompt} "
                     f"{result.avg_at_k:.1%} ({result.scores[0].low:.1%} … "
@@ -364,17 +360,7 @@ class Run:
                     f"({result.wall_s:.1f} s)",
                     highlight=False,
                 )
-        return results
-
-
-def _prepare_device() -> None:
-    """Let Megatron-core run where there is no CUDA."""
-    if not torch.cuda.is_available():
-        cpu_compat.install()
-
-
-def _checkpoint_root(config: RunConfig) -> Path:
-    return config.run_dir / "checkpoints"
+        return found
 
 
 def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
@@ -395,7 +381,7 @@ def _claim_run_dir(config: RunConfig) -> None:
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(_checkpoint_root(config))):
+    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )

@@ -28,7 +28,8 @@ from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.contributions import ContributionTable, search_path
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import importance_ratio
-from bapo_megatron.trainer.loss import LossStage, PolicyOutput, TokenReport, UpdateContext
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import MicroBatch
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, make_tokens, one_rank
 from tests.ops import chunked_problem
