@@ -14,6 +14,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -94,7 +95,6 @@ class Notice:
 Reply = Result | Failure | Progress | Notice
 """What the answering side sends."""
 
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 _REPLIES: tuple[type[Reply], ...] = (Result, Failure, Progress, Notice)
 
 
@@ -102,7 +102,6 @@ class Answers:
     """The functions that answer calls."""
 
     def __init__(self) -> None:
-        """Bind nothing."""
         self._bound: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {}
 
     @property
@@ -146,19 +145,18 @@ def decode_reply(line: bytes) -> Reply:
 
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
-    """Make a record of its JSON values.
-
-    Raises:
-        ValueError: They do not fit its fields.
-    """
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    record: ResponseT = _ADAPTERS[kind].validate_python(values)
+    """Make a record of its JSON values, or raise ValueError where they do not fit its fields."""
+    record: ResponseT = _adapter(kind).validate_python(values)
     return record
 
 
+@functools.cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def _json_of(value: Any) -> Any:
-    """What JSON does not know: records, sections of the configuration, paths."""
+    """Make records, sections of the configuration and paths known to JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, BaseModel):

@@ -37,7 +37,6 @@ def one_rank(device: torch.device = CPU) -> Iterator[ProcessGroups]:
         world = dist.group.WORLD
         assert world is not None
         yield ProcessGroups(
-            world=world,
             tensor=world,
             context=world,
             data=world,
