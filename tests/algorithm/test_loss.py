@@ -15,22 +15,10 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import token_weights
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
+from tests.algorithm.batches import CLIP, DUAL_CLIP, random_batch
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
 
-CLIP = {"objective": "clip", "fixed": {"low": 0.75, "high": 1.25}, "dual_clip": 3.0}
-
-
-def random_batch(seed: int = 0, num_tokens: int = 200) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    behaviour_T = -torch.rand(num_tokens, generator=generator)
-    return {
-        "logprob_T": behaviour_T + 0.7 * torch.randn(num_tokens, generator=generator),
-        "behaviour_logprob_T": behaviour_T,
-        "advantage_T": torch.randn(num_tokens, generator=generator),
-        "mask_T": (torch.rand(num_tokens, generator=generator) < 0.8).float(),
-        "loss_weight_T": torch.full((num_tokens,), 1 / max(1, num_tokens)),
-        "entropy_T": torch.rand(num_tokens, generator=generator),
-    }
+CLIPPED = CLIP | {"dual_clip": DUAL_CLIP}
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +68,8 @@ def test_unknown_aggregations_and_constants_are_refused() -> None:
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     groups: ProcessGroups, aggregation: str, num_parts: int
 ) -> None:
-    stage = make_stage(groups, CLIP)
-    batch = random_batch(3, num_tokens=240)
+    stage = make_stage(groups, CLIPPED)
+    batch = random_batch(240, seed=3)
     logprob_T, entropy_T = batch.pop("logprob_T"), batch.pop("entropy_T")
     response_T = torch.arange(240) // 7
     tokens_R = torch.zeros(int(response_T.max()) + 1).index_add(0, response_T, batch["mask_T"])
@@ -115,7 +103,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
 
 
 def test_sequence_mean_equals_the_mean_of_response_means() -> None:
-    batch = random_batch(4, num_tokens=30)
+    batch = random_batch(30, seed=4)
     response_T = torch.arange(30) // 6
     batch["mask_T"][6:12] = 0  # the second response does not train
     tokens_R = torch.zeros(5).index_add(0, response_T, batch["mask_T"])
