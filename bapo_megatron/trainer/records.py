@@ -16,7 +16,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -178,11 +180,7 @@ class Numbers:
     """Which sums and maxima a run has, in order."""
 
     def __init__(self, report_names: Sequence[str], *, corrects: bool) -> None:
-        """Choose them.
-
-        Args:
-            report_names: What the objective reports of each token.
-            corrects: Whether there is an ``algorithm.correction``.
+        """Choose them by what the objective reports, and whether there is a correction.
 
         Raises:
             ValueError: The objective reports a metric of this module.
@@ -231,7 +229,7 @@ class Numbers:
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """Values [T] as rows: bool if all of them are, else float32."""
+    """Return values [T] as rows: bool if all of them are, else float32."""
     if any(value_T.dtype != torch.bool for value_T in values):
         values = [value_T.float() for value_T in values]
     return torch.stack(values)
@@ -274,7 +272,6 @@ def _merge(
 
 
 def _decision_means(decisions: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the objective's decisions of a step."""
     values: dict[str, list[float]] = {}
     for decision in decisions:
         for name, value in decision.items():
@@ -317,10 +314,13 @@ class TokenDump:
         if not groups.is_last_stage or not tokens:
             return
         parts = [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens]
-        gathered = _gather(torch.cat(parts, dim=1), groups)
+        own = torch.cat(parts, dim=1).cpu().numpy()
+        gathered: list[Any] = [None] * dist.get_world_size(groups.data)
+        dist.all_gather_object(gathered, own, group=groups.data)
         if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
             return
-        table = pa.table(dict(zip(COLUMNS, gathered.cpu().numpy(), strict=True)))
+        columns = np.concatenate(gathered, axis=1)
+        table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
         content = io.BytesIO()
         pq.write_table(table, content, compression="zstd")
         name = f"step_{step:06d}_update_{update:03d}.parquet"
@@ -328,7 +328,7 @@ class TokenDump:
 
 
 def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
-    """The columns of a micro-batch, [5, T]."""
+    """Return the columns of a micro-batch, [5, T]."""
     return torch.stack(
         [
             report.policy.logprob_T,
@@ -338,17 +338,3 @@ def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
             micro_batch.mask_T,
         ]
     ).float()
-
-
-def _gather(columns: Tensor, groups: ProcessGroups) -> Tensor:
-    """The columns of all ranks, rank after rank, [5, Σ T]."""
-    num_ranks = dist.get_world_size(groups.data)
-    counts = torch.zeros(num_ranks, dtype=torch.int64, device=columns.device)
-    counts[dist.get_rank(groups.data)] = columns.shape[1]
-    dist.all_reduce(counts, group=groups.data)
-    longest = int(counts.max())
-    padded = torch.nn.functional.pad(columns, (0, longest - columns.shape[1]))
-    parts = [torch.empty_like(padded) for _ in range(num_ranks)]
-    dist.all_gather(parts, padded.contiguous(), group=groups.data)
-    sizes = counts.tolist()
-    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

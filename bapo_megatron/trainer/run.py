@@ -117,7 +117,8 @@ class Run:
         check_config(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
         if rank == 0 and config.replay.dumps is None:
             load_kind(config.rollout.engine).check(config)
-        # Before anything is started: what the configuration names may not be usable.
+        # Before anything is started: what the configuration names may not be usable. ``LossStage``
+        # loads the objective again, for its device and kernels.
         load_objective(config.algorithm)
         Advantages(config.algorithm.advantage)
         with ExitStack() as stack:
@@ -153,11 +154,6 @@ class Run:
             # cleaned up and said why, not while it does.
             shutdown_distributed()
 
-    @property
-    def first_step(self) -> int:
-        """The step to begin with: 0, or the one after the checkpoint."""
-        return self.progress.next_step
-
     def begin(self) -> None:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
@@ -172,7 +168,7 @@ class Run:
                 self.config.run_dir,
                 self.config.name,
                 self.config.log,
-                first_step=self.first_step,
+                first_step=self.progress.next_step,
                 total_steps=self.config.train.steps,
             )
             self._stack.callback(self._sinks.close)
@@ -181,7 +177,7 @@ class Run:
         with self.timer.phase("weight_sync"):
             self.push_weights()
             self._pushes.clear()  # no part of a step
-        if self.config.eval.at_start and self.first_step == 0:
+        if self.config.eval.at_start and self.progress.next_step == 0:
             with self.timer.phase("evaluation"):
                 before = self._evaluate(step=BEFORE_TRAINING)
             if self._sinks is not None and before:
@@ -214,7 +210,7 @@ class Run:
                 self._save_and_fail(self._failure)
 
     def _ask(self, ask: Callable[[RolloutSource], bytes]) -> tuple[bytes, bytes]:
-        """What all ranks do next: the kind, and what belongs to it. Rank 0 asks its source."""
+        """Return what all ranks do next, and what belongs to it, from the source of rank 0."""
         source, answer = self._source, None
         if source is not None:
 
@@ -234,7 +230,7 @@ class Run:
     def _save_and_fail(self, failure: RolloutError | OSError) -> NoReturn:
         """Save everything, if this run saves anything, and raise ``failure``.
 
-        Also where the newest checkpoint has the same steps: samples have come since.
+        It saves also where the newest checkpoint has the same steps: samples have come since.
 
         Raises:
             RolloutError: ``failure``, or the collector is gone, and the samples with it.
@@ -286,9 +282,9 @@ class Run:
     def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
 
-        And where the step's evaluation, whose metrics rank 0 gives, is the best one by
-        ``checkpoint.best``. Those that are written in the background are completed here, too, in a
-        later step.
+        It also saves where the step's evaluation, whose metrics rank 0 gives, is the best one by
+        ``checkpoint.best``, and completes checkpoints that earlier steps began to write in the
+        background.
         """
         self.saver.poll()
         self.progress.next_step = step + 1
@@ -315,7 +311,7 @@ class Run:
     def close(self) -> None:
         """End what generates, leave the group for weights, remove those on the disk.
 
-        In this order: servers that are gone take part in nothing that rank 0 may be stuck in.
+        The order matters: servers that are gone take part in nothing that rank 0 may be stuck in.
         """
         if self._source is not None:
             self._source.close()
@@ -364,7 +360,7 @@ class Run:
 
 
 def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
-    """Responses that ended for one of these stay out of the loss."""
+    """Return the reasons whose responses stay out of the loss."""
     asked = {
         FinishReason.LENGTH: config.reward.truncated,
         FinishReason.ENVIRONMENT: config.rollout.episodes.on_error,
@@ -376,7 +372,7 @@ def _claim_run_dir(config: RunConfig) -> None:
     """Make the run directory; refuse to overwrite an earlier run.
 
     Raises:
-        ValueError: it holds a run and ``resume`` is not set.
+        ValueError: It holds a run and ``resume`` is not set.
     """
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
