@@ -29,7 +29,7 @@ _PEER_LOSS_TEXTS = (
     "Broken pipe",
     "Pair is closed",
 )
-"""What gloo says of a connection whose other end is gone; it has no error class for it."""
+"""gloo's messages about a connection whose other end is gone; it has no error class for it."""
 
 
 class LostPeerError(RuntimeError):

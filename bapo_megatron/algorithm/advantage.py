@@ -49,7 +49,7 @@ class Advantages:
             groups: Of equal size.
 
         Raises:
-            ValueError: As by ``group_advantages``.
+            ValueError: The rewards do not fit ``group_advantages``.
             UserCodeError: The user's function raised, or returned what is not [G] and finite.
         """
         rewards = [[sample.reward for sample in group.samples] for group in groups]

@@ -56,7 +56,7 @@ class LoadedObjective:
     statistic_size: int
     """K of ``needs: update`` and ``micro_batch``, else 0."""
     decision_size: int
-    """D likewise."""
+    """D of ``needs: update`` and ``micro_batch``, else 0."""
 
     @property
     def collects(self) -> bool:

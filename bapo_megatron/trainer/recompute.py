@@ -82,7 +82,7 @@ class ProbeScorer:
     """Scores samples with the current weights, for ``weight_sync.verify``."""
 
     def __init__(self, policy: MegatronPolicy, ops: OpsConfig, layout: Layout) -> None:
-        """Choose kernels; arguments as of ``BatchTrainer``."""
+        """Choose the kernels; ``ops`` is the section that the policy was built with."""
         self._policy = policy
         self._layout = layout
         self._output = PolicyOutput.of(policy, ops, TEMPERATURE)

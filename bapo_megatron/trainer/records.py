@@ -131,7 +131,7 @@ CORRECTION_COUNTS: dict[str, Value] = {
 """Further ``COUNTS``, with ``algorithm.correction``."""
 
 CORRECTION_SUMS: dict[str, Value] = {"correction_weight": _correction}
-"""Further ``SUMS`` likewise."""
+"""Further ``SUMS``, with ``algorithm.correction``."""
 
 MAXIMA: dict[str, tuple[Value, str]] = {
     "rollout/staleness_max": (lambda v: v.age_T, "tokens"),

@@ -35,7 +35,7 @@ class SplitUpdate:
     """Sampled tokens over all ranks, how many of them do not train, and responses with A > 0 and
     A < 0 with their tokens; sums for ``trainer.records``."""
     packing: dict[str, float] = field(default_factory=dict)
-    """How full the micro-batches of all ranks are, and how equal the ranks' work; likewise."""
+    """How full the micro-batches of all ranks are, and how equal the ranks' work; also sums."""
     trained_tokens: int = 0
     """Tokens with m = 1; where there is none, the update has no micro-batches."""
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -61,7 +61,7 @@ class Layout:
         loss_weight_B: np.ndarray,
         masks_B: Sequence[np.ndarray] | None = None,
     ) -> tuple[UpdatePlan, tuple[MicroBatch, ...]]:
-        """Pack the samples ``indices``; arguments as of ``data.micro_batch.build_micro_batch``.
+        """Pack the samples ``indices``; see ``data.micro_batch.build_micro_batch`` for the arguments.
 
         Returns:
             The packing of all ranks, and this rank's micro-batches.
