@@ -61,7 +61,7 @@ class Layout:
         loss_weight_B: np.ndarray,
         masks_B: Sequence[np.ndarray] | None = None,
     ) -> tuple[UpdatePlan, tuple[MicroBatch, ...]]:
-        """Pack the samples ``indices``; see ``data.micro_batch.build_micro_batch`` for the arguments.
+        """Pack the samples ``indices``; the arguments are those of ``build_micro_batch``.
 
         Returns:
             The packing of all ranks, and this rank's micro-batches.
