@@ -222,22 +222,11 @@ def broadcast_answer(
         answer: Makes the payload, at least one byte, on rank 0; None elsewhere.
         groups: This rank's groups.
         interval_s: Time between two words of the thread; below ``parallel.timeout_s``.
-
-    Returns:
-        The payload, on every rank.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
             pass
         return payload
-    with _waited_on(groups, interval_s):
-        payload = answer()
-    assert payload, "an empty payload means to wait on"
-    return broadcast_bytes(payload, groups)
-
-
-@contextmanager
-def _waited_on(groups: ProcessGroups, interval_s: float) -> Iterator[None]:
     ended = threading.Event()
 
     def tell() -> None:
@@ -248,10 +237,12 @@ def _waited_on(groups: ProcessGroups, interval_s: float) -> Iterator[None]:
     thread = threading.Thread(target=tell, name="wait-on", daemon=True)
     thread.start()
     try:
-        yield
+        payload = answer()
     finally:
         ended.set()
         thread.join()
+    assert payload, "an empty payload means to wait on"
+    return broadcast_bytes(payload, groups)
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
