@@ -14,7 +14,6 @@ time.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -95,6 +94,7 @@ class Notice:
 Reply = Result | Failure | Progress | Notice
 """What the answering side sends."""
 
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 _REPLIES: tuple[type[Reply], ...] = (Result, Failure, Progress, Notice)
 
 
@@ -146,13 +146,10 @@ def decode_reply(line: bytes) -> Reply:
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
     """Make a record of its JSON values, or raise ValueError where they do not fit its fields."""
-    record: ResponseT = _adapter(kind).validate_python(values)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    record: ResponseT = _ADAPTERS[kind].validate_python(values)
     return record
-
-
-@functools.cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _json_of(value: Any) -> Any:

@@ -375,11 +375,18 @@ def _walk(
         combined = chunks.combine(chunks.partials(grad_CV, chunk))
         logprob_C, entropy_C, max_C, log_sum_C = combined
         logprob_T[chunk], entropy_T[chunk] = logprob_C, entropy_C
-        found = token_loss(logprob_C, entropy_C, chunk)
-        loss += found.loss
-        softmax_C = (max_C, log_sum_C, entropy_C)
+        loss_C, by_logprob_C, by_entropy_C = token_loss(logprob_C, entropy_C, chunk)
+        loss += loss_C
         chunks.kernels.logits_backward_(
-            grad_CV, None, target_C, *softmax_C, *found[1:], *chunks.columns
+            grad_CV,
+            None,
+            target_C,
+            max_C,
+            log_sum_C,
+            entropy_C,
+            by_logprob_C,
+            by_entropy_C,
+            *chunks.columns,
         )
         if grad_weight_VH is not None:
             _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)

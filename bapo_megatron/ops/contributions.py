@@ -121,8 +121,9 @@ def accumulate(
     for name, values_T in zip(names, tokens, strict=True):
         if values_T.dtype != torch.float32:
             raise ValueError(f"{name} must be float32, got {values_T.dtype}; convert it first")
-    arrays = (values_T.detach().contiguous() for values_T in tokens)
-    table.kernels.accumulate(table.tensor, table.grid_bytes, *arrays, table.config.weight)
+    ell_T, mu_T, a_T, m_T = (values_T.detach().contiguous() for values_T in tokens)
+    weight = table.config.weight
+    table.kernels.accumulate(table.tensor, table.grid_bytes, ell_T, mu_T, a_T, m_T, weight)
 
 
 def search_bounds(table: ContributionTable, config: BapoConfig) -> Tensor:
