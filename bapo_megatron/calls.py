@@ -102,7 +102,6 @@ class Answers:
     """The functions that answer calls."""
 
     def __init__(self) -> None:
-        """Bind nothing."""
         self._bound: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {}
 
     @property
@@ -146,11 +145,7 @@ def decode_reply(line: bytes) -> Reply:
 
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
-    """Make a record of its JSON values.
-
-    Raises:
-        ValueError: They do not fit its fields.
-    """
+    """Make a record of its JSON values, or raise ValueError where they do not fit its fields."""
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     record: ResponseT = _ADAPTERS[kind].validate_python(values)
@@ -158,7 +153,7 @@ def decode(kind: type[ResponseT], values: Any) -> ResponseT:
 
 
 def _json_of(value: Any) -> Any:
-    """What JSON does not know: records, sections of the configuration, paths."""
+    """Make records, sections of the configuration and paths known to JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, BaseModel):

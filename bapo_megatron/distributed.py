@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.config.megatron import ParallelConfig
 
 Value = TypeVar("Value")
 
@@ -31,14 +29,14 @@ _PEER_LOSS_TEXTS = (
     "Broken pipe",
     "Pair is closed",
 )
-"""What gloo says of a connection whose other end is gone; it has no error class for it."""
+"""gloo's messages about a connection whose other end is gone; it has no error class for it."""
 
 
 class LostPeerError(RuntimeError):
     """Another rank ended while this one waited for it."""
 
     def __init__(self) -> None:
-        """The cause is that rank's; all this one can do is point to it."""
+        """Point to the other rank, which knows the cause."""
         super().__init__("another rank ended; its own message says why")
 
 
@@ -50,8 +48,6 @@ class ProcessGroups:
     part of the model and see different tokens.
     """
 
-    world: dist.ProcessGroup
-    """All ranks; NCCL where there is CUDA, else gloo."""
     tensor: dist.ProcessGroup
     """Ranks that share every layer of one model replica."""
     context: dist.ProcessGroup
@@ -103,9 +99,6 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     Without torchrun's environment the process is the only rank. Without CUDA the shims of
     ``policy.cpu_compat.install`` must be in place.
 
-    Args:
-        parallel: Model-parallel sizes and the time-out of the control group.
-
     Raises:
         ValueError: torchrun's environment is incomplete, or the world size is not a multiple of
             tensor × pipeline × context.
@@ -113,14 +106,29 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     # Importing megatron takes seconds; those who only need the records or collectives don't pay.
     from megatron.core import parallel_state
 
-    rank, world_size, local_rank = _rank_from_environment()
+    has_torchrun = "RANK" in os.environ
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if has_torchrun and missing:
+        raise ValueError(
+            f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
+            "RANK to run a single process"
+        )
+    world_size = int(os.environ["WORLD_SIZE"]) if has_torchrun else 1
     replica_size = parallel.tensor * parallel.pipeline * parallel.context
     if world_size % replica_size:
         raise ValueError(
             f"parallel: tensor × pipeline × context = {replica_size} must divide the number of "
             f"ranks, {world_size}; change the sizes or torchrun's --nproc-per-node"
         )
-    device = _join_world(rank, world_size, local_rank)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if has_torchrun else 0)
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if has_torchrun:
+        dist.init_process_group(backend, rank=int(os.environ["RANK"]), world_size=world_size)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -139,10 +147,7 @@ def megatron_groups(
     """Return this rank's place in the groups that Megatron has built."""
     from megatron.core import parallel_state
 
-    world = dist.group.WORLD
-    assert world is not None
     return ProcessGroups(
-        world=world,
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -163,20 +168,6 @@ def megatron_groups(
     )
 
 
-def _join_world(rank: int, world_size: int, local_rank: int) -> torch.device:
-    """Meet all other ranks; returns the device of this one."""
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    backend = "nccl" if use_cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, rank=rank, world_size=world_size)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return device
-
-
 def shutdown_distributed() -> None:
     """Leave all process groups; does nothing when none was joined."""
     if not dist.is_initialized():
@@ -188,37 +179,34 @@ def shutdown_distributed() -> None:
 
 
 def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
-    """Send a few bytes from rank 0 to every rank; as ``broadcast_buffer``."""
+    """Send a few bytes from rank 0 to every rank, as ``broadcast_buffer`` does."""
     return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
 
 
 def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
     """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
 
-    Args:
-        data: The payload on rank 0, None elsewhere.
-        groups: This rank's groups.
-
-    Returns:
-        The payload, on every rank; on rank 0 ``data`` itself.
+    Rank 0 gives the payload and gets it back itself; the others give None.
 
     Raises:
-        ValueError: rank 0 gave no payload, or another rank gave one.
+        ValueError: Rank 0 gave no payload, or another rank gave one.
     """
     if (data is None) == (groups.rank == 0):
         raise ValueError(
             f"broadcast_buffer: rank 0 gives the payload and the others None; rank {groups.rank} "
             f"gave {'None' if data is None else f'{len(data)} bytes'}"
         )
+    return _broadcast(data, 0, groups)
+
+
+def _broadcast(data: bytearray | None, source: int, groups: ProcessGroups) -> bytearray:
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     with _peers_needed():
-        dist.broadcast(num_bytes, src=0, group=groups.control)
-    payload = bytearray(int(num_bytes.item())) if data is None else data
-    if payload:
-        with _peers_needed():
-            dist.broadcast(
-                torch.frombuffer(payload, dtype=torch.uint8), src=0, group=groups.control
-            )
+        dist.broadcast(num_bytes, src=source, group=groups.control)
+        payload = bytearray(int(num_bytes.item())) if data is None else data
+        if payload:
+            content = torch.frombuffer(payload, dtype=torch.uint8)
+            dist.broadcast(content, src=source, group=groups.control)
     return payload
 
 
@@ -234,22 +222,11 @@ def broadcast_answer(
         answer: Makes the payload, at least one byte, on rank 0; None elsewhere.
         groups: This rank's groups.
         interval_s: Time between two words of the thread; below ``parallel.timeout_s``.
-
-    Returns:
-        The payload, on every rank.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
             pass
         return payload
-    with _waited_on(groups, interval_s):
-        payload = answer()
-    assert payload, "an empty payload means to wait on"
-    return broadcast_bytes(payload, groups)
-
-
-@contextmanager
-def _waited_on(groups: ProcessGroups, interval_s: float) -> Iterator[None]:
     ended = threading.Event()
 
     def tell() -> None:
@@ -260,15 +237,17 @@ def _waited_on(groups: ProcessGroups, interval_s: float) -> Iterator[None]:
     thread = threading.Thread(target=tell, name="wait-on", daemon=True)
     thread.start()
     try:
-        yield
+        payload = answer()
     finally:
         ended.set()
         thread.join()
+    assert payload, "an empty payload means to wait on"
+    return broadcast_bytes(payload, groups)
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Return whether ``flag`` holds on any rank of the group, on all of them alike."""
-    value = torch.tensor([int(flag)], dtype=torch.int32, device=_device_of(group))
+    """Return whether ``flag`` holds on any rank of a gloo group, on all of them alike."""
+    value = torch.tensor([int(flag)], dtype=torch.int32)
     with _peers_needed():
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
@@ -280,21 +259,14 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     A collective over ``groups.control``.
     """
     own_rank = groups.rank if message is not None else groups.world_size
-    source = torch.tensor([own_rank], dtype=torch.int64)
+    lowest = torch.tensor([own_rank], dtype=torch.int64)
     with _peers_needed():
-        dist.all_reduce(source, op=dist.ReduceOp.MIN, group=groups.control)
-    if int(source.item()) == groups.world_size:
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=groups.control)
+    source = int(lowest.item())
+    if source == groups.world_size:
         return None
-    encoded = (message or "").encode()
-    num_bytes = torch.tensor([len(encoded)], dtype=torch.int64)
-    with _peers_needed():
-        dist.broadcast(num_bytes, src=int(source.item()), group=groups.control)
-    payload = torch.zeros(int(num_bytes.item()), dtype=torch.uint8)
-    if groups.rank == int(source.item()):
-        payload = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    with _peers_needed():
-        dist.broadcast(payload, src=int(source.item()), group=groups.control)
-    return payload.numpy().tobytes().decode()
+    own = bytearray((message or "").encode()) if source == groups.rank else None
+    return _broadcast(own, source, groups).decode()
 
 
 def gather_objects(value: Value, groups: ProcessGroups) -> list[Value] | None:
@@ -326,12 +298,7 @@ def fail_together(groups: ProcessGroups, kind: type[Exception] = OSError) -> Ite
     Also a barrier: when it is left, every rank has finished the block. A rank that failed raises
     its own error, the others one with the message of the first that did.
 
-    Args:
-        groups: This rank's groups.
-        kind: What is caught; made from a message alone. Other errors must come on all ranks alike.
-
-    Raises:
-        kind: The block failed on this rank or on another one.
+    ``kind`` is made from a message alone. Other errors must come on all ranks alike.
     """
     error: Exception | None = None
     try:
@@ -354,24 +321,3 @@ def _peers_needed() -> Iterator[None]:
         if not is_peer_loss(error):
             raise
         raise LostPeerError from error
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must live for a collective of ``group``."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _rank_from_environment() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank)."""
-    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
-    if "RANK" not in given:
-        return 0, 1, 0
-    missing = [name for name in TORCHRUN_VARIABLES if name not in given]
-    if missing:
-        raise ValueError(
-            f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
-            "RANK to run a single process"
-        )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

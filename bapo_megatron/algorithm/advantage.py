@@ -13,19 +13,13 @@ Shape legend: P = prompts (groups), G = responses per prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.user_code import UserCode
-
-if TYPE_CHECKING:
-    from bapo_megatron.types import Group, Sample
-
-GroupAdvantage = Callable[[Tensor, Sequence["Sample"]], Tensor]
-"""A user's function."""
+from bapo_megatron.types import Group
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of ``grpo``."""
@@ -55,7 +49,7 @@ class Advantages:
             groups: Of equal size.
 
         Raises:
-            ValueError: As by ``group_advantages``.
+            ValueError: The rewards do not fit ``group_advantages``.
             UserCodeError: The user's function raised, or returned what is not [G] and finite.
         """
         rewards = [[sample.reward for sample in group.samples] for group in groups]
@@ -63,26 +57,27 @@ class Advantages:
         if self._code is None:
             return group_advantages(reward_PG, self._kind)
         _check_rewards(reward_PG)
-        rows = [
-            self._call(self._code, reward_G, group.samples)
-            for reward_G, group in zip(reward_PG, groups, strict=True)
-        ]
-        return torch.stack(rows)
+        return torch.stack(
+            [
+                _call(self._code, reward_G, group)
+                for reward_G, group in zip(reward_PG, groups, strict=True)
+            ]
+        )
 
-    @staticmethod
-    def _call(code: UserCode, reward_G: Tensor, samples: Sequence[Sample]) -> Tensor:
-        with code.guard():
-            advantage_G = code.object(reward_G.clone(), samples)
-        if not isinstance(advantage_G, Tensor) or advantage_G.shape != reward_G.shape:
-            shape = getattr(advantage_G, "shape", None)
-            found = type(advantage_G).__name__ if shape is None else f"shape {list(shape)}"
-            code.refuse(f"returned {found} for {len(samples)} samples; return a tensor [G]")
-        if not bool(torch.isfinite(advantage_G).all()):
-            code.refuse(
-                f"returned {advantage_G.tolist()} for the rewards {reward_G.tolist()}; advantages "
-                "must be finite"
-            )
-        return advantage_G.to(torch.float32)
+
+def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
+    with code.guard():
+        advantage_G = code.object(reward_G.clone(), group.samples)
+    if not isinstance(advantage_G, Tensor) or advantage_G.shape != reward_G.shape:
+        shape = getattr(advantage_G, "shape", None)
+        found = type(advantage_G).__name__ if shape is None else f"shape {list(shape)}"
+        code.refuse(f"returned {found} for {len(group.samples)} samples; return a tensor [G]")
+    if not bool(torch.isfinite(advantage_G).all()):
+        code.refuse(
+            f"returned {advantage_G.tolist()} for the rewards {reward_G.tolist()}; advantages "
+            "must be finite"
+        )
+    return advantage_G.to(torch.float32)
 
 
 def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:

@@ -8,13 +8,14 @@ Shape legend: T = response tokens, K = slots of the table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from bapo_megatron.algorithm.clip import clipped_loss, clipped_shares
-from bapo_megatron.algorithm.objective import Objective
+from bapo_megatron.algorithm.clip import Clip
+from bapo_megatron.algorithm.objective import Needs, TokenBatch
+from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops.contributions import (
     BOUNDS_FIELDS,
     EXIT_NAMES,
@@ -24,17 +25,14 @@ from bapo_megatron.ops.contributions import (
     search_bounds,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bapo_megatron.algorithm.objective import Needs, TokenBatch
-    from bapo_megatron.config.schema import BapoConfig
+EXIT_METRICS = {name: f"bapo/exit_{name}_share" for name in ("start", "met", "exhausted")}
+"""The metric of each exit of a search: the share of searches that ended there."""
 
 _LOW, _HIGH, _EXIT = (BOUNDS_FIELDS.index(name) for name in ("low", "high", "exit"))
 
 
 @dataclass(frozen=True, slots=True)
-class Bapo(Objective):
+class Bapo(Clip):
     """Searches the bounds over all tokens of an update, or of micro-batches (``scope``)."""
 
     config: BapoConfig
@@ -63,19 +61,11 @@ class Bapo(Objective):
         """Search the bounds: ``BOUNDS_FIELDS``."""
         return search_bounds(self.table.with_sums(total_K), self.config)
 
-    def loss(self, tokens: TokenBatch) -> Tensor:
-        """See ``clip.clipped_loss``, with the bounds that were found."""
-        return clipped_loss(tokens, *self.bounds(tokens), self.dual_clip)
-
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the bounds that were found."""
         assert tokens.decision is not None, "the bounds are searched before the loss"
         found = tokens.decision.to(tokens.ratio.dtype)
         return found[_LOW], found[_HIGH]
-
-    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """See ``clip.clipped_shares``."""
-        return clipped_shares(tokens, *self.bounds(tokens), self.dual_clip)
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Return bounds, positive shares and exit of a search."""
@@ -83,14 +73,12 @@ class Bapo(Objective):
         bounds = {"bapo/clip_low": found["low"], "bapo/clip_high": found["high"]}
         if EXIT_NAMES[int(found["exit"])] == "unsearched":
             return bounds
-        return bounds | {
-            "bapo/positive_share_start": found["positive_share_start"],
-            "bapo/positive_share": found["positive_share"],
-            **{
-                f"bapo/exit_{name}_share": float(EXIT_NAMES[int(found["exit"])] == name)
-                for name in ("start", "met", "exhausted")
-            },
+        shares = ("positive_share_start", "positive_share")
+        is_exit = {
+            metric: float(EXIT_NAMES[int(found["exit"])] == name)
+            for name, metric in EXIT_METRICS.items()
         }
+        return bounds | {f"bapo/{name}": found[name] for name in shares} | is_exit
 
     def refuses(self, decision: Tensor) -> Tensor:
         """Return whether the table is unfit for a search."""

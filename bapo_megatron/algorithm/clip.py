@@ -1,4 +1,4 @@
-"""Fixed clips of the importance ratio: GRPO and PPO, clip-higher, or no clip at all.
+"""Clips of the importance ratio: GRPO and PPO, clip-higher, or no clip at all.
 
     loss = −A · min(r, c_high)          where A > 0
            −A · clamp(r, c_low, dual)   where A < 0
@@ -10,53 +10,51 @@ passes where r equals a limit. Shape legend: T = response tokens.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from bapo_megatron.algorithm.objective import Objective
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from bapo_megatron.algorithm.objective import TokenBatch
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
 
 
-def clipped_loss(tokens: TokenBatch, low: Tensor, high: Tensor, dual_clip: float | None) -> Tensor:
-    """Return the clipped loss of each token, [T].
+class Clip(Objective):
+    """The clipped loss; subclasses say where ``bounds`` come from."""
 
-    Args:
-        tokens: The tokens.
-        low: c_low, no dimensions, in the tokens' dtype and on their device.
-        high: c_high, likewise.
-        dual_clip: Upper limit of r where A < 0; None: no limit.
-    """
-    is_negative_T = tokens.advantage < 0
-    floor_T = torch.where(is_negative_T, low, 0.0)
-    ceiling_T = torch.where(is_negative_T, math.inf if dual_clip is None else dual_clip, high)
-    return -tokens.advantage * tokens.ratio.clamp(floor_T, ceiling_T)
+    dual_clip: float | None
+    """Upper limit of r where A < 0; None: no limit."""
 
+    @abstractmethod
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return c_low and c_high, no dimensions, in the tokens' dtype and on their device."""
 
-def clipped_shares(
-    tokens: TokenBatch, low: Tensor, high: Tensor, dual_clip: float | None
-) -> dict[str, Tensor]:
-    """Return which tokens a limit holds, [T] bool each, by metric name; arguments as above."""
-    is_negative_T = tokens.advantage < 0
-    dual_T = torch.zeros_like(is_negative_T)
-    if dual_clip is not None:
-        dual_T = is_negative_T & (tokens.ratio > dual_clip)
-    return {
-        "clip/fraction_high": (tokens.advantage > 0) & (tokens.ratio > high),
-        "clip/fraction_low": is_negative_T & (tokens.ratio < low),
-        "clip/fraction_dual": dual_T,
-    }
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return the clipped loss of each token, [T]."""
+        low, high = self.bounds(tokens)
+        is_negative_T = tokens.advantage < 0
+        dual = math.inf if self.dual_clip is None else self.dual_clip
+        floor_T = torch.where(is_negative_T, low, 0.0)
+        ceiling_T = torch.where(is_negative_T, dual, high)
+        return -tokens.advantage * tokens.ratio.clamp(floor_T, ceiling_T)
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return which tokens a limit holds, [T] bool each."""
+        low, high = self.bounds(tokens)
+        is_negative_T = tokens.advantage < 0
+        dual_T = torch.zeros_like(is_negative_T)
+        if self.dual_clip is not None:
+            dual_T = is_negative_T & (tokens.ratio > self.dual_clip)
+        return {
+            "clip/fraction_high": (tokens.advantage > 0) & (tokens.ratio > high),
+            "clip/fraction_low": is_negative_T & (tokens.ratio < low),
+            "clip/fraction_dual": dual_T,
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class FixedClip(Objective):
+class FixedClip(Clip):
     """The same bounds in every update: [0.8, 1.2] is GRPO and PPO, [0, inf] does not clip."""
 
     low: float
@@ -66,21 +64,12 @@ class FixedClip(Objective):
     dual_clip: float | None = None
     """Upper limit of r where A < 0; None: no limit."""
 
-    def loss(self, tokens: TokenBatch) -> Tensor:
-        """See ``clipped_loss``."""
-        return clipped_loss(tokens, *self.bounds(tokens), self.dual_clip)
-
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the configured bounds, in the dtype that they are compared in."""
         return tokens.ratio.new_full((), self.low), tokens.ratio.new_full((), self.high)
 
-    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """See ``clipped_shares``."""
-        return clipped_shares(tokens, *self.bounds(tokens), self.dual_clip)
-
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Return the bounds, under the names of those that are searched."""
-        del decision
         if math.isinf(self.high):
             return {}
         return {"bapo/clip_low": self.low, "bapo/clip_high": self.high}

@@ -12,10 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from types import SimpleNamespace
+from typing import Any, NoReturn, get_args
 
 import torch
+from torch import Tensor
 
 from bapo_megatron.algorithm.bapo import Bapo
 from bapo_megatron.algorithm.clip import FixedClip
@@ -28,20 +32,12 @@ from bapo_megatron.algorithm.objective import (
     response_sums,
 )
 from bapo_megatron.algorithm.user_code import UserCode
+from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.contributions import ContributionTable
 from bapo_megatron.ops.ratio import importance_ratio
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-    from bapo_megatron.config.schema import AlgorithmConfig
-    from bapo_megatron.ops.backend import Kernels
-
 CPU = torch.device("cpu")
-_KEY = "algorithm.objective"
 _TRIAL_TOKENS, _TRIAL_RESPONSES = 48, 6
 _TOLERANCE = 1e-5
 _NO_GRADIENT = (
@@ -60,7 +56,7 @@ class LoadedObjective:
     statistic_size: int
     """K of ``needs: update`` and ``micro_batch``, else 0."""
     decision_size: int
-    """D likewise."""
+    """D of ``needs: update`` and ``micro_batch``, else 0."""
 
     @property
     def collects(self) -> bool:
@@ -85,9 +81,8 @@ def load_objective(
     tokens = trial_tokens(device)
     statistic_size = decision_size = 0
     if objective.needs == "response":
-        value_T = objective.statistics(tokens)
         sum_B = torch.zeros(_TRIAL_RESPONSES, dtype=torch.int64, device=device)
-        add_over_responses(sum_B, value_T, tokens.response)
+        add_over_responses(sum_B, objective.statistics(tokens), tokens.response)
         sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
         tokens = replace(tokens, response_sums=sums_T)
     elif objective.needs != "token":
@@ -95,13 +90,12 @@ def load_objective(
         decision = objective.decide(total_K)
         statistic_size, decision_size = total_K.numel(), decision.numel()
         tokens = replace(tokens, decision=decision)
-    if isinstance(objective, UserObjective):
+    if isinstance(objective, _UserObjective):
         _try(objective, tokens, kernels)
         if tokens.decision is not None:
-            decision = tokens.decision
-            objective.report_decision(decision.tolist())
-            objective.refuses(decision)
-            objective.explain_refusal(decision.tolist())
+            objective.report_decision(tokens.decision.tolist())
+            objective.refuses(tokens.decision)
+            objective.explain_refusal(tokens.decision.tolist())
     names = tuple(objective.report(tokens))
     return LoadedObjective(objective, names, statistic_size, decision_size)
 
@@ -114,47 +108,31 @@ def _make(config: AlgorithmConfig, device: torch.device, kernels: Kernels | None
         return FixedClip(config.fixed.low, config.fixed.high, config.dual_clip)
     if config.objective == "none":
         return FixedClip(0.0, math.inf, config.dual_clip)
-    return UserObjective(UserCode(_KEY, config.objective), config.objective_options)
+    code = UserCode("algorithm.objective", config.objective)
+    return _UserObjective(code, config.objective_options)
 
 
-class _Function(Objective):
-    """A plain function as an objective."""
-
-    def __init__(self, function: Callable[[TokenBatch], Tensor]) -> None:
-        self._function = function
-
-    def loss(self, tokens: TokenBatch) -> Tensor:
-        return self._function(tokens)
-
-
-class UserObjective(Objective):
+class _UserObjective(Objective):
     """A user's objective whose results are checked; errors name the user's file and line."""
 
     def __init__(self, code: UserCode, options: Mapping[str, Any]) -> None:
-        """Make an instance of a class, or wrap a function.
-
-        Args:
-            code: What the configuration names.
-            options: Keyword arguments of the class, or further ones of the function.
-
-        Raises:
-            UserCodeError: It is neither, or the class cannot be made.
-        """
+        """Make an instance of the named class, or wrap the named function."""
         self._code = code
         self._report_names: tuple[str, ...] = ()
         named = code.object
-        if inspect.isclass(named):
+        self._is_class = inspect.isclass(named)
+        if self._is_class:
             if not callable(getattr(named, "loss", None)):
                 code.refuse("is a class without a method 'loss'; write loss(self, tokens)")
             with code.guard():
                 self._inner: Any = named(**options)
         elif callable(named):
-            self._inner = _Function(functools.partial(named, **options) if options else named)
+            self._inner = SimpleNamespace(loss=functools.partial(named, **options))
         else:
             code.refuse(f"is a {type(named).__name__}; name a function or a class")
-        self.needs: Needs = self._declared("needs", "token")
-        self.trains_zero_advantage: bool = self._declared("trains_zero_advantage", False)
-        self.selects_tokens: bool = self._declared("selects_tokens", False)
+        self.needs: Needs = getattr(self._inner, "needs", "token")
+        self.trains_zero_advantage = bool(getattr(self._inner, "trains_zero_advantage", False))
+        self.selects_tokens = bool(getattr(self._inner, "selects_tokens", False))
         if self.needs not in get_args(Needs):
             code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
         written = getattr(type(self._inner), "statistics", Objective.statistics)
@@ -167,19 +145,16 @@ class UserObjective(Objective):
             )
 
     def loss(self, tokens: TokenBatch) -> Tensor:
-        """Call the user's ``loss``."""
         loss_T = self._per_token("loss", tokens)
         if torch.is_grad_enabled() and not loss_T.requires_grad:
             self.refuse("loss", _NO_GRADIENT)
         return loss_T
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
-        """Call the user's ``statistics``."""
         if self.needs == "response":
             return self._per_token("statistics", tokens)
-        with self._code.guard():
-            total_K = self._inner.statistics(tokens)
-        if not isinstance(total_K, torch.Tensor) or total_K.dtype != torch.int64:
+        total_K: Any = self._call("statistics", tokens)
+        if not isinstance(total_K, Tensor) or total_K.dtype != torch.int64:
             self.refuse(
                 "statistics",
                 f"returns {_kind(total_K)} as statistics with needs = {self.needs!r}; return an "
@@ -188,37 +163,30 @@ class UserObjective(Objective):
         return total_K
 
     def decide(self, total_K: Tensor) -> Tensor:
-        """Call the user's ``decide``."""
-        with self._code.guard():
-            decision = self._call("decide")(total_K)
-        if not isinstance(decision, torch.Tensor):
+        decision: Any = self._call("decide", total_K)
+        is_tensor = isinstance(decision, Tensor)
+        if not is_tensor or decision.dtype != torch.float64 or decision.dim() != 1:
             self.refuse("decide", f"returns {_kind(decision)} as decision; return float64 [D]")
-        if decision.dtype != torch.float64 or decision.dim() != 1:
-            self.refuse("decide", f"returns {_kind(decision)} as decision; return float64 [D]")
-        return decision
+        return decision  # type: ignore[no-any-return]
 
     def select(self, tokens: TokenBatch) -> Tensor:
-        """Call the user's ``select``."""
         selected_T = self._per_token("select", tokens)
         if selected_T.dtype != torch.bool:
             self.refuse("select", f"selects by {_kind(selected_T)}; return bool [T]")
         return selected_T
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
-        """Call the user's ``bounds``."""
-        with self._code.guard():
-            limits = self._call("bounds")(tokens)
+        limits: Any = self._call("bounds", tokens)
         if limits is None:
             return None
-        if not isinstance(limits, tuple) or [type(limit) for limit in limits] != [torch.Tensor] * 2:
+        if not isinstance(limits, tuple) or [type(limit) for limit in limits] != [Tensor] * 2:
             self.refuse("bounds", "returns no pair of tensors; return (low, high) or None")
         low, high = limits
         return low, high
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        """Call the user's ``report``."""
         with self._code.guard():
-            values = dict(self._call("report")(tokens))
+            values = dict(self._method("report")(tokens))
         names = self._report_names = self._report_names or tuple(values)
         if set(values) != set(names):
             self.refuse(
@@ -231,46 +199,38 @@ class UserObjective(Objective):
         return values
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Name the user's line where the derivative fails."""
         return self._code.guard()
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
-        """Call the user's ``report_decision``."""
         with self._code.guard():
-            return {k: float(v) for k, v in self._call("report_decision")(decision).items()}
+            return {k: float(v) for k, v in self._method("report_decision")(decision).items()}
 
     def refuses(self, decision: Tensor) -> Tensor | None:
-        """Call the user's ``refuses``."""
-        with self._code.guard():
-            return self._call("refuses")(decision)  # type: ignore[no-any-return]
+        return self._call("refuses", decision)  # type: ignore[no-any-return]
 
     def explain_refusal(self, decision: Sequence[float]) -> str:
-        """Call the user's ``explain_refusal``."""
-        with self._code.guard():
-            return str(self._call("explain_refusal")(decision))
+        return str(self._call("explain_refusal", decision))
 
     def refuse(self, method: str, problem: str) -> NoReturn:
         """Raise for what ``method`` returned."""
-        self._code.refuse(
-            problem, None if isinstance(self._inner, _Function) else self._call(method)
-        )
+        self._code.refuse(problem, self._method(method) if self._is_class else None)
 
-    def _declared(self, name: str, default: Any) -> Any:
-        return getattr(self._inner, name, default)
-
-    def _call(self, name: str) -> Any:
-        """The user's method, or the default of one that is not written."""
+    def _method(self, name: str) -> Any:
+        """The user's method, or the default where none is written."""
         own = getattr(self._inner, name, None)
         return own if own is not None else functools.partial(getattr(Objective, name), self._inner)
 
-    def _per_token(self, method: str, tokens: TokenBatch) -> Tensor:
+    def _call(self, method: str, argument: Any) -> Any:
         with self._code.guard():
-            value_T: Tensor = self._call(method)(tokens)
+            return self._method(method)(argument)
+
+    def _per_token(self, method: str, tokens: TokenBatch) -> Tensor:
+        value_T: Tensor = self._call(method, tokens)
         self._check(method, method, value_T, tokens)
         return value_T
 
     def _check(self, method: str, what: str, value_T: Any, tokens: TokenBatch) -> None:
-        if not isinstance(value_T, torch.Tensor) or value_T.shape != tokens.logprob.shape:
+        if not isinstance(value_T, Tensor) or value_T.shape != tokens.logprob.shape:
             self.refuse(
                 method,
                 f"returns {_kind(value_T)} as {what} of {len(tokens)} tokens; return one value "
@@ -307,18 +267,18 @@ def trial_tokens(device: torch.device) -> TokenBatch:
         mask=mask_T,
         entropy=entropy_T * mask_T,
         collected_entropy=entropy_T * mask_T,
-        reference_logprob=None,
         response=response_T,
         response_tokens=tokens_B[response_T],
         response_sums=None,
         decision=None,
         update=0,
-    ).to(device)
-    ratio_T = importance_ratio(batch.logprob, batch.behaviour_logprob)
-    return replace(batch, ratio=ratio_T)
+    )
+    moved: dict[str, Any] = {name: value.to(device) for name, value in batch.tensors().items()}
+    moved["ratio"] = importance_ratio(moved["logprob"], moved["behaviour_logprob"])
+    return replace(batch, **moved)
 
 
-def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) -> None:
+def _try(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels | None) -> None:
     """Refuse an objective whose results depend on which tokens come together."""
     kept = {name: value.clone() for name, value in tokens.tensors().items()}
     whole = _run(objective, tokens, kernels)
@@ -327,13 +287,11 @@ def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) 
             objective.refuse("loss", f"changes tokens.{name} in place; make a new tensor")
     if not bool(whole["gradient"].any()) and "gradient of the entropy" not in whole:
         objective.refuse("loss", _NO_GRADIENT)
-    count = len(tokens)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(
-        tokens.logprob.device
-    )
+    count, generator = len(tokens), torch.Generator().manual_seed(1)
+    order = torch.randperm(count, generator=generator).to(tokens.logprob.device)
     permuted = _run(objective, tokens.select(order), kernels)
-    parts = [slice(0, 1), slice(1, count // 2), slice(count // 2, count)]
-    split = [_run(objective, tokens.select(part), kernels) for part in parts]
+    parts = [tokens.select(slice(*ends)) for ends in ((0, 1), (1, count // 2), (count // 2, count))]
+    split = [_run(objective, part, kernels) for part in parts]
     for name, value_T in whole.items():
         others = {
             "permuted": (permuted[name], value_T[order]),
@@ -341,15 +299,15 @@ def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) 
         }
         for how, (found_T, wanted_T) in others.items():
             if not torch.allclose(found_T, wanted_T, rtol=_TOLERANCE, atol=_TOLERANCE):
-                method = name if name in ("statistics", "select", "bounds") else "loss"
+                method = name.partition("[")[0]
                 objective.refuse(
-                    "report" if name.startswith("report") else method,
+                    method if method in ("report", "statistics", "select", "bounds") else "loss",
                     f"mixes tokens: its {name} changes where the same tokens are {how}, so results "
                     "would depend on micro-batches and ranks; use values of the token alone, and "
                     "declare needs = 'response' or 'update' for sums over others",
                 )
     if objective.needs in ("update", "micro_batch"):
-        total_K = sum(objective.statistics(tokens.select(part)) for part in parts)
+        total_K = sum(objective.statistics(part) for part in parts)
         if not torch.equal(objective.statistics(tokens), torch.as_tensor(total_K)):
             objective.refuse(
                 "statistics",
@@ -359,17 +317,15 @@ def _try(objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None) 
 
 
 def _run(
-    objective: UserObjective, tokens: TokenBatch, kernels: Kernels | None
+    objective: _UserObjective, tokens: TokenBatch, kernels: Kernels | None
 ) -> dict[str, Tensor]:
     """Everything [T] that the objective says of tokens."""
-    weight_T = tokens.mask / 4
-    gradient = differentiate(objective, tokens, weight_T, kernels)
+    gradient = differentiate(objective, tokens, tokens.mask / 4, kernels)
     found = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}
     if gradient.entropy_T is not None:
         found["gradient of the entropy"] = gradient.entropy_T
-    found |= {
-        f"report['{k}']": v.float() * tokens.mask for k, v in objective.report(tokens).items()
-    }
+    for name, value_T in objective.report(tokens).items():
+        found[f"report['{name}']"] = value_T.float() * tokens.mask
     if objective.needs == "response":
         found["statistics"] = objective.statistics(tokens).float()
     if objective.selects_tokens:
@@ -388,6 +344,6 @@ def _run(
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
     return f"a {type(value).__name__}"

@@ -12,57 +12,33 @@ examples.
 
 Shape legend: T = response tokens of a micro-batch or chunk, B = responses of the step's batch, K =
 entries of a statistic, D = entries of a decision.
-
-Values that are not finite: where they are, and which is the first.
-
-Shape legend: T = response tokens.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.ratio import importance_ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from typing import Any
-
-    from bapo_megatron.ops.backend import Kernels
-
-
-def is_finite(values: Tensor) -> Tensor:
-    """Return where values are neither NaN nor infinite: ``isfinite`` in two launches, not four."""
-    return (values - values) == 0
-
-
-def first_nonfinite(values_T: Tensor, mask_T: Tensor) -> int | None:
-    """Find the first token with mask 1 whose value is NaN or infinite.
-
-    It waits for the device, so call it only to explain a failure that a count has shown.
-
-    Args:
-        values_T: [T] floats.
-        mask_T: [T], 1 for tokens that train, else 0.
-
-    Returns:
-        Index of the token, or None.
-    """
-    index_K = torch.nonzero((mask_T > 0) & ~torch.isfinite(values_T))
-    return int(index_K[0].item()) if index_K.numel() else None
-
 
 Needs = Literal["token", "response", "update", "micro_batch"]
 """What an objective must know of other tokens before the first gradient."""
 
 SAFE_LOGPROB = -1.0
 """ℓ and μ of tokens that do not train, so that every objective is finite there."""
+
+RESPONSE_UNIT = 2.0**-36
+"""Resolution of sums over a response. They are integers, so they depend neither on the order of
+tokens nor on the ranks that hold them."""
+
+RESPONSE_LIMIT = 256.0
+"""Terms are clamped to ±this, so that 2^18 tokens of a response fit in int64 whatever they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +69,6 @@ class TokenBatch:
     """H of the distribution that the token was drawn from, differentiable."""
     collected_entropy: Tensor
     """H from the collection pass, before the first gradient; without one, ``entropy`` detached."""
-    reference_logprob: Tensor | None
-    """Log-prob by a reference policy; None, since this trainer holds none."""
     response: Tensor
     """int64: index of the token's response in the step's batch."""
     response_tokens: Tensor
@@ -112,20 +86,10 @@ class TokenBatch:
 
     def select(self, index: slice | Tensor) -> TokenBatch:
         """Return the tokens at ``index``, in its order."""
-        chosen: dict[str, Any] = {
-            name: value[index] for name, value in self.tensors().items() if name != "decision"
-        }
+        values = self.tensors()
+        values.pop("decision", None)
+        chosen: dict[str, Any] = {name: value[index] for name, value in values.items()}
         return replace(self, **chosen)
-
-    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> TokenBatch:
-        """Return the tokens on another device, floats in another dtype (``decision`` excepted)."""
-        moved: dict[str, Any] = {
-            name: value.to(
-                device, dtype if value.is_floating_point() and name != "decision" else value.dtype
-            )
-            for name, value in self.tensors().items()
-        }
-        return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every field that is a tensor, by name."""
@@ -168,7 +132,6 @@ class Objective(Protocol):
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return what is summed over responses or the update (see ``needs``); no gradient."""
-        del tokens
         return torch.zeros(0, dtype=torch.int64)
 
     def decide(self, total_K: Tensor) -> Tensor:
@@ -181,7 +144,6 @@ class Objective(Protocol):
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
         """Return the limits (low, high) of r, for ``loss/positive_share``; None: no limits."""
-        del tokens
         return None
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
@@ -189,7 +151,6 @@ class Objective(Protocol):
 
         The step reports their sum over the tokens with a loss, divided by the tokens with m = 1.
         """
-        del tokens
         return {}
 
     def guarded(self) -> AbstractContextManager[None]:
@@ -198,17 +159,14 @@ class Objective(Protocol):
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         """Return numbers of one decision by metric name; the step reports their means."""
-        del decision
         return {}
 
     def refuses(self, decision: Tensor) -> Tensor | None:
         """Return a bool tensor (no dimensions) on the device: the update must not be made."""
-        del decision
         return None
 
     def explain_refusal(self, decision: Sequence[float]) -> str:
         """Say in one line why ``refuses`` is true, and what to do."""
-        del decision
         return "the objective refuses the update"
 
 
@@ -252,14 +210,6 @@ def differentiate(
     return TokenGradient(ratio_T.detach(), loss_T.detach(), by_logprob_T, by_entropy_T)
 
 
-RESPONSE_UNIT = 2.0**-36
-"""Resolution of sums over a response. They are integers, so they depend neither on the order of
-tokens nor on the ranks that hold them."""
-
-RESPONSE_LIMIT = 256.0
-"""Terms are clamped to ±this, so that 2^18 tokens of a response fit in int64 whatever they are."""
-
-
 def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> None:
     """Add values of tokens to the sums of their responses, exactly.
 
@@ -277,3 +227,17 @@ def add_over_responses(sum_B: Tensor, value_T: Tensor, response_T: Tensor) -> No
 def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
     """Return the sum of every token's response, [T] float64, from ``add_over_responses``."""
     return (sum_B.double() * RESPONSE_UNIT)[response_T]
+
+
+def is_finite(values: Tensor) -> Tensor:
+    """Return where values are neither NaN nor infinite: ``isfinite`` in two launches, not four."""
+    return (values - values) == 0
+
+
+def first_nonfinite(values_T: Tensor, mask_T: Tensor) -> int | None:
+    """Return the index of the first token with mask 1 whose value is NaN or infinite, or None.
+
+    It waits for the device, so call it only to explain a failure that a count has shown.
+    """
+    index_K = torch.nonzero((mask_T > 0) & ~torch.isfinite(values_T))
+    return int(index_K[0].item()) if index_K.numel() else None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from bapo_megatron.names import LoadError, load_named, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
@@ -84,11 +82,9 @@ class UserCode:
         """
         frames = list(reversed(traceback.extract_tb(error.__traceback__)))
         own = self._defined_at(self.object).rpartition(":")[0]
-        for is_users in (
-            lambda file: file == own,
-            lambda file: not file.startswith((_PACKAGE, "<")) and _INSTALLED not in file,
-        ):
-            for frame in frames:
-                if is_users(frame.filename):
-                    return f"{frame.filename}:{frame.lineno}"
-        return None
+        found = [frame for frame in frames if frame.filename == own] or [
+            frame
+            for frame in frames
+            if not frame.filename.startswith((_PACKAGE, "<")) and _INSTALLED not in frame.filename
+        ]
+        return f"{found[0].filename}:{found[0].lineno}" if found else None

@@ -22,6 +22,11 @@ Backend = Literal["auto", "cpu", "cuda", "reference"]
 
 logger = logging.getLogger(__name__)
 
+_NO_CUDA = (
+    "the extension was built without CUDA; install nvcc (or set CUDA_HOME) and run "
+    "`pip install --no-build-isolation -e .` again"
+)
+
 
 class Kernels(Protocol):
     """The operations of the loss stage. The compiled ones never wait for the device."""
@@ -66,7 +71,7 @@ class Kernels(Protocol):
         """Overwrite the logits [N, V] with their gradient."""
         ...
 
-    def contributions_(
+    def accumulate(
         self,
         table: Tensor,
         grid: Tensor,
@@ -76,7 +81,7 @@ class Kernels(Protocol):
         mask: Tensor,
         weight: str,
     ) -> None:
-        """Add tokens [T] to the contribution table."""
+        """Add tokens [T] to the contribution table, in place (csrc: ``contributions_``)."""
         ...
 
     def search_bounds(
@@ -113,12 +118,6 @@ def select_kernels(name: Backend, device: torch.device) -> Kernels:
     if name == "cuda" and not extension.build_info()["cuda"]:
         raise ValueError(f"ops.backend: cuda was asked for, but {_NO_CUDA}")
     return compiled.CUDA if name == "cuda" else compiled.CPU
-
-
-_NO_CUDA = (
-    "the extension was built without CUDA; install nvcc (or set CUDA_HOME) and run "
-    "`pip install --no-build-isolation -e .` again"
-)
 
 
 @functools.cache

@@ -9,22 +9,11 @@ That is three matrix products, and nothing per logit outlives its chunk. What th
 depends on is known before the forward pass, which therefore computes the gradients as well; the
 backward pass only hands them out. Both gradients are added up in float32.
 
+The kernels know a loss over tokens as a ``TokenLoss`` only: a function from log-probs and entropies
+to a number and its derivatives. ``apply_token_loss`` does the same for log-probs of whole logits.
+
 Context-parallel ranks each call it with the tokens they hold: loss weights are over the global
 denominators and rows already point at the predicting position, so their sums and gradients add up.
-
-Shape legend: N = rows of the hidden states over all ranks, M = rows of this rank (N, or N over the
-ranks under sequence parallelism), H = hidden size, V = local vocabulary columns, T = response
-tokens, C = tokens of a chunk, P = ranks of the tensor-parallel group.
-
-The border between kernels over the vocabulary and a loss over tokens.
-
-A ``TokenLoss`` turns log-probs and entropies of tokens into a number and its derivatives. The
-kernels know nothing else of it: ``apply_token_loss`` hands the derivatives to autograd, and the
-chunked path (``ops.chunked``) spreads them over the logits of each chunk.
-
-Shape legend: T = response tokens.
-
-The language-model head, and how it makes the logits of one chunk of tokens.
 
 Shape legend: N = rows of the hidden states over all ranks, M = rows of this rank (N, or N over the
 ranks under sequence parallelism), H = hidden size, V = local vocabulary columns, T = response
@@ -33,23 +22,22 @@ tokens, C = tokens of a chunk, P = ranks of the tensor-parallel group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.ops.logprob import Columns, TokenLogprobs, check_index, gather_partials
 
-if TYPE_CHECKING:
-    from torch import Tensor
+HIDDEN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-    from bapo_megatron.ops.backend import Kernels
+PRODUCT_ROWS = 2048
+"""Rows of the weight's gradient per product, where products cannot be added up in place."""
 
 
 class LossGradient(NamedTuple):
@@ -87,28 +75,23 @@ class _AppliedLoss(torch.autograd.Function):
     """Keeps one or two floats per token: the derivatives, which the forward pass knows."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss
-    ) -> Tensor:
+    def forward(ctx: Any, logprob_T: Tensor, entropy_T: Tensor, token_loss: TokenLoss) -> Tensor:
         if len(logprob_T) == 0:
-            ctx.save_for_backward(torch.zeros_like(logprob_T), None)  # type: ignore[arg-type]
+            ctx.save_for_backward(torch.zeros_like(logprob_T), None)
             return logprob_T.new_zeros(())
         loss, by_logprob_T, by_entropy_T = token_loss(
             logprob_T.detach(), entropy_T.detach(), slice(0, len(logprob_T))
         )
-        ctx.save_for_backward(by_logprob_T, by_entropy_T)  # type: ignore[arg-type]  # may be None
+        ctx.save_for_backward(by_logprob_T, by_entropy_T)
         # A tensor of its own: Megatron's pipelines free outputs and refuse views.
         return loss.to(logprob_T.dtype, copy=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        by_logprob_T, by_entropy_T = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        by_logprob_T, by_entropy_T = ctx.saved_tensors
         by_entropy_T = None if by_entropy_T is None else by_entropy_T * grad_loss
         return by_logprob_T * grad_loss, by_entropy_T, None
-
-
-HIDDEN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,12 +110,6 @@ class OutputHead:
     def num_ranks(self) -> int:
         """P."""
         return 1 if self.tensor_group is None else dist.get_world_size(self.tensor_group)
-
-    @property
-    def vocab_start(self) -> int:
-        """Vocabulary id of this rank's first row."""
-        rank = 0 if self.tensor_group is None else dist.get_rank(self.tensor_group)
-        return rank * self.weight.shape[0]
 
     def gather_rows(self, hidden_MH: Tensor) -> Tensor:
         """Return the hidden states [N, H] of all ranks."""
@@ -153,113 +130,6 @@ class OutputHead:
         grad_MH = grad_NH.new_empty(grad_NH.shape[0] // self.num_ranks, grad_NH.shape[1])
         dist.reduce_scatter_tensor(grad_MH, grad_NH, group=self.tensor_group)
         return grad_MH
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkLogits:
-    """How the logits of a chunk are made, read and turned into their gradient."""
-
-    head: OutputHead
-    vocab_size: int
-    temperature: float
-    chunk_tokens: int
-    kernels: Kernels
-
-    def new_buffer(self, target_T: Tensor) -> Tensor:
-        """Room for the logits of any chunk: one allocation for all of them."""
-        weight_VH = self.head.weight
-        return weight_VH.new_empty(min(self.chunk_tokens, len(target_T)), weight_VH.shape[0])
-
-    def compute(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
-        """Return the logits of a chunk, in the model's dtype, in the buffer."""
-        weight_HV = self.head.weight.detach().t()
-        return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
-
-    def partials(self, logits_CV: Tensor, target_C: Tensor) -> Tensor:
-        """Reduce this rank's columns to [C, 4]."""
-        return self.kernels.logprob_partials(
-            logits_CV, None, target_C, self.head.vocab_start, self.vocab_size, self.temperature
-        )
-
-    def combine(self, partials_C4: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Exchange partials between the ranks; returns log-prob, entropy, M and log S [C]."""
-        num_tokens, num_ranks = len(partials_C4), self.head.num_ranks
-        gathered = partials_C4
-        if num_ranks > 1:
-            gathered = partials_C4.new_empty(num_ranks * num_tokens, 4)  # gloo takes no [P, C, 4]
-            dist.all_gather_into_tensor(gathered, partials_C4, group=self.head.tensor_group)
-        partials_PC4 = gathered.view(num_ranks, num_tokens, 4)
-        return self.kernels.logprob_combine(partials_PC4, self.temperature)
-
-    def backward_(
-        self,
-        logits_CV: Tensor,
-        target_C: Tensor,
-        combined: tuple[Tensor, Tensor, Tensor, Tensor],
-        grad_logprob_C: Tensor,
-        grad_entropy_C: Tensor | None,
-    ) -> None:
-        """Overwrite the logits with their gradient."""
-        _, entropy_C, max_C, log_sum_C = combined
-        self.kernels.logits_backward_(
-            logits_CV,
-            None,
-            target_C,
-            max_C,
-            log_sum_C,
-            entropy_C,
-            grad_logprob_C,
-            grad_entropy_C,
-            self.head.vocab_start,
-            self.vocab_size,
-            self.temperature,
-        )
-
-    def check(self, hidden_MH: Tensor, target_T: Tensor, rows_T: Tensor) -> None:
-        """Raise ValueError where these and the settings do not fit together."""
-        weight_VH = self.head.weight
-        if hidden_MH.dim() != 2 or hidden_MH.dtype not in HIDDEN_TYPES:
-            raise ValueError(
-                "hidden states must be float32, bfloat16 or float16 of shape [N, H], got "
-                f"{hidden_MH.dtype} {list(hidden_MH.shape)}; drop the batch dimension"
-            )
-        if weight_VH.dtype != hidden_MH.dtype or weight_VH.shape[1:] != hidden_MH.shape[1:]:
-            raise ValueError(
-                f"the head must be {hidden_MH.dtype} of shape [V, {hidden_MH.shape[1]}] to fit the "
-                f"hidden states, got {weight_VH.dtype} {list(weight_VH.shape)}"
-            )
-        main_grad = getattr(weight_VH, "main_grad", None)
-        if main_grad is not None and main_grad.dtype != torch.float32:
-            raise ValueError(
-                f"the head's main_grad must be float32, got {main_grad.dtype}; set "
-                "grad_reduce_in_fp32=True in Megatron's DistributedDataParallelConfig"
-            )
-        for name, index_T in (("target", target_T), ("rows", rows_T)):
-            if (
-                index_T.shape != target_T.shape
-                or index_T.dim() != 1
-                or index_T.dtype != torch.int64
-            ):
-                raise ValueError(
-                    f"{name} must be int64 of shape [T], one per token, got {index_T.dtype} "
-                    f"{list(index_T.shape)}"
-                )
-        num_columns = weight_VH.shape[0] * self.head.num_ranks
-        if not 0 < self.vocab_size <= num_columns:
-            raise ValueError(
-                f"vocab_size must lie in 1 … {num_columns} (rows of the head × ranks), got "
-                f"{self.vocab_size}; pass the vocabulary size without padding"
-            )
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be > 0 and finite, got {self.temperature}")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-
-
-__all__ = ["OutputHead", "chunked_logprobs", "chunked_loss"]
-
-PRODUCT_ROWS = 2048
-"""Rows of the weight's gradient per product, where products cannot be added up in place."""
 
 
 def chunked_logprobs(
@@ -285,7 +155,7 @@ def chunked_logprobs(
         rows_T: [T] int64, the row of [N, H] that predicts each target.
         vocab_size: True vocabulary size, without padding rows.
         temperature: Logits are divided by it, > 0.
-        chunk_tokens: Most tokens whose logits are held at a time.
+        chunk_tokens: Maximum number of tokens whose logits are held at a time.
         kernels: None: the best for the device.
 
     Returns:
@@ -294,19 +164,18 @@ def chunked_logprobs(
     Raises:
         ValueError: For shapes, types or settings that do not fit together.
     """
-    if kernels is None:
-        kernels = select_kernels("auto", hidden_MH.device)
-    logits = ChunkLogits(head, vocab_size, temperature, chunk_tokens, kernels)
-    logits.check(hidden_MH, target_T, rows_T)
+    chunks = _Chunks.of(
+        hidden_MH, head, target_T, rows_T, vocab_size, temperature, chunk_tokens, kernels
+    )
     with torch.no_grad():
         hidden_NH = head.gather_rows(hidden_MH)
-        buffer_CV = logits.new_buffer(target_T)
+        buffer_CV = chunks.new_buffer()
         partials_T4 = torch.empty(len(target_T), 4, device=hidden_MH.device)
-        for chunk in _split(target_T, chunk_tokens):
+        for chunk in chunks.slices():
             hidden_CH = hidden_NH.index_select(0, rows_T[chunk])
-            logits_CV = logits.compute(hidden_CH, buffer_CV)
-            partials_T4[chunk] = logits.partials(logits_CV, target_T[chunk])
-        logprob_T, entropy_T, _, _ = logits.combine(partials_T4)
+            logits_CV = chunks.logits(hidden_CH, buffer_CV)
+            partials_T4[chunk] = chunks.partials(logits_CV, chunk)
+        logprob_T, entropy_T, _, _ = chunks.combine(partials_T4)
     return TokenLogprobs(logprob_T, entropy_T)
 
 
@@ -331,16 +200,8 @@ def chunked_loss(
     and arrives once. The weight's gradient is added to its ``main_grad`` here, in the forward pass:
     a caller that does not go on to the backward pass must clear it.
 
-    Args:
-        hidden_MH: [M, H] what the head is applied to; float32, bfloat16 or float16.
-        head: The head, of the same dtype.
-        target_T: [T] int64 global vocabulary ids.
-        rows_T: [T] int64, the row of [N, H] that predicts each target.
-        vocab_size: True vocabulary size, without padding rows.
-        temperature: Logits are divided by it, > 0.
-        token_loss: The loss of a chunk's tokens.
-        chunk_tokens: Most tokens whose logits are held at a time.
-        kernels: None: the best for the device.
+    ``token_loss`` is the loss of a chunk's tokens; the other arguments are those of
+    ``chunked_logprobs``.
 
     Returns:
         The loss (scalar float32); ℓ and H of all tokens, without gradient.
@@ -354,18 +215,95 @@ def chunked_loss(
             "chunked_loss computes gradients in its forward pass and would add them to the "
             "weights under no_grad too; call chunked_logprobs, or leave the no_grad block"
         )
-    if kernels is None:
-        kernels = select_kernels("auto", hidden_MH.device)
-    logits = ChunkLogits(head, vocab_size, temperature, chunk_tokens, kernels)
-    logits.check(hidden_MH, target_T, rows_T)
+    chunks = _Chunks.of(
+        hidden_MH, head, target_T, rows_T, vocab_size, temperature, chunk_tokens, kernels
+    )
     if not hidden_MH.requires_grad and not head.weight.requires_grad:
         raise ValueError(
             "neither hidden states nor weight require a gradient; call chunked_logprobs"
         )
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_MH, head.weight, logits, (target_T, rows_T), token_loss
+        hidden_MH, head.weight, chunks, token_loss
     )
     return loss, TokenLogprobs(logprob_T, entropy_T)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunks:
+    """The tokens, and how the logits of a chunk of them are made and read."""
+
+    head: OutputHead
+    target_T: Tensor
+    rows_T: Tensor
+    columns: Columns
+    chunk_tokens: int
+    kernels: Kernels
+
+    @classmethod
+    def of(
+        cls,
+        hidden_MH: Tensor,
+        head: OutputHead,
+        target_T: Tensor,
+        rows_T: Tensor,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int,
+        kernels: Kernels | None,
+    ) -> _Chunks:
+        """Check that all of it fits together."""
+        weight_VH = head.weight
+        if hidden_MH.dim() != 2 or hidden_MH.dtype not in HIDDEN_TYPES:
+            raise ValueError(
+                "hidden states must be float32, bfloat16 or float16 of shape [N, H], got "
+                f"{hidden_MH.dtype} {list(hidden_MH.shape)}; drop the batch dimension"
+            )
+        if weight_VH.dtype != hidden_MH.dtype or weight_VH.shape[1:] != hidden_MH.shape[1:]:
+            raise ValueError(
+                f"the head must be {hidden_MH.dtype} of shape [V, {hidden_MH.shape[1]}] to fit the "
+                f"hidden states, got {weight_VH.dtype} {list(weight_VH.shape)}"
+            )
+        main_grad = getattr(weight_VH, "main_grad", None)
+        if main_grad is not None and main_grad.dtype != torch.float32:
+            raise ValueError(
+                f"the head's main_grad must be float32, got {main_grad.dtype}; set "
+                "grad_reduce_in_fp32=True in Megatron's DistributedDataParallelConfig"
+            )
+        check_index("target", target_T)
+        check_index("rows", rows_T)
+        if rows_T.shape != target_T.shape:
+            raise ValueError(
+                f"needs one row for each target, got {len(rows_T)} rows and {len(target_T)} targets"
+            )
+        columns = Columns.of_rank(len(weight_VH), vocab_size, temperature, head.tensor_group)
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+        if kernels is None:
+            kernels = select_kernels("auto", hidden_MH.device)
+        return cls(head, target_T, rows_T, columns, chunk_tokens, kernels)
+
+    def new_buffer(self) -> Tensor:
+        """Return room for the logits of any chunk: one allocation for all of them."""
+        weight_VH = self.head.weight
+        return weight_VH.new_empty(min(self.chunk_tokens, len(self.target_T)), len(weight_VH))
+
+    def slices(self) -> Iterator[slice]:
+        for begin in range(0, len(self.target_T), self.chunk_tokens):
+            yield slice(begin, min(begin + self.chunk_tokens, len(self.target_T)))
+
+    def logits(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
+        """Return the logits of a chunk, in the model's dtype, in the buffer."""
+        weight_HV = self.head.weight.detach().t()
+        return torch.mm(hidden_CH, weight_HV, out=buffer_CV[: len(hidden_CH)])
+
+    def partials(self, logits_CV: Tensor, chunk: slice) -> Tensor:
+        """Reduce this rank's columns to [C, 4]."""
+        return self.kernels.logprob_partials(logits_CV, None, self.target_T[chunk], *self.columns)
+
+    def combine(self, partials_C4: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Exchange partials between the ranks; returns log-prob, entropy, M and log S [C]."""
+        partials_PC4 = gather_partials(partials_C4, self.head.tensor_group)
+        return self.kernels.logprob_combine(partials_PC4, self.columns.temperature)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -373,50 +311,25 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        hidden_MH: Tensor,
-        weight_VH: Tensor,
-        logits: ChunkLogits,
-        tokens: tuple[Tensor, Tensor],
-        token_loss: TokenLoss,
+        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, chunks: _Chunks, token_loss: TokenLoss
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
-        hidden_NH = logits.head.gather_rows(hidden_MH)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        hidden_NH = chunks.head.gather_rows(hidden_MH)
         grad_hidden_NH = _float32_zeros(hidden_NH) if needs_hidden else None
         main_grad_VH = getattr(weight_VH, "main_grad", None)
         grad_weight_VH = None
         if needs_weight:
             grad_weight_VH = _float32_zeros(weight_VH) if main_grad_VH is None else main_grad_VH
-
-        target_T, rows_T = tokens
-        loss = torch.zeros((), dtype=torch.float64, device=hidden_MH.device)
-        logprob_T = torch.empty(len(target_T), device=hidden_MH.device)
-        entropy_T = torch.empty_like(logprob_T)
-        buffer_CV = logits.new_buffer(target_T)
-        for chunk in _split(target_T, logits.chunk_tokens):
-            target_C, rows_C = target_T[chunk], rows_T[chunk]
-            hidden_CH = hidden_NH.index_select(0, rows_C)
-            grad_CV = logits.compute(hidden_CH, buffer_CV)
-            combined = logits.combine(logits.partials(grad_CV, target_C))
-            logprob_T[chunk], entropy_T[chunk], _, _ = combined
-            loss_C, by_logprob_C, by_entropy_C = token_loss(combined[0], combined[1], chunk)
-            loss += loss_C
-            logits.backward_(grad_CV, target_C, combined, by_logprob_C, by_entropy_C)
-            if grad_weight_VH is not None:
-                _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
-            del hidden_CH  # its room is needed for the other product
-            if grad_hidden_NH is not None:
-                grad_CH = _product(grad_CV, logits.head.weight.detach())
-                grad_hidden_NH.index_add_(0, rows_C, grad_CH)
-        del buffer_CV  # before the reduction and the cast of the gradient
-
+        loss, logprob_T, entropy_T = _walk(
+            chunks, hidden_NH, token_loss, grad_hidden_NH, grad_weight_VH
+        )
         grad_hidden_MH = None
         if grad_hidden_NH is not None:
-            grad_hidden_MH = logits.head.sum_over_ranks(grad_hidden_NH).to(hidden_MH.dtype)
-        ctx.gradients = (grad_hidden_MH, grad_weight_VH)  # type: ignore[attr-defined]
+            grad_hidden_MH = chunks.head.sum_over_ranks(grad_hidden_NH).to(hidden_MH.dtype)
+        ctx.gradients = (grad_hidden_MH, grad_weight_VH)
         # Not saved for backward: that is for values, and only its attributes are needed.
-        ctx.weight = weight_VH  # type: ignore[attr-defined]
-        ctx.in_main_grad = main_grad_VH is not None  # type: ignore[attr-defined]
+        ctx.weight = weight_VH
+        ctx.in_main_grad = main_grad_VH is not None
         ctx.mark_non_differentiable(logprob_T, entropy_T)
         ctx.set_materialize_grads(False)
         return loss.to(torch.float32), logprob_T, entropy_T
@@ -424,9 +337,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad_loss: Tensor, *_: None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        if ctx.gradients is None:  # type: ignore[attr-defined]
+        ctx: Any, grad_loss: Tensor, *_: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if ctx.gradients is None:
             raise RuntimeError(
                 "the backward pass of chunked_loss ran twice, but its gradients are handed "
                 "out once; compute the loss again"
@@ -436,11 +349,52 @@ class _ChunkedLoss(torch.autograd.Function):
             "the loss of chunked_loss arrives at its backward pass with a gradient other than 1; "
             "multiply the losses of tokens instead",
         )
-        grad_hidden_MH, grad_weight_VH = ctx.gradients  # type: ignore[attr-defined]
-        ctx.gradients = None  # type: ignore[attr-defined]
-        if grad_weight_VH is not None and ctx.in_main_grad:  # type: ignore[attr-defined]
-            grad_weight_VH = _placeholder(ctx.weight)  # type: ignore[attr-defined]
-        return grad_hidden_MH, grad_weight_VH, None, None, None
+        grad_hidden_MH, grad_weight_VH = ctx.gradients
+        ctx.gradients = None
+        if grad_weight_VH is not None and ctx.in_main_grad:
+            grad_weight_VH = _placeholder(ctx.weight)
+        return grad_hidden_MH, grad_weight_VH, None, None
+
+
+def _walk(
+    chunks: _Chunks,
+    hidden_NH: Tensor,
+    token_loss: TokenLoss,
+    grad_hidden_NH: Tensor | None,
+    grad_weight_VH: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, ℓ and H of all tokens; add to the gradients that are wanted."""
+    loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
+    logprob_T = torch.empty(len(chunks.target_T), device=hidden_NH.device)
+    entropy_T = torch.empty_like(logprob_T)
+    buffer_CV = chunks.new_buffer()
+    for chunk in chunks.slices():
+        target_C, rows_C = chunks.target_T[chunk], chunks.rows_T[chunk]
+        hidden_CH = hidden_NH.index_select(0, rows_C)
+        grad_CV = chunks.logits(hidden_CH, buffer_CV)
+        combined = chunks.combine(chunks.partials(grad_CV, chunk))
+        logprob_C, entropy_C, max_C, log_sum_C = combined
+        logprob_T[chunk], entropy_T[chunk] = logprob_C, entropy_C
+        loss_C, by_logprob_C, by_entropy_C = token_loss(logprob_C, entropy_C, chunk)
+        loss += loss_C
+        chunks.kernels.logits_backward_(
+            grad_CV,
+            None,
+            target_C,
+            max_C,
+            log_sum_C,
+            entropy_C,
+            by_logprob_C,
+            by_entropy_C,
+            *chunks.columns,
+        )
+        if grad_weight_VH is not None:
+            _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
+        del hidden_CH  # its room is needed for the other product
+        if grad_hidden_NH is not None:
+            grad_CH = _product(grad_CV, chunks.head.weight.detach())
+            grad_hidden_NH.index_add_(0, rows_C, grad_CH)
+    return loss, logprob_T, entropy_T
 
 
 def _product(left_AC: Tensor, right_CB: Tensor) -> Tensor:
@@ -465,7 +419,7 @@ def _add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
 
 
 def _placeholder(weight_VH: Tensor) -> Tensor:
-    """The gradient that stands for one already in ``main_grad``, as Megatron's fused layers do.
+    """Return the gradient that stands for one already in ``main_grad``, as Megatron's layers do.
 
     Megatron's hook drops it, but autograd must bring it so that the hook runs. With
     ``zero_out_wgrad`` (tied embeddings) the hook adds it, together with the embedding's gradient.
@@ -478,8 +432,3 @@ def _placeholder(weight_VH: Tensor) -> Tensor:
 
 def _float32_zeros(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-
-
-def _split(target_T: Tensor, chunk_tokens: int) -> Iterator[slice]:
-    for begin in range(0, len(target_T), chunk_tokens):
-        yield slice(begin, min(begin + chunk_tokens, len(target_T)))

@@ -24,7 +24,7 @@ class CompiledKernels:
     logprob_partials: ClassVar[Any] = staticmethod(torch.ops.bapo.logprob_partials)
     logprob_combine: ClassVar[Any] = staticmethod(torch.ops.bapo.logprob_combine)
     logits_backward_: ClassVar[Any] = staticmethod(torch.ops.bapo.logits_backward_)
-    contributions_: ClassVar[Any] = staticmethod(torch.ops.bapo.contributions_)
+    accumulate: ClassVar[Any] = staticmethod(torch.ops.bapo.contributions_)
     search_bounds: ClassVar[Any] = staticmethod(torch.ops.bapo.search_bounds)
     importance_ratio: ClassVar[Any] = staticmethod(torch.ops.bapo.importance_ratio)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops import extension
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.fake import BOUNDS_FIELDS as BOUNDS_FIELDS
+from bapo_megatron.ops.extension import BOUNDS_FIELDS as BOUNDS_FIELDS
 
 CPU = torch.device("cpu")
 
@@ -116,27 +116,14 @@ def accumulate(
         ValueError: For another dtype.
         RuntimeError: For another shape, length or device.
     """
-    arrays = {
-        "logprob": logprob_T,
-        "behaviour_logprob": behaviour_logprob_T,
-        "advantage": advantage_T,
-        "mask": mask_T,
-    }
-    for name, tensor_T in arrays.items():
-        if tensor_T.dtype != torch.float32:
-            raise ValueError(f"{name} must be float32, got {tensor_T.dtype}; convert it first")
-    logprob_T, behaviour_logprob_T, advantage_T, mask_T = (
-        tensor_T.detach().contiguous() for tensor_T in arrays.values()
-    )
-    table.kernels.contributions_(
-        table.tensor,
-        table.grid_bytes,
-        logprob_T,
-        behaviour_logprob_T,
-        advantage_T,
-        mask_T,
-        table.config.weight,
-    )
+    names = ("logprob", "behaviour_logprob", "advantage", "mask")
+    tokens = (logprob_T, behaviour_logprob_T, advantage_T, mask_T)
+    for name, values_T in zip(names, tokens, strict=True):
+        if values_T.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32, got {values_T.dtype}; convert it first")
+    ell_T, mu_T, a_T, m_T = (values_T.detach().contiguous() for values_T in tokens)
+    weight = table.config.weight
+    table.kernels.accumulate(table.tensor, table.grid_bytes, ell_T, mu_T, a_T, m_T, weight)
 
 
 def search_bounds(table: ContributionTable, config: BapoConfig) -> Tensor:

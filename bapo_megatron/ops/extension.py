@@ -1,11 +1,14 @@
 """Loads the compiled extension, or says in one line how to get it.
 
-Importing this module registers ``torch.ops.bapo``.
+Importing this module registers ``torch.ops.bapo``, and what its operations return for tensors
+without data, which torch.compile, export and ``opcheck`` ask for.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,32 +20,8 @@ MIN_TORCH = (2, 10)
 """The stable ABI that the extension is compiled for; every later torch can load it."""
 
 
-def check_torch(version: str) -> None:
-    """Raise unless this torch has the stable ABI that the extension uses.
-
-    Args:
-        version: ``torch.__version__``.
-
-    Raises:
-        ImportError: If torch is too old.
-    """
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < MIN_TORCH:
-        raise ImportError(
-            f"bapo_megatron._C needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]}, this is {version}; "
-            "install a newer torch"
-        )
-
-
 def check_build(built_version: str) -> None:
-    """Raise unless the extension was compiled from this version of the package.
-
-    Args:
-        built_version: ``build_info()["version"]``.
-
-    Raises:
-        ImportError: If it was compiled from another version.
-    """
+    """Raise ImportError unless the extension was compiled from this version of the package."""
     if built_version != __version__:
         raise ImportError(
             f"bapo_megatron._C was compiled from version {built_version}, the package is "
@@ -50,43 +29,48 @@ def check_build(built_version: str) -> None:
         )
 
 
-def check_first_copy() -> None:
-    """Raise if another file has registered the operations: a second time would abort the process.
-
-    Raises:
-        ImportError: Names the remedy.
-    """
-    if "bapo_megatron._C" not in sys.modules and hasattr(torch.ops.bapo, "logprob_partials"):
-        raise ImportError(
-            "torch.ops.bapo is registered already, by another copy of bapo_megatron._C in this "
-            "process; keep one copy on sys.path"
-        )
-
-
-check_torch(torch.__version__)
-check_first_copy()
-
-try:
-    from bapo_megatron._C import (
-        Candidate,
-        ClipGrid,
-        SearchResult,
-        build_info,
-        search,
-        use_isa,
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
+    raise ImportError(
+        f"bapo_megatron._C needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]}, this is "
+        f"{torch.__version__}; install a newer torch"
     )
+if "bapo_megatron._C" not in sys.modules and hasattr(torch.ops.bapo, "logprob_partials"):
+    # Registering the operations a second time would abort the process.
+    raise ImportError(
+        "torch.ops.bapo is registered already, by another copy of bapo_megatron._C in this "
+        "process; keep one copy on sys.path"
+    )
+try:
+    from bapo_megatron._C import ClipGrid, SearchResult, build_info, search, use_isa
 except ImportError as error:
     raise ImportError(f"bapo_megatron._C cannot be loaded ({error}); {REMEDY}") from error
-
 check_build(build_info()["version"])
 
-from bapo_megatron.ops import fake  # noqa: E402, F401  (needs the operations)
+__all__ = ["ClipGrid", "SearchResult", "build_info", "search", "use_isa"]
 
-__all__ = [
-    "Candidate",
-    "ClipGrid",
-    "SearchResult",
-    "build_info",
-    "search",
-    "use_isa",
-]
+BOUNDS_FIELDS = (
+    "low",
+    "high",
+    "positive_share_start",
+    "positive_share",
+    "exit",
+    "nonfinite_tokens",
+    "out_of_range_tokens",
+    "tokens",
+)
+"""What a tensor of bounds holds, in order (csrc/common/params.h); float64."""
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "logprob_partials": lambda logits, _rows, target, *_: logits.new_empty(
+        (target.shape[0], 4), dtype=torch.float32
+    ),
+    "logprob_combine": lambda partials, _: tuple(
+        partials.new_empty(partials.shape[1]) for _ in range(4)
+    ),
+    "logits_backward_": lambda *_: None,
+    "contributions_": lambda *_: None,
+    "search_bounds": lambda table, *_: table.new_empty(len(BOUNDS_FIELDS), dtype=torch.float64),
+    "importance_ratio": lambda logprob, _: torch.empty_like(logprob),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"bapo::{_name}", _fake)

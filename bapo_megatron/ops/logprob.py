@@ -12,12 +12,12 @@ group.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from bapo_megatron.ops.backend import Kernels, select_kernels
 
@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
     """[T] entropy of the distribution at the given temperature, in nats."""
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Which part of the vocabulary this rank holds, and how logits are scaled."""
 
     start: int
@@ -39,6 +39,36 @@ class _Columns(NamedTuple):
     vocab_size: int
     """True size of the vocabulary; columns from here on are padding."""
     temperature: float
+
+    @classmethod
+    def of_rank(
+        cls,
+        num_columns: int,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+    ) -> Columns:
+        """Return the columns of this rank, which has as many as every rank of the group.
+
+        Raises:
+            ValueError: The vocabulary does not fit them, or the temperature is not positive.
+        """
+        rank, num_ranks = (
+            (0, 1)
+            if group is None
+            else (
+                dist.get_rank(group),
+                dist.get_world_size(group),
+            )
+        )
+        if not 0 < vocab_size <= num_columns * num_ranks:
+            raise ValueError(
+                f"vocab_size must lie in 1 … {num_columns * num_ranks} (columns × ranks), "
+                f"got {vocab_size}; pass the vocabulary size without padding"
+            )
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be > 0 and finite, got {temperature}")
+        return cls(rank * num_columns, vocab_size, temperature)
 
 
 def vocab_parallel_logprobs(
@@ -83,7 +113,21 @@ def vocab_parallel_logprobs(
         RuntimeError: For a target or row out of range (on the CPU; on a GPU, where this would be a
             wait for the device, the token's results are NaN).
     """
-    _check_arguments(logits_NV, target_T, rows_T, vocab_size, temperature, group)
+    if logits_NV.dim() != 2 or logits_NV.shape[1] == 0 or not logits_NV.is_floating_point():
+        raise ValueError(
+            "logits must be floating point of shape [N, V > 0], got "
+            f"{logits_NV.dtype} {list(logits_NV.shape)}"
+        )
+    check_index("target", target_T)
+    if rows_T is not None:
+        check_index("rows", rows_T)
+    num_rows = logits_NV.shape[0] if rows_T is None else rows_T.numel()
+    if num_rows != target_T.numel():
+        raise ValueError(
+            f"needs one row of logits for each target, got {num_rows} rows and "
+            f"{target_T.numel()} targets"
+        )
+    columns = Columns.of_rank(logits_NV.shape[1], vocab_size, temperature, group)
     if overwrite_logits and logits_NV.is_leaf and logits_NV.requires_grad:
         raise ValueError(
             "logits must be computed from something, not a leaf that requires a gradient: "
@@ -92,8 +136,6 @@ def vocab_parallel_logprobs(
     if kernels is None:
         is_float64 = logits_NV.dtype == torch.float64
         kernels = select_kernels("reference" if is_float64 else "auto", logits_NV.device)
-    rank = 0 if group is None else dist.get_rank(group)
-    columns = _Columns(rank * logits_NV.shape[1], vocab_size, temperature)
     logprob_T, entropy_T = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
         logits_NV, target_T, rows_T, columns, group, kernels, overwrite_logits
     )
@@ -105,94 +147,59 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         logits_NV: Tensor,
         target_T: Tensor,
         rows_T: Tensor | None,
-        columns: _Columns,
+        columns: Columns,
         group: dist.ProcessGroup | None,
         kernels: Kernels,
         overwrite_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         partials_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, *columns)
-        partials_PT4 = _all_gather(partials_T4, group)
         logprob_T, entropy_T, max_T, log_sum_T = kernels.logprob_combine(
-            partials_PT4, columns.temperature
+            gather_partials(partials_T4, group), columns.temperature
         )
-        saved = (logits_NV, target_T, rows_T, max_T, log_sum_T, entropy_T)
-        ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # rows_T may be None
-        ctx.columns = columns  # type: ignore[attr-defined]
-        ctx.kernels = kernels  # type: ignore[attr-defined]
-        ctx.overwrite_logits = overwrite_logits  # type: ignore[attr-defined]
+        ctx.save_for_backward(logits_NV, target_T, rows_T, max_T, log_sum_T, entropy_T)
+        ctx.columns, ctx.kernels, ctx.overwrite_logits = columns, kernels, overwrite_logits
         ctx.set_materialize_grads(False)
         return logprob_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None, None, None]:
-        logits_NV, target_T, rows_T, max_T, log_sum_T, entropy_T = ctx.saved_tensors  # type: ignore[attr-defined]
+        logits_NV, target_T, rows_T, *softmax = ctx.saved_tensors
         if grad_logprob_T is None and grad_entropy_T is None:
             return None, None, None, None, None, None, None
         grad_NV = logits_NV.detach()
-        if not ctx.overwrite_logits:  # type: ignore[attr-defined]
+        if not ctx.overwrite_logits:
             grad_NV = grad_NV.clone(memory_format=torch.contiguous_format)
-        ctx.kernels.logits_backward_(  # type: ignore[attr-defined]
-            grad_NV,
-            rows_T,
-            target_T,
-            max_T,
-            log_sum_T,
-            entropy_T,
-            None if grad_logprob_T is None else grad_logprob_T.contiguous(),
-            None if grad_entropy_T is None else grad_entropy_T.contiguous(),
-            *ctx.columns,  # type: ignore[attr-defined]
+        gradients = (
+            None if grad_T is None else grad_T.contiguous()
+            for grad_T in (grad_logprob_T, grad_entropy_T)
         )
-        if ctx.overwrite_logits:  # type: ignore[attr-defined]
+        ctx.kernels.logits_backward_(grad_NV, rows_T, target_T, *softmax, *gradients, *ctx.columns)
+        if ctx.overwrite_logits:
             # A kernel's write bumps nothing by itself, and a second backward would be wrong.
             torch.autograd.graph.increment_version(logits_NV)
         return grad_NV, None, None, None, None, None, None
 
 
-def _all_gather(partials_T4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the partials of all ranks, [P, T, 4], in rank order."""
+def gather_partials(partials_T4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the partials of all ranks of the group, [P, T, 4], in rank order."""
     if group is None or dist.get_world_size(group) == 1:
         return partials_T4[None]
     partials_PT4 = partials_T4.new_empty(dist.get_world_size(group), *partials_T4.shape)
+    # gloo takes no [P, T, 4].
     dist.all_gather_into_tensor(partials_PT4.flatten(0, 1), partials_T4, group=group)
     return partials_PT4
 
 
-def _check_arguments(
-    logits_NV: Tensor,
-    target_T: Tensor,
-    rows_T: Tensor | None,
-    vocab_size: int,
-    temperature: float,
-    group: dist.ProcessGroup | None,
-) -> None:
-    if logits_NV.dim() != 2 or logits_NV.shape[1] == 0 or not logits_NV.is_floating_point():
+def check_index(name: str, index_T: Tensor) -> None:
+    """Raise ValueError unless these are integers, one per token."""
+    if index_T.dim() != 1 or index_T.dtype != torch.int64:
         raise ValueError(
-            "logits must be floating point of shape [N, V > 0], got "
-            f"{logits_NV.dtype} {list(logits_NV.shape)}"
+            f"{name} must be int64 of shape [T], got {index_T.dtype} {list(index_T.shape)}"
         )
-    for name, index_T in (("target", target_T), ("rows", rows_T)):
-        if index_T is not None and (index_T.dim() != 1 or index_T.dtype != torch.int64):
-            raise ValueError(
-                f"{name} must be int64 of shape [T], got {index_T.dtype} {list(index_T.shape)}"
-            )
-    num_rows = logits_NV.shape[0] if rows_T is None else rows_T.numel()
-    if num_rows != target_T.numel():
-        raise ValueError(
-            f"needs one row of logits for each target, got {num_rows} rows and "
-            f"{target_T.numel()} targets"
-        )
-    num_ranks = 1 if group is None else dist.get_world_size(group)
-    if not 0 < vocab_size <= logits_NV.shape[1] * num_ranks:
-        raise ValueError(
-            f"vocab_size must lie in 1 … {logits_NV.shape[1] * num_ranks} (columns × ranks), "
-            f"got {vocab_size}; pass the vocabulary size without padding"
-        )
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be > 0 and finite, got {temperature}")

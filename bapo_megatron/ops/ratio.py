@@ -13,9 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from bapo_megatron.ops import reference
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.reference import LOG_RATIO_LIMIT
-
-__all__ = ["LOG_RATIO_LIMIT", "importance_ratio"]
+from bapo_megatron.ops.reference import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
 
 
 def importance_ratio(

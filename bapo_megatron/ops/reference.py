@@ -1,7 +1,7 @@
 """The kernels in readable PyTorch: the specification to read, and the oracle to check against.
 
 Log-probs, gradients and ratios take float64 too, and then compute in float64. The contribution
-table and the search are exact integers, of which one implementation is enough: they go through the
+table and the search are exact integers, for which one implementation is enough: they go through the
 compiled kernels on the CPU.
 
 A row's columns of this rank are reduced to m = max x, s = Σ e^d and t = Σ e^d · d with
@@ -34,7 +34,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKernels:
-    """The operations of ``Kernels``, on any device."""
+    """The operations of ``Kernels``, on any device; some wait for it."""
 
     name: str = "reference"
 
@@ -48,13 +48,44 @@ class ReferenceKernels:
         temperature: float,
     ) -> Tensor:
         """See ``Kernels``."""
-        return _partials(logits, rows, target, _Columns(vocab_start, vocab_size, temperature))
+        outside_T = _outside(logits, rows, target, vocab_size)
+        partials_T4 = torch.zeros(
+            target.numel(), 4, dtype=_compute_dtype(logits), device=logits.device
+        )
+        for chunk, raw_CV in _chunks(logits, rows, target.numel(), vocab_size - vocab_start):
+            max_C, sum_C, weighted_C, target_C = partials_T4[chunk].unbind(dim=1)
+            owned_C, local_C = _locate(target[chunk], vocab_start, raw_CV.shape[1])
+            target_C.copy_(torch.where(owned_C, raw_CV.gather(1, local_C[:, None])[:, 0], 0))
+            max_C.copy_(raw_CV.amax(dim=1))
+            # A row of −inf alone (all padding) keeps m = −inf and s = 0: shift it by 0 instead.
+            shift_C = torch.where(max_C == -math.inf, 0, max_C)
+            scaled_CV = raw_CV.sub_(shift_C[:, None]).div_(temperature)
+            exp_CV = scaled_CV.exp()
+            sum_C.copy_(exp_CV.sum(dim=1))
+            weighted_C.copy_((exp_CV * scaled_CV.masked_fill_(exp_CV == 0, 0.0)).sum(dim=1))
+        return partials_T4.masked_fill_(outside_T[:, None], math.nan)
 
     def logprob_combine(
         self, partials: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See ``Kernels``."""
-        return _combine(partials, temperature)
+        max_PT, sum_PT, weighted_PT, target_PT = partials.double().unbind(dim=2)
+        max_T = max_PT.amax(dim=0)
+        shift_PT = torch.where(max_PT == -math.inf, -math.inf, (max_PT - max_T) / temperature)
+        alpha_PT = shift_PT.exp()
+        shift_PT = torch.where(max_PT == -math.inf, 0, shift_PT)
+        total_T = (alpha_PT * sum_PT).sum(dim=0)
+        weighted_T = (alpha_PT * (weighted_PT + shift_PT * sum_PT)).sum(dim=0)
+        log_sum_T = total_T.log()
+        logprob_T = (target_PT.sum(dim=0) - max_T) / temperature - log_sum_T
+        entropy_T = log_sum_T - weighted_T / total_T
+        # A poisoned row, or one without any column: all four say so.
+        poisoned_T = ~torch.isfinite(log_sum_T)
+        logprob_T, entropy_T, max_T, log_sum_T = (
+            values_T.masked_fill(poisoned_T, math.nan).to(partials.dtype)
+            for values_T in (logprob_T, entropy_T, max_T, log_sum_T)
+        )
+        return logprob_T, entropy_T, max_T, log_sum_T
 
     def logits_backward_(
         self,
@@ -70,19 +101,36 @@ class ReferenceKernels:
         vocab_size: int,
         temperature: float,
     ) -> None:
-        """See ``Kernels``; waits for the device."""
-        zero_T = torch.zeros_like(log_sum)
-        _backward_(
-            logits,
-            torch.arange(target.numel(), device=target.device) if rows is None else rows,
-            target,
-            _Softmax(max, log_sum, entropy),
-            zero_T if grad_logprob is None else grad_logprob,
-            zero_T if grad_entropy is None else grad_entropy,
-            _Columns(vocab_start, vocab_size, temperature),
-        )
+        """See ``Kernels``."""
+        rows_T = torch.arange(target.numel(), device=target.device) if rows is None else rows
+        grad_logprob_T = torch.zeros_like(log_sum) if grad_logprob is None else grad_logprob
+        grad_entropy_T = torch.zeros_like(log_sum) if grad_entropy is None else grad_entropy
+        _outside(logits, rows_T, target, vocab_size)
+        if bool((rows_T.sort().values.diff() == 0).any()):
+            raise RuntimeError("rows must select each row at most once, got a row twice")
+        for chunk, raw_CV in _chunks(logits, rows_T, target.numel(), vocab_size - vocab_start):
+            scaled_CV = raw_CV.sub_(max[chunk, None]).div_(temperature)
+            log_prob_CV = scaled_CV.sub_(log_sum[chunk, None])
+            prob_CV = log_prob_CV.exp()
+            # A column with p = 0 has log p = −inf; its term tends to 0.
+            from_mean_CV = (log_prob_CV + entropy[chunk, None]).masked_fill_(prob_CV == 0, 0)
+            grad_logprob_C, grad_entropy_C = grad_logprob_T[chunk], grad_entropy_T[chunk]
+            factor_CV = grad_logprob_C[:, None] + grad_entropy_C[:, None] * from_mean_CV
+            grad_CV = -prob_CV * factor_CV
+            owned_C, local_C = _locate(target[chunk], vocab_start, grad_CV.shape[1])
+            at_target_C = torch.where(owned_C, grad_logprob_C, 0).to(grad_CV.dtype)
+            grad_CV.scatter_add_(1, local_C[:, None], at_target_C[:, None])
+            grad_CV.div_(temperature)
+            # Without a gradient the row takes no part, whatever it holds.
+            idle_C = (grad_logprob_C == 0) & (grad_entropy_C == 0)
+            grad_CV.masked_fill_(idle_C[:, None], 0.0)
+            _padding(grad_CV, vocab_size - vocab_start).fill_(0.0)
+            logits.index_copy_(0, rows_T[chunk], grad_CV.to(logits.dtype))
+        unselected_N = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        unselected_N[rows_T] = False
+        logits.masked_fill_(unselected_N[:, None], 0.0)
 
-    def contributions_(
+    def accumulate(
         self,
         table: Tensor,
         grid: Tensor,
@@ -92,16 +140,16 @@ class ReferenceKernels:
         mask: Tensor,
         weight: str,
     ) -> None:
-        """See ``Kernels``; waits for the device."""
+        """See ``Kernels``."""
         total = table.cpu()
         arrays = (logprob.cpu(), behaviour_logprob.cpu(), advantage.cpu(), mask.cpu())
-        compiled.CPU.contributions_(total, grid, *arrays, weight)
+        compiled.CPU.accumulate(total, grid, *arrays, weight)
         table.copy_(total)
 
     def search_bounds(
         self, table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
     ) -> Tensor:
-        """See ``Kernels``; waits for the device."""
+        """See ``Kernels``."""
         bounds: Tensor = compiled.CPU.search_bounds(
             table.cpu(), grid, target, contribution, measure
         )
@@ -118,114 +166,11 @@ class ReferenceKernels:
 KERNELS = ReferenceKernels()
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Which part of the vocabulary this rank holds, and how logits are scaled."""
-
-    start: int
-    """Vocabulary id of local column 0."""
-    vocab_size: int
-    """True size of the vocabulary; columns from here on are padding."""
-    temperature: float
-
-    def num_true(self, num_columns: int) -> int:
-        """Of the local columns, those that are not padding."""
-        return min(max(self.vocab_size - self.start, 0), num_columns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Softmax:
-    """What the forward pass found out about each token's row, [T] each."""
-
-    max_T: Tensor
-    log_sum_T: Tensor
-    entropy_T: Tensor
-
-
-def _partials(
-    logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, columns: _Columns
-) -> Tensor:
-    outside_T = _outside(logits_NV, rows_T, target_T, columns)
-    dtype = _compute_dtype(logits_NV)
-    partials_T4 = torch.zeros(target_T.numel(), 4, dtype=dtype, device=logits_NV.device)
-    for chunk, raw_CV in _chunks(logits_NV, rows_T, target_T.numel(), columns):
-        max_C, sum_C, weighted_C, target_C = partials_T4[chunk].unbind(dim=1)
-        owned_C, local_C = _locate(target_T[chunk], columns, raw_CV.shape[1])
-        target_C.copy_(torch.where(owned_C, raw_CV.gather(1, local_C[:, None])[:, 0], 0))
-        max_C.copy_(raw_CV.amax(dim=1))
-        # A row of −inf alone (all padding) keeps m = −inf and s = 0: shift it by 0 instead.
-        shift_C = torch.where(max_C == -math.inf, 0, max_C)
-        scaled_CV = raw_CV.sub_(shift_C[:, None]).div_(columns.temperature)
-        exp_CV = scaled_CV.exp()
-        sum_C.copy_(exp_CV.sum(dim=1))
-        weighted_C.copy_((exp_CV * scaled_CV.masked_fill_(exp_CV == 0, 0.0)).sum(dim=1))
-    return partials_T4.masked_fill_(outside_T[:, None], math.nan)
-
-
-def _combine(partials_PT4: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    max_PT, sum_PT, weighted_PT, target_PT = partials_PT4.double().unbind(dim=2)
-    max_T = max_PT.amax(dim=0)
-    shift_PT = torch.where(max_PT == -math.inf, -math.inf, (max_PT - max_T) / temperature)
-    alpha_PT = shift_PT.exp()
-    shift_PT = torch.where(max_PT == -math.inf, 0, shift_PT)
-    total_T = (alpha_PT * sum_PT).sum(dim=0)
-    weighted_T = (alpha_PT * (weighted_PT + shift_PT * sum_PT)).sum(dim=0)
-    log_sum_T = total_T.log()
-    results = (
-        (target_PT.sum(dim=0) - max_T) / temperature - log_sum_T,
-        log_sum_T - weighted_T / total_T,
-        max_T,
-        log_sum_T,
-    )
-    # A poisoned row, or one without any column: all four say so.
-    poisoned_T = ~torch.isfinite(log_sum_T)
-    logprob_T, entropy_T, max_T, log_sum_T = (
-        values_T.masked_fill(poisoned_T, math.nan).to(partials_PT4.dtype) for values_T in results
-    )
-    return logprob_T, entropy_T, max_T, log_sum_T
-
-
-def _backward_(
-    logits_NV: Tensor,
-    rows_T: Tensor,
-    target_T: Tensor,
-    softmax: _Softmax,
-    grad_logprob_T: Tensor,
-    grad_entropy_T: Tensor,
-    columns: _Columns,
-) -> None:
-    _outside(logits_NV, rows_T, target_T, columns)
-    if bool((rows_T.sort().values.diff() == 0).any()):
-        raise RuntimeError("rows must select each row at most once, got a row twice")
-    for chunk, raw_CV in _chunks(logits_NV, rows_T, target_T.numel(), columns):
-        scaled_CV = raw_CV.sub_(softmax.max_T[chunk, None]).div_(columns.temperature)
-        log_prob_CV = scaled_CV.sub_(softmax.log_sum_T[chunk, None])
-        prob_CV = log_prob_CV.exp()
-        # A column with p = 0 has log p = −inf; its term tends to 0.
-        from_mean_CV = (log_prob_CV + softmax.entropy_T[chunk, None]).masked_fill_(prob_CV == 0, 0)
-        grad_logprob_C, grad_entropy_C = grad_logprob_T[chunk], grad_entropy_T[chunk]
-        factor_CV = grad_logprob_C[:, None] + grad_entropy_C[:, None] * from_mean_CV
-        grad_CV = -prob_CV * factor_CV
-        owned_C, local_C = _locate(target_T[chunk], columns, grad_CV.shape[1])
-        at_target_C = torch.where(owned_C, grad_logprob_C, 0).to(grad_CV.dtype)
-        grad_CV.scatter_add_(1, local_C[:, None], at_target_C[:, None])
-        grad_CV.div_(columns.temperature)
-        # Without a gradient the row takes no part, whatever it holds.
-        idle_C = (grad_logprob_C == 0) & (grad_entropy_C == 0)
-        grad_CV.masked_fill_(idle_C[:, None], 0.0)
-        grad_CV[:, columns.num_true(grad_CV.shape[1]) :] = 0.0
-        logits_NV.index_copy_(0, rows_T[chunk], grad_CV.to(logits_NV.dtype))
-    unselected_N = torch.ones(len(logits_NV), dtype=torch.bool, device=logits_NV.device)
-    unselected_N[rows_T] = False
-    logits_NV.masked_fill_(unselected_N[:, None], 0.0)
-
-
 def _chunks(
-    logits_NV: Tensor, rows_T: Tensor | None, num_tokens: int, columns: _Columns
+    logits_NV: Tensor, rows_T: Tensor | None, num_tokens: int, num_true: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of tokens with their own copy of the logits, padding set to −inf."""
-    num_columns = logits_NV.shape[1]
-    chunk_tokens = max(1, CHUNK_ELEMENTS // num_columns)
+    chunk_tokens = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
     for begin in range(0, num_tokens, chunk_tokens):
         chunk = slice(begin, min(begin + chunk_tokens, num_tokens))
         if rows_T is None:
@@ -233,21 +178,24 @@ def _chunks(
         else:
             own_CV = logits_NV.index_select(0, rows_T[chunk].clamp(0, len(logits_NV) - 1))
         raw_CV = own_CV.to(_compute_dtype(logits_NV), copy=True)
-        raw_CV[:, columns.num_true(num_columns) :] = -math.inf
+        _padding(raw_CV, num_true).fill_(-math.inf)
         yield chunk, raw_CV
 
 
-def _outside(
-    logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, columns: _Columns
-) -> Tensor:
+def _padding(values_CV: Tensor, num_true: int) -> Tensor:
+    """Return the view of the columns beyond the vocabulary, which has ``num_true`` from here on."""
+    return values_CV[:, max(num_true, 0) :]
+
+
+def _outside(logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, vocab_size: int) -> Tensor:
     """Return which tokens have a target or row that does not exist; on the CPU they are refused.
 
     On a GPU to look would be to wait for it: there they become NaN.
     """
-    outside_T = (target_T < 0) | (target_T >= columns.vocab_size)
+    outside_T = (target_T < 0) | (target_T >= vocab_size)
     if not logits_NV.is_cuda and bool(outside_T.any()):
         raise RuntimeError(
-            f"target must lie in [0, vocab_size) = [0, {columns.vocab_size}), got "
+            f"target must lie in [0, vocab_size) = [0, {vocab_size}), got "
             f"{int(target_T[outside_T][0])}"
         )
     if rows_T is None:
@@ -260,9 +208,9 @@ def _outside(
     return outside_T | no_row_T
 
 
-def _locate(target_C: Tensor, columns: _Columns, num_columns: int) -> tuple[Tensor, Tensor]:
+def _locate(target_C: Tensor, vocab_start: int, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return which targets are in this rank's columns, and the local column of each (clamped)."""
-    local_C = target_C - columns.start
+    local_C = target_C - vocab_start
     owned_C = (local_C >= 0) & (local_C < num_columns)
     return owned_C, local_C.clamp(0, num_columns - 1)
 

@@ -1,16 +1,19 @@
-"""Which checkpoint is the best one by ``checkpoint.best``; ``policy.checkpoint_files`` keeps it.
+"""What a run must remember to continue: how it is saved with the weights, and which is the best.
 
-What a run must remember to continue, and how it is saved with the weights.
+``checkpoint.best`` names the metric; ``policy.checkpoint_files`` keeps the best checkpoint.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from bapo_megatron.distributed import broadcast_bytes
-from bapo_megatron.policy.checkpoint import load_checkpoint
+from bapo_megatron.algorithm.bapo import EXIT_METRICS
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
+from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
     BestCheckpoint,
@@ -19,72 +22,12 @@ from bapo_megatron.policy.checkpoint_files import (
     is_there,
     name_best,
 )
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
-from bapo_megatron.trainer.summary import RunSummary, accuracies, moved_share
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.policy.checkpoint import CheckpointSaver
-    from bapo_megatron.policy.megatron_policy import MegatronPolicy
-    from bapo_megatron.rollout.messages import RolloutSource
-    from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
-
-
-def take_best(
-    progress: Progress, metric: str, evaluated: Mapping[str, float], groups: ProcessGroups
-) -> bool:
-    """Note the checkpoint of ``progress.next_step`` as the best one, if it is.
-
-    A collective over all ranks; call it after every evaluation. The first of equal ones stays.
-
-    Args:
-        progress: Holds the best one so far, on rank 0.
-        metric: ``checkpoint.best``.
-        evaluated: The evaluation's metrics, on rank 0.
-        groups: This rank's groups.
-
-    Returns:
-        Whether it is, on every rank: then it must be saved.
-    """
-    answer: bytes | None = None
-    if groups.rank == 0:
-        best, value = progress.best, evaluated.get(metric)
-        # The value of another metric, from before a resume, compares with nothing.
-        known = best.value if best is not None and best.metric == metric else None
-        is_best = value is not None and (known is None or value > known)
-        if is_best:
-            assert value is not None
-            progress.best = BestCheckpoint(f"step_{progress.next_step}", metric, value)
-        answer = b"1" if is_best else b"0"
-    return broadcast_bytes(answer, groups) == b"1"
-
-
-def restore_best(root: Path, progress: Progress) -> None:
-    """Let ``best`` name what the resumed checkpoint knows as the best one; rank 0 only.
-
-    They differ after a kill between the two files, and where a run goes on from an older
-    checkpoint: what was better later belongs to the try that was abandoned.
-
-    Args:
-        root: Directory of the run's checkpoints.
-        progress: As it was loaded; ``best`` is none afterwards where its directory is gone.
-    """
-    if progress.best is not None and not is_there(root, progress.best.step):
-        progress.best = None
-    if progress.best is None:
-        named = find_best(root)
-        if named is not None and named.step > progress.next_step:
-            (root / BEST_NAME).unlink()
-    elif find_best(root) != progress.best:
-        name_best(root, progress.best)
-
-
-_EXIT = re.compile(r"bapo/exit_(\w+)_share")
+from bapo_megatron.trainer.summary import RunSummary
+from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
 @dataclass(slots=True)
@@ -113,24 +56,30 @@ class Progress:
         self.generation_s += tokens / rate if rate > 0 else 0.0
         self.updates += sum(not result.skipped for result in results)
         for decision in (d for result in results for d in result.decisions):
-            for name, share in decision.items():
-                if share and (exit_name := _EXIT.fullmatch(name)):
-                    self.exits[exit_name[1]] = self.exits.get(exit_name[1], 0) + 1
+            for name, metric in EXIT_METRICS.items():
+                if decision.get(metric):
+                    self.exits[name] = self.exits.get(name, 0) + 1
 
     def record_evaluation(self, step: int, results: list[EvalResult]) -> None:
         """Keep the scores of the first evaluation set before training and the newest after it."""
-        accuracy, answer_found = accuracies(results)
+        first = results[0]
         if step == BEFORE_TRAINING:
-            self.accuracy_before, self.answer_found_before = accuracy, answer_found
+            self.accuracy_before, self.answer_found_before = (
+                first.avg_at_k,
+                first.answer_found_share,
+            )
         else:
-            self.accuracy_after, self.answer_found_after = accuracy, answer_found
-        self.num_prompts = results[0].num_prompts
+            self.accuracy_after = first.avg_at_k
+            self.answer_found_after = first.answer_found_share
+        self.num_prompts = first.num_prompts
 
     def summary(self, config: RunConfig, phase_s: dict[str, float]) -> RunSummary:
-        """The totals of the run; ``phase_s`` is of this process only."""
+        """Return the totals of the run; ``phase_s`` is of this process only."""
         rate: float | None = None
         if config.replay.dumps is None:
             rate = self.generated_tokens / self.generation_s if self.generation_s > 0 else 0.0
+        searched = sum(self.exits.values())
+        moved = searched - self.exits.get("start", 0)
         return RunSummary(
             name=config.name,
             seed=config.seed,
@@ -143,7 +92,7 @@ class Progress:
             num_prompts=self.num_prompts,
             generated_tokens=int(self.generated_tokens),
             generated_tokens_per_s=rate,
-            search_moved_share=moved_share(self.exits),
+            search_moved_share=moved / searched if searched else None,
             phase_s=phase_s,
         )
 
@@ -191,14 +140,59 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     best = fields.pop("best", None)
     progress = Progress(**fields, best=BestCheckpoint(**best) if best else None)
     if source is not None:
-        restore_best(root, progress)
+        _restore_best(root, progress)
         source.restore(extra["rollout"])
         say(f"resumed from {newest}: {progress.next_step} steps done")
     return progress
 
 
+def _restore_best(root: Path, progress: Progress) -> None:
+    """Let ``best`` name what the resumed checkpoint knows as the best one; rank 0 only.
+
+    They differ after a kill between the two files, and where a run goes on from an older
+    checkpoint: what was better later belongs to the try that was abandoned. Where the directory of
+    the best one is gone, there is none.
+    """
+    if progress.best is not None and not is_there(root, progress.best.step):
+        progress.best = None
+    if progress.best is None:
+        named = find_best(root)
+        if named is not None and named.step > progress.next_step:
+            (root / BEST_NAME).unlink()
+    elif find_best(root) != progress.best:
+        name_best(root, progress.best)
+
+
+def take_best(
+    progress: Progress, metric: str, evaluated: Mapping[str, float], groups: ProcessGroups
+) -> bool:
+    """Note the checkpoint of ``progress.next_step`` as the best one, if it is.
+
+    A collective over all ranks; call it after every evaluation. The first of equal ones stays.
+
+    Args:
+        progress: Holds the best one so far, on rank 0.
+        metric: ``checkpoint.best``.
+        evaluated: The evaluation's metrics, on rank 0.
+        groups: This rank's groups.
+
+    Returns:
+        Whether it is, on every rank: then it must be saved.
+    """
+    if groups.rank > 0:
+        return broadcast_bytes(None, groups) == b"1"
+    best, value = progress.best, evaluated.get(metric)
+    # The value of another metric, from before a resume, compares with nothing.
+    known = best.value if best is not None and best.metric == metric else None
+    is_best = value is not None and (known is None or value > known)
+    if value is not None and is_best:
+        progress.best = BestCheckpoint(f"step_{progress.next_step}", metric, value)
+    broadcast_bytes(b"1" if is_best else b"0", groups)
+    return is_best
+
+
 def how_to_continue(config: RunConfig) -> str:
-    """What follows "interrupted" in the message about a run that was."""
+    """Return what follows "interrupted" in the message about a run that was."""
     newest = find_latest(config.run_dir / "checkpoints")
     if newest is None:
         return ", before the first checkpoint"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
 from bapo_megatron.trainer.records import update_metrics
 from bapo_megatron.trainer.run import Run
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
 
 
 def train(config: RunConfig) -> None:
@@ -20,7 +16,7 @@ def train(config: RunConfig) -> None:
     """
     with Run.open(config) as run:
         run.begin()
-        for step in range(run.first_step, config.train.steps):
+        for step in range(run.progress.next_step, config.train.steps):
             with run.timer.phase("rollout"):
                 batch = run.next_batch(step)
             lr = run.policy.lr

@@ -9,53 +9,39 @@ C = response tokens of a chunk, B = samples of the step's batch, D = entries of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.algorithm.loss import Denominators, limit_weights, token_weights
+from bapo_megatron.algorithm.loss import limit_weights, token_weights
 from bapo_megatron.algorithm.objective import (
     SAFE_LOGPROB,
+    Objective,
     TokenBatch,
     add_over_responses,
     differentiate,
     is_finite,
     response_sums,
 )
-from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.chunked import LossGradient, apply_token_loss, chunked_logprobs, chunked_loss
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops.backend import Kernels, select_kernels
+from bapo_megatron.ops.chunked import (
+    LossGradient,
+    OutputHead,
+    apply_token_loss,
+    chunked_logprobs,
+    chunked_loss,
+)
 from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
 from bapo_megatron.ops.ratio import importance_ratio
-from bapo_megatron.trainer.records import Numbers, TokenView
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bapo_megatron.algorithm.objective import Objective
-    from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.ops.backend import Kernels
-    from bapo_megatron.ops.chunked import OutputHead
-    from bapo_megatron.types import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class TokenReport:
-    """What one micro-batch reports beside its loss; all of it on the device, without gradient."""
-
-    sums: Tensor
-    """[S] float64: ``Numbers.sum_names``."""
-    maxima: Tensor
-    """[M] float64: ``Numbers.max_names``."""
-    decision: Tensor
-    """[D] float64: the objective's decision that held; empty where it needs none."""
-    policy: TokenLogprobs
-    """[T] ℓ and H; for dumps, and to explain a failure."""
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
+from bapo_megatron.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +80,33 @@ class PolicyOutput:
         groups: ProcessGroups,
         head: OutputHead | None,
     ) -> None:
-        """Choose the kernels.
+        """Choose the kernels; ``head`` is given where the model returns hidden states.
 
-        Args:
-            ops: The ops section.
-            vocab_size: True size of the vocabulary.
-            temperature: Sampling temperature of the rollouts; logits are divided by it.
-            groups: This rank's process groups.
-            head: The language-model head where the model returns hidden states, else None.
+        Logits are divided by ``temperature``, the sampling temperature of the rollouts.
 
         Raises:
             ValueError: ``ops.backend`` names kernels that this machine does not have.
         """
-        self.kernels: Kernels = select_kernels(ops.backend, groups.device)
+        self.kernels = select_kernels(ops.backend, groups.device)
         self.head = head
         self.chunk_tokens = ops.logits_chunk_tokens
         self.vocab_size = vocab_size
         self.temperature = temperature
         self._tensor_group = groups.tensor
 
+    @classmethod
+    def of(cls, policy: MegatronPolicy, ops: OpsConfig, temperature: float) -> PolicyOutput:
+        """Return the output of a policy, which was built with the same ops section."""
+        return cls(
+            ops,
+            vocab_size=policy.vocab_size,
+            temperature=temperature,
+            groups=policy.groups,
+            head=policy.head,
+        )
+
     def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        """ℓ and H [T] of the response tokens, without gradient."""
+        """Return ℓ and H [T] of the response tokens, without gradient."""
         if self.head is None:
             with torch.no_grad():
                 return self.differentiable(output, micro_batch)
@@ -129,12 +121,8 @@ class PolicyOutput:
             kernels=self.kernels,
         )
 
-    def logprobs(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """ℓ [T] of the response tokens, without gradient."""
-        return self.read(output, micro_batch).logprob_T
-
     def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        """ℓ and H [T] with a graph; their backward pass overwrites the logits."""
+        """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
         return vocab_parallel_logprobs(
             logits_NV,
             micro_batch.target_T,
@@ -155,11 +143,6 @@ class LossStage:
     ) -> None:
         """Load the objective and try it.
 
-        Args:
-            config: The algorithm section.
-            output: How log-probs are made of the model's output.
-            groups: This rank's process groups.
-
         Raises:
             UserCodeError: The objective cannot be used.
         """
@@ -168,7 +151,7 @@ class LossStage:
         self._device = groups.device
         self._data_group = groups.data
         loaded = load_objective(config, groups.device, output.kernels)
-        self.objective: Objective = loaded.objective
+        self.objective = loaded.objective
         self.collects = loaded.collects
         """Whether the objective must see the whole update before the first gradient."""
         self.decision_size = loaded.decision_size
@@ -192,7 +175,7 @@ class LossStage:
         Args:
             policy: ℓ and H of each micro-batch.
             micro_batches: This rank's micro-batches.
-            context: Where the update stands.
+            context: The update's place in the run.
             num_samples: B.
         """
         objective, kernels = self.objective, self._output.kernels
@@ -240,13 +223,13 @@ class LossStage:
         decision: Tensor | None,
         context: UpdateContext,
     ) -> tuple[Tensor, TokenReport]:
-        """The loss of one micro-batch over the global denominators, and its report.
+        """Return the loss of one micro-batch over the global denominators, and its report.
 
         Args:
             output: Logits [N, V], overwritten by their gradient; or hidden states.
             micro_batch: The tokens, with what was collected.
             decision: The decision for the update, where the objective made one.
-            context: Where the update stands.
+            context: The update's place in the run.
         """
         made, head = self._output, self._output.head
         policy = made.differentiable(output, micro_batch) if head is None else None
@@ -288,7 +271,6 @@ class LossStage:
             known[index] = replace(known[index], selected_T=selected_T)
             count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
         dist.all_reduce(count_B, group=self._data_group)
-        denominators = Denominators.count(count_B)
         for index, batch in tokens.items():
             kept_T = known[index].selected_T
             assert kept_T is not None
@@ -296,7 +278,7 @@ class LossStage:
                 kept_T,
                 count_B[batch.response],
                 self._config.loss_aggregation,
-                denominators,
+                count_B,
                 self._config.token_sum_norm_constant,
             )
             known[index] = replace(known[index], loss_weight_T=weight_T)
@@ -373,7 +355,6 @@ class _SafeTokens:
             mask=(self.trains_T if own.selected_T is None else own.selected_T).float(),
             entropy=behaviour_T,
             collected_entropy=behaviour_T if own.entropy_T is None else own.entropy_T,
-            reference_logprob=None,
             response=own.sample_T,
             response_tokens=own.response_tokens_T,
             response_sums=None if own.response_sum_T is None else own.response_sum_T.float(),

@@ -1,45 +1,52 @@
-"""Every number that a step reports of its updates: sums over tokens, and what is formed of them.
+"""What a step reports: numbers over tokens, the metrics made of them, and dumps of the tokens.
 
 A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/algorithm.md).
 Sums and counts are reduced over micro-batches and ranks first; a quotient is formed once, at the
-end of the step, so that no mean of means appears.
+end of the step, so that no mean of means appears. ``train.dump_tokens`` writes the tokens of whole
+updates for analysis outside the run.
 
-Shape legend: T = response tokens of a micro-batch, S = sums, M = maxima.
-
-Writes the tokens of whole updates for analysis outside the run: ``train.dump_tokens``.
-
-Shape legend: T = response tokens of this rank, P = ranks of the data-parallel group.
+Shape legend: T = response tokens of a micro-batch (in a dump: of this rank), S = sums, M = maxima,
+D = entries of a decision.
 """
 
 from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from bapo_megatron.algorithm.objective import TokenBatch
+from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+from bapo_megatron.types import MicroBatch, UpdateResult
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+Value = Callable[["TokenView"], Tensor]
 
-    from torch import Tensor
 
-    from bapo_megatron.algorithm.objective import TokenBatch
-    from bapo_megatron.types import UpdateResult
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """What one micro-batch reports beside its loss; all of it on the device, without gradient."""
 
-    Value = Callable[["TokenView"], Tensor]
-    from pathlib import Path
-
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.trainer.loss import TokenReport
-    from bapo_megatron.types import MicroBatch
+    sums: Tensor
+    """[S] float64: ``Numbers.sum_names``."""
+    maxima: Tensor
+    """[M] float64: ``Numbers.max_names``."""
+    decision: Tensor
+    """[D] float64: the objective's decision that held; empty where it needs none."""
+    policy: TokenLogprobs
+    """[T] ℓ and H; for dumps, and to explain a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ CORRECTION_COUNTS: dict[str, Value] = {
 """Further ``COUNTS``, with ``algorithm.correction``."""
 
 CORRECTION_SUMS: dict[str, Value] = {"correction_weight": _correction}
-"""Further ``SUMS`` likewise."""
+"""Further ``SUMS``, with ``algorithm.correction``."""
 
 MAXIMA: dict[str, tuple[Value, str]] = {
     "rollout/staleness_max": (lambda v: v.age_T, "tokens"),
@@ -173,11 +180,7 @@ class Numbers:
     """Which sums and maxima a run has, in order."""
 
     def __init__(self, report_names: Sequence[str], *, corrects: bool) -> None:
-        """Choose them.
-
-        Args:
-            report_names: What the objective reports of each token.
-            corrects: Whether there is an ``algorithm.correction``.
+        """Choose them by what the objective reports, and whether there is a correction.
 
         Raises:
             ValueError: The objective reports a metric of this module.
@@ -226,18 +229,14 @@ class Numbers:
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """Values [T] as rows: bool if all of them are, else float32."""
+    """Return values [T] as rows: bool if all of them are, else float32."""
     if any(value_T.dtype != torch.bool for value_T in values):
         values = [value_T.float() for value_T in values]
     return torch.stack(values)
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return the metrics of a step's updates.
-
-    Args:
-        results: One entry per optimizer update, reduced over all ranks.
-    """
+    """Return the metrics of a step's updates, which are reduced over all ranks."""
     made = [result for result in results if not result.skipped]
     sums = _merge([result.sums for result in results], lambda a, b: a + b)
     maxima = _merge([result.maxima for result in results], max)
@@ -273,7 +272,6 @@ def _merge(
 
 
 def _decision_means(decisions: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the objective's decisions of a step."""
     values: dict[str, list[float]] = {}
     for decision in decisions:
         for name, value in decision.items():
@@ -316,10 +314,13 @@ class TokenDump:
         if not groups.is_last_stage or not tokens:
             return
         parts = [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens]
-        gathered = _gather(torch.cat(parts, dim=1), groups)
+        own = torch.cat(parts, dim=1).cpu().numpy()
+        gathered: list[Any] = [None] * dist.get_world_size(groups.data)
+        dist.all_gather_object(gathered, own, group=groups.data)
         if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
             return
-        table = pa.table(dict(zip(COLUMNS, gathered.cpu().numpy(), strict=True)))
+        columns = np.concatenate(gathered, axis=1)
+        table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
         content = io.BytesIO()
         pq.write_table(table, content, compression="zstd")
         name = f"step_{step:06d}_update_{update:03d}.parquet"
@@ -327,7 +328,7 @@ class TokenDump:
 
 
 def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
-    """The columns of a micro-batch, [5, T]."""
+    """Return the columns of a micro-batch, [5, T]."""
     return torch.stack(
         [
             report.policy.logprob_T,
@@ -337,17 +338,3 @@ def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
             micro_batch.mask_T,
         ]
     ).float()
-
-
-def _gather(columns: Tensor, groups: ProcessGroups) -> Tensor:
-    """The columns of all ranks, rank after rank, [5, Σ T]."""
-    num_ranks = dist.get_world_size(groups.data)
-    counts = torch.zeros(num_ranks, dtype=torch.int64, device=columns.device)
-    counts[dist.get_rank(groups.data)] = columns.shape[1]
-    dist.all_reduce(counts, group=groups.data)
-    longest = int(counts.max())
-    padded = torch.nn.functional.pad(columns, (0, longest - columns.shape[1]))
-    parts = [torch.empty_like(padded) for _ in range(num_ranks)]
-    dist.all_gather(parts, padded.contiguous(), group=groups.data)
-    sizes = counts.tolist()
-    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

@@ -7,8 +7,9 @@ other ranks take part in the collectives.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -17,8 +18,10 @@ from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import save_resolved
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
+    ProcessGroups,
     barrier,
     broadcast_answer,
     broadcast_buffer,
@@ -32,6 +35,7 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, uncut_console
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
@@ -41,24 +45,21 @@ from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.trainer.step import BatchTrainer
-from bapo_megatron.types import EncodedBatch, FinishReason, StepMetrics
+from bapo_megatron.types import (
+    EncodedBatch,
+    EvalResult,
+    FinishReason,
+    RolloutBatch,
+    StepMetrics,
+    UpdateResult,
+)
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.rollout.messages import RolloutSource
-    from bapo_megatron.types import EvalResult, RolloutBatch, UpdateResult
-
 
 # What rank 0 has all ranks do next; the first byte of what it broadcasts.
 _BATCH, _DONE, _PUSH_WEIGHTS, _FAILED = b"B", b"D", b"W", b"F"
 
-_LONGEST_SILENCE_S = 60.0
-"""Rank 0 tells the others at least as often that it still waits for its source."""
+_MAX_SILENCE_S = 60.0
+"""Rank 0 tells the others at least this often that it still waits for its source."""
 
 
 class Run:
@@ -88,12 +89,12 @@ class Run:
             dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
         )
         self.progress = Progress()
-        self.saver = CheckpointSaver(_checkpoint_root(config), config.checkpoint)
+        self.saver = CheckpointSaver(config.run_dir / "checkpoints", config.checkpoint)
         self._groups = groups
         self._source = source
         self._stack = stack
         self._sinks: MetricsSinks | None = None
-        self._wait_on_s = min(_LONGEST_SILENCE_S, config.parallel.timeout_s / 4)
+        self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
         self._pushes: list[SyncReport] = []
         """Since the last report; on rank 0."""
         self._failure: RolloutError | OSError | None = None
@@ -116,7 +117,8 @@ class Run:
         check_config(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
         if rank == 0 and config.replay.dumps is None:
             load_kind(config.rollout.engine).check(config)
-        # Before anything is started: what the configuration names may not be usable.
+        # Before anything is started: what the configuration names may not be usable. ``LossStage``
+        # loads the objective again, for its device and kernels.
         load_objective(config.algorithm)
         Advantages(config.algorithm.advantage)
         with ExitStack() as stack:
@@ -126,7 +128,8 @@ class Run:
                 progress = stack.enter_context(ProgressLine())
                 source = _open_source(config, progress)
                 stack.callback(source.close)
-            _prepare_device()
+            if not torch.cuda.is_available():
+                cpu_compat.install()  # lets Megatron-core run without CUDA
             groups = init_distributed(config.parallel)
             if config.rollout.colocated:  # before the policy needs the memory
                 if source is not None:
@@ -151,15 +154,10 @@ class Run:
             # cleaned up and said why, not while it does.
             shutdown_distributed()
 
-    @property
-    def first_step(self) -> int:
-        """The step to begin with: 0, or the one after the checkpoint."""
-        return self.progress.next_step
-
     def begin(self) -> None:
         """Restore a checkpoint if asked, push the weights, evaluate."""
         if self.config.resume:
-            self.progress = load_run(_checkpoint_root(self.config), self.policy, self._source)
+            self.progress = load_run(self.config.run_dir / "checkpoints", self.policy, self._source)
         with self.timer.phase("server_start"):
             if self._source is not None:
                 self._source.wait_ready()
@@ -170,7 +168,7 @@ class Run:
                 self.config.run_dir,
                 self.config.name,
                 self.config.log,
-                first_step=self.first_step,
+                first_step=self.progress.next_step,
                 total_steps=self.config.train.steps,
             )
             self._stack.callback(self._sinks.close)
@@ -179,7 +177,7 @@ class Run:
         with self.timer.phase("weight_sync"):
             self.push_weights()
             self._pushes.clear()  # no part of a step
-        if self.config.eval.at_start and self.first_step == 0:
+        if self.config.eval.at_start and self.progress.next_step == 0:
             with self.timer.phase("evaluation"):
                 before = self._evaluate(step=BEFORE_TRAINING)
             if self._sinks is not None and before:
@@ -212,7 +210,7 @@ class Run:
                 self._save_and_fail(self._failure)
 
     def _ask(self, ask: Callable[[RolloutSource], bytes]) -> tuple[bytes, bytes]:
-        """What all ranks do next: the kind, and what belongs to it. Rank 0 asks its source."""
+        """Return what all ranks do next, and what belongs to it, from the source of rank 0."""
         source, answer = self._source, None
         if source is not None:
 
@@ -232,7 +230,7 @@ class Run:
     def _save_and_fail(self, failure: RolloutError | OSError) -> NoReturn:
         """Save everything, if this run saves anything, and raise ``failure``.
 
-        Also where the newest checkpoint has the same steps: samples have come since.
+        It saves also where the newest checkpoint has the same steps: samples have come since.
 
         Raises:
             RolloutError: ``failure``, or the collector is gone, and the samples with it.
@@ -275,26 +273,28 @@ class Run:
         return self._evaluate(step) if self._must_evaluate(step) else []
 
     def _must_evaluate(self, step: int) -> bool:
-        every, is_last = self.config.eval.every_steps, step + 1 == self.config.train.steps
-        return (every > 0 and (step + 1) % every == 0) or (is_last and self.config.eval.at_end)
+        return self._is_due(step, self.config.eval.every_steps, self.config.eval.at_end)
+
+    def _is_due(self, step: int, every_steps: int, at_end: bool) -> bool:
+        is_last = step + 1 == self.config.train.steps
+        return (every_steps > 0 and (step + 1) % every_steps == 0) or (is_last and at_end)
 
     def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
 
-        And where the step's evaluation, whose metrics rank 0 gives, is the best one by
-        ``checkpoint.best``. Those that are written in the background are completed here, too, in a
-        later step.
+        It also saves where the step's evaluation, whose metrics rank 0 gives, is the best one by
+        ``checkpoint.best``, and completes checkpoints that earlier steps began to write in the
+        background.
         """
         self.saver.poll()
-        every, is_last = self.config.checkpoint.every_steps, step + 1 == self.config.train.steps
         self.progress.next_step = step + 1
         if self._failure is not None:
             self._save_and_fail(self._failure)
-        due = (every > 0 and (step + 1) % every == 0) or (is_last and self.config.checkpoint.at_end)
-        metric = self.config.checkpoint.best
-        is_best = bool(metric) and self._must_evaluate(step)
-        if is_best:
-            is_best = take_best(self.progress, metric, evaluated, self._groups)
+        checkpoint = self.config.checkpoint
+        due = self._is_due(step, checkpoint.every_steps, checkpoint.at_end)
+        is_best = False
+        if checkpoint.best and self._must_evaluate(step):
+            is_best = take_best(self.progress, checkpoint.best, evaluated, self._groups)
         if due or is_best:
             self._save(is_best=is_best)
 
@@ -311,7 +311,7 @@ class Run:
     def close(self) -> None:
         """End what generates, leave the group for weights, remove those on the disk.
 
-        In this order: servers that are gone take part in nothing that rank 0 may be stuck in.
+        The order matters: servers that are gone take part in nothing that rank 0 may be stuck in.
         """
         if self._source is not None:
             self._source.close()
@@ -331,32 +331,24 @@ class Run:
         if self.config.log.console:
             summary.print(uncut_console())
 
-    def _results_of(self, step: int) -> list[EvalResult]:
+    def _evaluate(self, step: int) -> list[EvalResult]:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
         if not self.config.eval.sets or self.config.replay.dumps is not None:
             return []
-        results: list[EvalResult] | None = None
+        found: list[EvalResult] = []
 
         def evaluate(source: RolloutSource) -> bytes:
-            nonlocal results
             results = source.evaluate(step)
+            found.extend(results or [])
             return _PUSH_WEIGHTS if results is None else _DONE
 
-        while self._failure is None:
-            kind, _ = self._ask(evaluate)
-            if kind == _DONE:
-                return results or []
-            if kind == _PUSH_WEIGHTS:
-                self.push_weights(again=True)
-        return []
-
-    def _evaluate(self, step: int) -> list[EvalResult]:
-        results = self._results_of(step)
-        if not results:
+        while self._failure is None and self._ask(evaluate)[0] == _PUSH_WEIGHTS:
+            self.push_weights(again=True)
+        if not found:
             return []
-        self.progress.record_evaluation(step, results)
+        self.progress.record_evaluation(step, found)
         if self.config.log.console:
-            for result in results:
+            for result in found:
                 Console().print(
                     f"evaluation of {result.name}: avg@{result.samples_per_prompt} "
                     f"{result.avg_at_k:.1%} ({result.scores[0].low:.1%} … "
@@ -364,21 +356,11 @@ class Run:
                     f"({result.wall_s:.1f} s)",
                     highlight=False,
                 )
-        return results
-
-
-def _prepare_device() -> None:
-    """Let Megatron-core run where there is no CUDA."""
-    if not torch.cuda.is_available():
-        cpu_compat.install()
-
-
-def _checkpoint_root(config: RunConfig) -> Path:
-    return config.run_dir / "checkpoints"
+        return found
 
 
 def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
-    """Responses that ended for one of these stay out of the loss."""
+    """Return the reasons whose responses stay out of the loss."""
     asked = {
         FinishReason.LENGTH: config.reward.truncated,
         FinishReason.ENVIRONMENT: config.rollout.episodes.on_error,
@@ -390,12 +372,12 @@ def _claim_run_dir(config: RunConfig) -> None:
     """Make the run directory; refuse to overwrite an earlier run.
 
     Raises:
-        ValueError: it holds a run and ``resume`` is not set.
+        ValueError: It holds a run and ``resume`` is not set.
     """
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(_checkpoint_root(config))):
+    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
         raise ValueError(
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.files import atomic_write_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from bapo_megatron.types import EvalResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +65,3 @@ class RunSummary:
         for name, seconds in self.phase_s.items():
             table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
         console.print(table)
-
-
-def accuracies(results: list[EvalResult]) -> tuple[float | None, float | None]:
-    """avg@k and well-formed share of the first evaluation set, or None twice."""
-    return (results[0].avg_at_k, results[0].answer_found_share) if results else (None, None)
-
-
-def moved_share(exits: Mapping[str, float]) -> float | None:
-    """Share of searches that did not end at ``start``, from counts by exit."""
-    searched = sum(exits.values())
-    return (searched - exits.get("start", 0)) / searched if searched else None

@@ -1,5 +1,5 @@
 // Schemas of torch.ops.bapo. Implementations are beside this file, one op each; their fake versions
-// are in bapo_megatron/ops/fake.py.
+// are in bapo_megatron/ops/extension.py.
 
 #include <torch/csrc/stable/library.h>
 

@@ -12,25 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import Denominators, token_weights
+from bapo_megatron.algorithm.loss import token_weights
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.logprob import TokenLogprobs
+from tests.algorithm.batches import CLIP, DUAL_CLIP, random_batch
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
 
-CLIP = {"objective": "clip", "fixed": {"low": 0.75, "high": 1.25}, "dual_clip": 3.0}
-
-
-def random_batch(seed: int = 0, num_tokens: int = 200) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    behaviour_T = -torch.rand(num_tokens, generator=generator)
-    return {
-        "logprob_T": behaviour_T + 0.7 * torch.randn(num_tokens, generator=generator),
-        "behaviour_logprob_T": behaviour_T,
-        "advantage_T": torch.randn(num_tokens, generator=generator),
-        "mask_T": (torch.rand(num_tokens, generator=generator) < 0.8).float(),
-        "loss_weight_T": torch.full((num_tokens,), 1 / max(1, num_tokens)),
-        "entropy_T": torch.rand(num_tokens, generator=generator),
-    }
+CLIPPED = CLIP | {"dual_clip": DUAL_CLIP}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +30,7 @@ def groups() -> Iterator[ProcessGroups]:
 # Three responses with 2, 0 and 1 training tokens out of 3, 1 and 2.
 RESPONSE_MASK_T = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
 RESPONSE_TOKENS_T = torch.tensor([2.0, 2.0, 2.0, 0.0, 1.0, 1.0])
-DENOMINATORS = Denominators(tokens=3, responses=2)
+RESPONSE_TOKENS_R = torch.tensor([2, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -55,28 +43,24 @@ DENOMINATORS = Denominators(tokens=3, responses=2)
 )
 def test_token_weights_by_hand(aggregation: str, expected: list[float]) -> None:
     weight_T = token_weights(
-        RESPONSE_MASK_T, RESPONSE_TOKENS_T, aggregation, DENOMINATORS, constant=10.0
+        RESPONSE_MASK_T, RESPONSE_TOKENS_T, aggregation, RESPONSE_TOKENS_R, constant=10.0
     )
     assert weight_T.tolist() == pytest.approx(expected, rel=1e-6)
     assert weight_T.dtype == torch.float32
 
 
-def test_denominators_count_tokens_and_responses_that_train() -> None:
-    assert Denominators.count(torch.tensor([2, 0, 1])) == DENOMINATORS
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
 def test_an_update_without_training_tokens_has_zero_weights(aggregation: str) -> None:
-    weight_T = token_weights(torch.zeros(3), torch.zeros(3), aggregation, Denominators(0, 0))
+    weight_T = token_weights(torch.zeros(3), torch.zeros(3), aggregation, torch.zeros(2))
     assert weight_T.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_unknown_aggregations_and_constants_are_refused() -> None:
     ones = torch.ones(1)
     with pytest.raises(ValueError, match="or token_sum_norm, got 'mean'"):
-        token_weights(ones, ones, "mean", DENOMINATORS)
+        token_weights(ones, ones, "mean", RESPONSE_TOKENS_R)
     with pytest.raises(ValueError, match="must be > 0, got 0"):
-        token_weights(ones, ones, "token_mean", DENOMINATORS, constant=0.0)
+        token_weights(ones, ones, "token_mean", RESPONSE_TOKENS_R, constant=0.0)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
@@ -84,13 +68,13 @@ def test_unknown_aggregations_and_constants_are_refused() -> None:
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     groups: ProcessGroups, aggregation: str, num_parts: int
 ) -> None:
-    stage = make_stage(groups, CLIP)
-    batch = random_batch(3, num_tokens=240)
+    stage = make_stage(groups, CLIPPED)
+    batch = random_batch(240, seed=3)
     logprob_T, entropy_T = batch.pop("logprob_T"), batch.pop("entropy_T")
     response_T = torch.arange(240) // 7
     tokens_R = torch.zeros(int(response_T.max()) + 1).index_add(0, response_T, batch["mask_T"])
     batch["loss_weight_T"] = token_weights(
-        batch["mask_T"], tokens_R[response_T], aggregation, Denominators.count(tokens_R), 32.0
+        batch["mask_T"], tokens_R[response_T], aggregation, tokens_R, 32.0
     )
 
     def loss_of(leaf_T: Tensor, part: Any) -> tuple[float, Tensor]:
@@ -119,13 +103,11 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
 
 
 def test_sequence_mean_equals_the_mean_of_response_means() -> None:
-    batch = random_batch(4, num_tokens=30)
+    batch = random_batch(30, seed=4)
     response_T = torch.arange(30) // 6
     batch["mask_T"][6:12] = 0  # the second response does not train
     tokens_R = torch.zeros(5).index_add(0, response_T, batch["mask_T"])
-    weight_T = token_weights(
-        batch["mask_T"], tokens_R[response_T], "sequence_mean", Denominators.count(tokens_R)
-    )
+    weight_T = token_weights(batch["mask_T"], tokens_R[response_T], "sequence_mean", tokens_R)
     value_T = torch.arange(30.0)
     means = [
         value_T[(response_T == r) & (batch["mask_T"] == 1)].double().mean().item()

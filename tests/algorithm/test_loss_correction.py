@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.loss import LOG_LIMIT, limit_weights, log_weights
+from bapo_megatron.algorithm.loss import LOG_RATIO_LIMIT, limit_weights, log_weights
 from bapo_megatron.algorithm.objective import RESPONSE_UNIT, add_over_responses, response_sums
 from bapo_megatron.config.schema import CorrectionConfig
 
@@ -51,7 +51,11 @@ def _computed(
         sum_B = torch.zeros(9, dtype=torch.int64)
         for part in order.chunk(num_parts):
             add_over_responses(sum_B, log_weight_T[part], tokens["sample_T"][part])
-        log_weight_T = response_sums(sum_B, tokens["sample_T"]).clamp(-LOG_LIMIT, LOG_LIMIT).float()
+        log_weight_T = (
+            response_sums(sum_B, tokens["sample_T"])
+            .clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            .float()
+        )
     return limit_weights(log_weight_T.exp(), config)
 
 
@@ -102,7 +106,7 @@ def test_the_weight_of_a_response_is_the_product_over_its_tokens_that_train() ->
     sample_T = torch.tensor([2, 2, 2, 0])
     sum_B = torch.zeros(3, dtype=torch.int64)
     add_over_responses(sum_B, log_weight_T, sample_T)
-    weight_T = response_sums(sum_B, sample_T).clamp(-LOG_LIMIT, LOG_LIMIT).float().exp()
+    weight_T = response_sums(sum_B, sample_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).float().exp()
     assert weight_T.tolist() == pytest.approx([1.0, 1.0, 1.0, 3.0], rel=1e-6)
 
 
@@ -125,7 +129,7 @@ def test_logs_are_clamped_and_sums_do_not_overflow() -> None:
     sum_B = torch.zeros(1, dtype=torch.int64)
     add_over_responses(sum_B, log_weight_T, torch.zeros(num_tokens, dtype=torch.int64))
     assert sum_B.tolist() == [num_tokens * 20 * round(1 / RESPONSE_UNIT)]
-    sum_T = response_sums(sum_B, torch.tensor([0])).clamp(-LOG_LIMIT, LOG_LIMIT)
+    sum_T = response_sums(sum_B, torch.tensor([0])).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     assert sum_T.tolist() == [20.0]
 
 

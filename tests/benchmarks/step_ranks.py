@@ -20,7 +20,7 @@ from tests.distributed_launch import take_port
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "read and share the batch": [(run_module.Run, "next_batch")],
-    "build micro-batches": [(step_module, "plan_step")],
+    "build micro-batches": [(step_module, "split_step")],
     "forward only": [(MegatronPolicy, "forward_only")],
     "forward and backward": [(MegatronPolicy, "forward_backward")],
     "reduce reports": [(step_module, "reduce_reports")],

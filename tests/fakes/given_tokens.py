@@ -37,7 +37,6 @@ def one_rank(device: torch.device = CPU) -> Iterator[ProcessGroups]:
         world = dist.group.WORLD
         assert world is not None
         yield ProcessGroups(
-            world=world,
             tensor=world,
             context=world,
             data=world,
@@ -139,7 +138,6 @@ def make_tokens(
         "mask": mask_T,
         "entropy": entropy_T,
         "collected_entropy": entropy_T.detach(),
-        "reference_logprob": None,
         "response": torch.zeros(len(logprob_T), dtype=torch.int64, device=logprob_T.device),
         "response_tokens": ones_T * mask_T.sum(),
         "response_sums": None,

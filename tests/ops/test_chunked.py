@@ -318,8 +318,8 @@ def test_gradients_switched_off_are_refused_before_anything_is_added() -> None:
     [
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
         ({"temperature": 0.0}, "temperature must be > 0 and finite, got 0.0"),
-        ({"vocab_size": 65}, r"vocab_size must lie in 1 … 64 \(rows of the head × ranks\), got 65"),
-        ({"rows_T": torch.arange(5)}, r"rows must be int64 of shape \[T\].*got torch.int64 \[5\]"),
+        ({"vocab_size": 65}, r"vocab_size must lie in 1 … 64 \(columns × ranks\), got 65"),
+        ({"rows_T": torch.arange(5)}, "needs one row for each target, got 5 rows and 61 targets"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:

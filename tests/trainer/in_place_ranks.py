@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.megatron import MegatronConfig
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import (
@@ -20,7 +21,7 @@ from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import LossGradient, apply_token_loss
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
-from bapo_megatron.trainer.split import plan_step
+from bapo_megatron.trainer.split import split_step
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.parity_ranks import hf_gradients
@@ -39,7 +40,9 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
             groups=groups,
         )
         config = AlgorithmConfig.model_validate({})
-        (update,) = plan_step(read_batch(dump), config, StalenessConfig(), ONE_RANK)
+        (update,) = split_step(
+            read_batch(dump), Advantages("grpo"), config, StalenessConfig(), ONE_RANK
+        )
         watch = _Watch(policy)
         gradients = {}
         for overwrite in (False, True):

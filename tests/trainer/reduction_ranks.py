@@ -12,8 +12,7 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss import TokenReport
-from bapo_megatron.trainer.records import Numbers
+from bapo_megatron.trainer.records import Numbers, TokenReport
 from bapo_megatron.trainer.step import find_faults, read_measurements, reduce_reports
 from tests.distributed_launch import joined
 
@@ -64,7 +63,9 @@ def _read(measurement: Any) -> dict[str, Any]:
     return {
         "sums": measured.sums,
         "maxima": measured.maxima,
-        "decisions": [dict(zip(BOUNDS_FIELDS, row, strict=True)) for row in measured.decisions],
+        "decisions": [
+            dict(zip(BOUNDS_FIELDS, row, strict=True)) for row in measurement.decisions.tolist()
+        ],
         "faults": find_faults(measurement, STAGE).tolist(),
     }
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
-from bapo_megatron.trainer.split import plan_step
+from bapo_megatron.trainer.split import split_step
 from bapo_megatron.trainer.step import find_faults, reduce_reports
 from tests.trainer.dumps import ONE_RANK
 
@@ -98,7 +99,7 @@ def test_search_and_loss_never_wait_for_the_device(
     )
     searches = "bapo" in objective
     batch = read_batch(mixed_dumps / "step_000000.parquet")
-    (update,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
+    (update,) = split_step(batch, Advantages(config.advantage), config, StalenessConfig(), ONE_RANK)
     micro_batch = update.micro_batches[0].to(device)
     groups: Any = SimpleNamespace(
         data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1

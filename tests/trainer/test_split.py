@@ -10,10 +10,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.trainer.split import PlannedUpdate, plan_step
+from bapo_megatron.trainer.split import SplitUpdate, split_step
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -53,18 +54,24 @@ def _batch(versions=VERSIONS) -> RolloutBatch:
     return RolloutBatch(step=0, version=VERSION, groups=tuple(groups))
 
 
-def _plan(
-    limit: dict[str, object], batch: RolloutBatch | None = None, **algorithm: object
-) -> tuple[PlannedUpdate, ...]:
-    return plan_step(
+def _split(
+    limit: dict[str, object],
+    batch: RolloutBatch | None = None,
+    masked: FinishReason | None = None,
+    **algorithm: object,
+) -> tuple[SplitUpdate, ...]:
+    config = AlgorithmConfig.model_validate(algorithm)
+    return split_step(
         batch or _batch(),
-        AlgorithmConfig.model_validate(algorithm),
+        Advantages(config.advantage),
+        config,
         StalenessConfig(action="mask", **limit),
         ONE_RANK,
+        masked_reasons={masked} - {None},
     )
 
 
-def _weights_by_sample(update: PlannedUpdate) -> dict[int, list[float]]:
+def _weights_by_sample(update: SplitUpdate) -> dict[int, list[float]]:
     """Loss weights of each computed response, in the order of its tokens."""
     (micro_batch,) = update.micro_batches
     found: dict[int, list[float]] = {}
@@ -91,7 +98,7 @@ def _weights_by_sample(update: PlannedUpdate) -> dict[int, list[float]]:
 def test_global_denominators_count_only_tokens_that_train(
     aggregation: str, full: dict[int, int], partial: int
 ) -> None:
-    (update,) = _plan(
+    (update,) = _split(
         {"max_age": 3, "measure": "token"},
         loss_aggregation=aggregation,
         token_sum_norm_constant=4.0,
@@ -101,13 +108,13 @@ def test_global_denominators_count_only_tokens_that_train(
     for sample, divisor in full.items():
         assert weights[sample] == pytest.approx([1 / divisor] * len(weights[sample]), rel=1e-6)
     assert weights[1] == pytest.approx([0, 0, 1 / partial, 1 / partial], rel=1e-6)
-    assert (update.response_tokens, update.trained_tokens) == (15, 11)
+    assert (update.counts["response_tokens"], update.trained_tokens) == (15, 11)
 
 
 @pytest.mark.parametrize("measure", ["token", "mean", "oldest"])
 @pytest.mark.parametrize("max_age", [None, 0, 1, 2, 4, 7])
 def test_denominators_equal_a_loop_over_tokens(measure: str, max_age: int | None) -> None:
-    (update,) = _plan({"max_age": max_age, "measure": measure})
+    (update,) = _split({"max_age": max_age, "measure": measure})
     kept = 0
     for responses in VERSIONS:
         for versions_R in responses:
@@ -120,14 +127,14 @@ def test_denominators_equal_a_loop_over_tokens(measure: str, max_age: int | None
 
 
 def test_responses_that_do_not_train_are_not_computed() -> None:
-    (update,) = _plan({"max_age": 3, "measure": "oldest"})
+    (update,) = _split({"max_age": 3, "measure": "oldest"})
     (micro_batch,) = update.micro_batches
     assert set(micro_batch.sample_T.tolist()) == {0, 2, 3, 5}
-    assert update.real_tokens == 9 + 4 * 2
+    assert update.packing["packing_real"] == 9 + 4 * 2
 
 
 def test_masked_responses_stay_in_the_baseline_of_their_group() -> None:
-    (masked,) = _plan({"max_age": 3, "measure": "oldest"}, advantage="grpo_no_std")
+    (masked,) = _split({"max_age": 3, "measure": "oldest"}, advantage="grpo_no_std")
     (micro_batch,) = masked.micro_batches
     advantages = dict(
         zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
@@ -137,7 +144,7 @@ def test_masked_responses_stay_in_the_baseline_of_their_group() -> None:
 
 def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None:
     old = ((2, 2), (2,)), ((10, 10), (9,))
-    first, second = _plan(
+    first, second = _split(
         {"max_age": 3, "measure": "token"}, _batch(versions=old), updates_per_batch=2
     )
     lengths = {
@@ -146,8 +153,9 @@ def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None
         "negative_responses": 1.0,
         "negative_length": 1.0,
     }
-    assert first == PlannedUpdate(response_tokens=3, lengths=lengths)
-    assert (second.response_tokens, second.trained_tokens, second.has_gradient) == (3, 3, True)
+    assert first == SplitUpdate({"response_tokens": 3.0, "masked_tokens": 3.0, **lengths})
+    assert (second.trained_tokens, second.has_gradient) == (3, True)
+    assert second.counts["response_tokens"] == 3
 
 
 def test_tokens_that_do_not_train_give_no_gradient() -> None:
@@ -155,7 +163,7 @@ def test_tokens_that_do_not_train_give_no_gradient() -> None:
     batch = _batch(versions=(((2, 2), (2,)), ((10, 10), (9,))))
     for sample in batch.groups[1].samples:
         sample.reward = 1.0
-    (update,) = _plan({"max_age": 3, "measure": "token"}, batch)
+    (update,) = _split({"max_age": 3, "measure": "token"}, batch)
     assert update.trained_tokens == 3
     assert not update.has_gradient
 
@@ -163,12 +171,9 @@ def test_tokens_that_do_not_train_give_no_gradient() -> None:
 def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baseline() -> None:
     batch = _batch()
     batch.samples[0].finish_reason = FinishReason.LENGTH
-    config = AlgorithmConfig(advantage="grpo_no_std")
 
-    (kept,) = plan_step(batch, config, StalenessConfig(), ONE_RANK)
-    (masked,) = plan_step(
-        batch, config, StalenessConfig(), ONE_RANK, masked_reasons={FinishReason.LENGTH}
-    )
+    (kept,) = _split({}, batch, advantage="grpo_no_std")
+    (masked,) = _split({}, batch, FinishReason.LENGTH, advantage="grpo_no_std")
 
     assert (kept.trained_tokens, masked.trained_tokens) == (15, 13)
     (micro_batch,) = masked.micro_batches
@@ -200,20 +205,22 @@ def _episodes() -> RolloutBatch:
 def test_what_an_environment_wrote_changes_no_weight_and_no_length(aggregation: str) -> None:
     algorithm = {"loss_aggregation": aggregation, "token_sum_norm_constant": 4.0}
     limit = {"max_age": 3, "measure": "token"}
-    (plain,) = _plan(limit, **algorithm)
-    (update,) = _plan(limit, _episodes(), **algorithm)
+    (plain,) = _split(limit, **algorithm)
+    (update,) = _split(limit, _episodes(), **algorithm)
 
     assert _weights_by_sample(update) == _weights_by_sample(plain)
-    assert (update.response_tokens, update.trained_tokens) == (15, 11)
+    assert (update.counts["response_tokens"], update.trained_tokens) == (15, 11)
     # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
-    assert update.lengths == plain.lengths
-    assert update.lengths == {
+    assert update.counts == plain.counts
+    assert update.counts == {
+        "response_tokens": 15.0,
+        "masked_tokens": 4.0,
         "positive_responses": 2.0,
         "positive_length": 3.0,
         "negative_responses": 4.0,
         "negative_length": 12.0,
     }
-    assert update.real_tokens == plain.real_tokens + 7 + 3 + 4
+    assert update.packing["packing_real"] == plain.packing["packing_real"] + 7 + 3 + 4
 
 
 @pytest.mark.parametrize("reason", ["length", "turns", "environment"])
@@ -224,17 +231,11 @@ def test_episodes_that_ended_for_a_masked_reason_stay_in_the_baseline(reason: st
     masked = {"length": 1, "turns": 2, "environment": 5}[reason]
     sampled = {1: 4, 2: 3, 5: 3}[masked]
 
-    (update,) = plan_step(
-        batch,
-        AlgorithmConfig(advantage="grpo_no_std"),
-        StalenessConfig(),
-        ONE_RANK,
-        masked_reasons={FinishReason(reason)},
-    )
+    (update,) = _split({}, batch, FinishReason(reason), advantage="grpo_no_std")
 
     weights = _weights_by_sample(update)
     assert sorted(weights) == [number for number in range(6) if number != masked]
-    assert (update.response_tokens, update.trained_tokens) == (15, 15 - sampled)
+    assert (update.counts["response_tokens"], update.trained_tokens) == (15, 15 - sampled)
     for number, weight_Q in weights.items():
         length = len(batch.samples[number].behaviour_logprobs)
         assert weight_Q == [pytest.approx(1 / (15 - sampled))] * length
@@ -250,7 +251,7 @@ def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
     batch = _batch(versions=(((10, 10), ()),))
     batch.samples[1].finish_reason = FinishReason.ENVIRONMENT
 
-    (update,) = plan_step(batch, AlgorithmConfig(), StalenessConfig(), ONE_RANK)
+    (update,) = _split({}, batch)
 
     assert _weights_by_sample(update).keys() == {0}
-    assert (update.response_tokens, update.trained_tokens) == (2, 2)
+    assert (update.counts["response_tokens"], update.trained_tokens) == (2, 2)

@@ -1,0 +1,366 @@
+"""The trainer's loss of a micro-batch, by given log-probs and from the model's output.
+
+Shape legend: T = response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.records import TokenReport
+from bapo_megatron.types import MicroBatch
+from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch, with_gradient
+from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
+from tests.ops import chunked_problem
+from tests.oracles import policy_loss as oracle
+
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "clip": CLIP,
+    "bapo": {"objective": "bapo"},
+    "bapo of micro-batches": {"objective": "bapo", "bapo": {"scope": "micro_batch"}},
+}
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+FLOATS = (
+    "behaviour_logprob_T",
+    "rollout_logprob_T",
+    "advantage_T",
+    "importance_T",
+    "loss_weight_T",
+)
+"""Fields of a micro-batch that a masked token may hold anything in."""
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ProcessGroups]:
+    with one_rank() as groups:
+        yield groups
+
+
+def micro_batch_of(batch: dict[str, Tensor]) -> MicroBatch:
+    return make_micro_batch(
+        **{name: t for name, t in batch.items() if name not in ("logprob_T", "entropy_T")}
+    )
+
+
+def trainers_loss(
+    stage: LossStage, batch: dict[str, Tensor], context: UpdateContext = CONTEXT
+) -> tuple[Tensor, TokenReport]:
+    """The loss of one micro-batch that is the whole update, after its collection pass."""
+    micro_batch, decision = micro_batch_of(batch), None
+    policy: Any = TokenLogprobs(batch["logprob_T"], batch["entropy_T"])
+    if stage.collects:
+        known = TokenLogprobs(*(values_T.detach() for values_T in policy))
+        collected = stage.collect([known], [micro_batch], context, num_samples=1)
+        (micro_batch,), decision = collected.micro_batches, collected.decision
+    return stage.loss(policy, micro_batch, decision=decision, context=context)
+
+
+def sums_by_name(stage: LossStage, report: TokenReport) -> dict[str, float]:
+    names = (name.removeprefix("report: clip/fraction_") for name in stage.numbers.sum_names)
+    return dict(zip(names, report.sums.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize("dual_clip", [None, DUAL_CLIP])
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.01])
+@every_algorithm
+@both_backends
+def test_the_trainers_loss_and_gradients_equal_float64_autograd(
+    groups: ProcessGroups,
+    backend: str,
+    algorithm: str,
+    entropy_coefficient: float,
+    dual_clip: float | None,
+    scale: float,
+) -> None:
+    batch = random_batch()
+    low, high = oracle_bounds(algorithm, batch)
+    settings = {"dual_clip": dual_clip, "entropy_coefficient": entropy_coefficient}
+    stage = make_stage(groups, ALGORITHMS[algorithm] | settings, backend)
+    ours, exact = with_gradient(batch), with_gradient(batch)
+    loss, report = trainers_loss(stage, ours)
+    (loss * scale).backward()
+    wanted = oracle.policy_loss(
+        **exact,
+        low=low,
+        high=high,
+        dual_clip=dual_clip,
+        entropy_coefficient=entropy_coefficient,
+    )
+    (wanted.loss * scale).backward()
+    assert loss.item() == pytest.approx(wanted.loss.item(), abs=1e-6)
+    torch.testing.assert_close(ours["logprob_T"].grad, exact["logprob_T"].grad, rtol=1e-6, atol=0)
+    if entropy_coefficient:
+        torch.testing.assert_close(
+            ours["entropy_T"].grad, exact["entropy_T"].grad, rtol=1e-6, atol=0
+        )
+    else:
+        assert ours["entropy_T"].grad is None
+    reported = sums_by_name(stage, report)
+    assert reported["high"] == wanted.clipped_high > 0
+    assert reported["low"] == wanted.clipped_low > 0
+    assert reported["dual"] == wanted.clipped_dual
+    assert (wanted.clipped_dual > 0) == (dual_clip is not None)
+    if algorithm != "clip":
+        assert report.decision[:2].tolist() == [low, high]
+
+
+@both_backends
+def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: str) -> None:
+    stage = make_stage(groups, CLIP | {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.5}, backend)
+    loss, report = trainers_loss(
+        stage,
+        {
+            "logprob_T": torch.tensor([2.0, 0.5, 4.0, 1.0, 2.0]).log(),
+            "behaviour_logprob_T": torch.zeros(5),
+            "advantage_T": torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]),
+            "mask_T": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]),
+            "loss_weight_T": torch.full((5,), 0.25),
+            "entropy_T": torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
+            "version_T": torch.tensor([5, 4, 3, 5, 0]),
+        },
+        UpdateContext(num_updates=5, rollout_version=5),
+    )
+    # −1.25 + 0.75 + 3 − 1 = 1.5, a quarter of it; entropy 10 · 0.25 · 0.5
+    assert loss.item() == pytest.approx(0.375 - 1.25, abs=1e-6)
+    reported = sums_by_name(stage, report)
+    # r − 1 − log r: (1 − ln 2) + (−0.5 + ln 2) + (3 − 2 ln 2) + 0
+    assert reported.pop("kl_behaviour") == pytest.approx(3.5 - 2 * math.log(2), abs=1e-6)
+    # |ln r| of the first and the fourth token
+    assert reported.pop("mismatch_abs") == pytest.approx(math.log(2), abs=1e-6)
+    assert reported == {
+        "tokens": 4,
+        "positive_tokens": 2,
+        "negative_tokens": 2,
+        "policy_loss": pytest.approx(0.375, abs=1e-6),
+        "positive_contribution": pytest.approx(1.25 + 1, abs=1e-6),
+        "negative_contribution": pytest.approx(0.75 + 4, abs=1e-6),
+        "positive_clipped": 1,
+        "negative_clipped": 2,
+        "entropy": 10,
+        "staleness": 1 + 2,
+        "mismatch_tokens": 2,
+        "nonfinite_tokens": 0,
+        "nonfinite_losses": 0,
+        "high": 1,
+        "low": 1,
+        "dual": 1,
+    }
+    assert dict(zip(stage.numbers.max_names, report.maxima.tolist(), strict=True)) == {
+        "rollout/staleness_max": 2,
+        "mismatch/logprob_abs_max": pytest.approx(math.log(2), abs=1e-6),
+    }
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
+@every_algorithm
+@both_backends
+def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
+    groups: ProcessGroups, backend: str, algorithm: str, rubbish: float
+) -> None:
+    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
+    stage = make_stage(groups, ALGORITHMS[algorithm] | settings, backend)
+    batch = random_batch()
+    batch |= {name: torch.ones(200) for name in FLOATS if name not in batch}
+    clean_loss, clean = trainers_loss(stage, batch)
+    masked_T = batch["mask_T"] == 0
+    dirty = {name: value.clone() for name, value in batch.items()}
+    for name in ("logprob_T", "entropy_T", *FLOATS):
+        dirty[name][masked_T] = rubbish
+    dirty = with_gradient(dirty)
+    loss, report = trainers_loss(stage, dirty)
+    assert torch.equal(loss, clean_loss)
+    assert torch.equal(report.sums, clean.sums)
+    assert torch.equal(report.maxima, clean.maxima)
+    assert torch.equal(report.decision, clean.decision)
+    assert bool(torch.isfinite(report.sums).all())
+    loss.backward()
+    for name in ("logprob_T", "entropy_T"):
+        grad_T = dirty[name].grad
+        assert grad_T is not None
+        assert torch.count_nonzero(grad_T[masked_T]) == 0
+        assert torch.count_nonzero(grad_T) > 0
+        assert bool(torch.isfinite(grad_T).all())
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["logprob_T", "behaviour_logprob_T", "advantage_T"])
+@every_algorithm
+@both_backends
+def test_a_nonfinite_token_is_counted_and_has_no_value_and_no_gradient(
+    groups: ProcessGroups, backend: str, algorithm: str, name: str, rubbish: float
+) -> None:
+    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
+    stage = make_stage(groups, ALGORITHMS[algorithm] | settings, backend)
+    batch = random_batch(num_tokens=6)
+    batch["mask_T"].fill_(1.0)
+    others = {key: value[1:] for key, value in batch.items()}
+    batch[name][0] = rubbish
+    batch["entropy_T"][0] = rubbish
+    batch = with_gradient(batch)
+    loss, report = trainers_loss(stage, batch)
+    other_loss, other = trainers_loss(stage, others)
+    assert loss.item() == pytest.approx(other_loss.item(), rel=1e-6)
+    expected = {**sums_by_name(stage, other), "tokens": 6, "nonfinite_tokens": 1}
+    # The order of a sum may change.
+    assert sums_by_name(stage, report) == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(report.decision, other.decision)
+    loss.backward()
+    for learnt in ("logprob_T", "entropy_T"):
+        grad_T = batch[learnt].grad
+        assert grad_T is not None
+        assert grad_T[0] == 0
+        assert bool(torch.isfinite(grad_T).all())
+        assert torch.count_nonzero(grad_T[1:]) > 0
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["logprob_T", "behaviour_logprob_T", "advantage_T"])
+def test_the_collection_pass_counts_what_is_not_finite(
+    groups: ProcessGroups, name: str, rubbish: float
+) -> None:
+    stage = make_stage(groups, {"objective": "bapo"})
+    batch = random_batch(num_tokens=6)
+    batch["mask_T"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    batch[name][1:3] = rubbish
+    batch["entropy_T"][1] = rubbish
+    policy = TokenLogprobs(batch["logprob_T"], batch["entropy_T"])
+    micro_batch = micro_batch_of(batch)
+    collected = stage.collect([policy], [micro_batch], CONTEXT, num_samples=1)
+    assert collected.faults[0].item() == 1
+    assert collected.decision is not None
+    assert bool(torch.isfinite(collected.decision).all())
+    (known,) = collected.micro_batches
+    assert known.entropy_T is not None
+    kept_T = torch.where(torch.tensor([True, False, False, True, True, True]), 1.0, 0.0)
+    expected_T = torch.where(kept_T > 0, batch["entropy_T"], 0.0)
+    assert torch.equal(known.entropy_T, expected_T)
+
+
+@both_backends
+def test_a_tiny_divergence_is_not_lost_to_rounding(groups: ProcessGroups, backend: str) -> None:
+    stage = make_stage(groups, {"objective": "none"}, backend)
+    batch = {
+        "logprob_T": torch.tensor([1e-4]),
+        "behaviour_logprob_T": torch.zeros(1),
+        "advantage_T": torch.zeros(1),
+        "entropy_T": torch.zeros(1),
+    }
+    _, report = trainers_loss(stage, batch)
+    # x²/2 + x³/6
+    assert sums_by_name(stage, report)["kl_behaviour"] == pytest.approx(5.0001667e-9, rel=1e-5)
+
+
+@every_algorithm
+@both_backends
+def test_no_tokens_give_a_loss_of_zero_that_can_be_differentiated(
+    groups: ProcessGroups, backend: str, algorithm: str
+) -> None:
+    stage = make_stage(groups, ALGORITHMS[algorithm], backend)
+    batch = with_gradient(random_batch(num_tokens=0))
+    loss, report = trainers_loss(stage, batch)
+    loss.backward()
+    assert loss.item() == 0
+    assert report.sums.tolist() == [0.0] * 18
+    assert report.maxima.tolist() == [0.0] * 2
+    if algorithm != "clip":
+        # The start of both ranges; no tokens were searched.
+        assert report.decision[:2].tolist() == pytest.approx([0.6, 1.2], abs=1e-7)
+        assert report.decision[-1] == 0
+
+
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.1])
+@both_backends
+def test_the_loss_is_a_float32_scalar_of_its_own_and_the_report_has_no_gradient(
+    groups: ProcessGroups, backend: str, entropy_coefficient: float
+) -> None:
+    stage = make_stage(groups, CLIP | {"entropy_coefficient": entropy_coefficient}, backend)
+    loss, report = trainers_loss(stage, with_gradient(random_batch()))
+    assert (loss.dtype, loss.shape, loss.requires_grad) == (torch.float32, (), True)
+    assert not loss._is_view()
+    for values, size in ((report.sums, 18), (report.maxima, 2), (report.decision, 0)):
+        assert loss.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+        assert (values.dtype, values.shape) == (torch.float64, (size,))
+        assert not values.requires_grad
+    assert not report.policy.logprob_T.requires_grad
+    assert not report.policy.entropy_T.requires_grad
+
+
+def problem_stage(
+    groups: ProcessGroups, head: OutputHead | None, backend: str, chunk_tokens: int
+) -> LossStage:
+    ops = OpsConfig.model_validate({"backend": backend, "logits_chunk_tokens": chunk_tokens})
+    output = PolicyOutput(
+        ops,
+        vocab_size=chunked_problem.VOCAB_SIZE,
+        temperature=chunked_problem.TEMPERATURE,
+        groups=groups,
+        head=head,
+    )
+    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.03}
+    return LossStage(AlgorithmConfig.model_validate(CLIP | settings), output, groups)
+
+
+def run_problem(
+    groups: ProcessGroups, problem: chunked_problem.Problem, backend: str, chunk_tokens: int
+) -> tuple[LossStage, TokenReport, dict[str, Tensor]]:
+    """Loss, sums and gradients of a problem by the trainer's loss; 0: all logits at once."""
+    hidden_NH, weight_VH = chunked_problem.leaves(problem)
+    head = OutputHead(weight_VH) if chunk_tokens else None
+    stage = problem_stage(groups, head, backend, chunk_tokens)
+    output = hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
+    tokens = problem.tokens
+    micro_batch = make_micro_batch(**{name: getattr(tokens, name) for name in vars(tokens)})
+    loss, report = stage.loss(output, micro_batch, decision=None, context=CONTEXT)
+    loss.backward()
+    assert hidden_NH.grad is not None
+    assert weight_VH.grad is not None
+    results = {"loss": loss.detach(), "hidden": hidden_NH.grad, "weight": weight_VH.grad}
+    return stage, report, results
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
+@both_backends
+def test_with_chunks_the_trainer_reports_and_learns_the_same(
+    groups: ProcessGroups, backend: str, chunk_tokens: int
+) -> None:
+    problem = chunked_problem.make_problem()
+    stage, whole, wanted = run_problem(groups, problem, backend, 0)
+    _, report, found = run_problem(groups, problem, backend, chunk_tokens)
+    for name, value in wanted.items():
+        assert chunked_problem.relative_error(found[name], value) < 1e-6, name
+    torch.testing.assert_close(report.sums, whole.sums, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(report.maxima, whole.maxima, rtol=1e-5, atol=1e-5)
+    reported = sums_by_name(stage, report)
+    assert reported["tokens"] == 51  # 61, less every sixth
+    assert min(reported[name] for name in ("high", "low", "kl_behaviour")) > 0
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 16])
+@both_backends
+def test_from_the_models_output_a_token_that_is_not_finite_moves_nothing(
+    groups: ProcessGroups, backend: str, chunk_tokens: int
+) -> None:
+    problem = chunked_problem.make_problem()
+    problem.tokens.behaviour_logprob_T[7] = torch.nan
+    stage, report, found = run_problem(groups, problem, backend, chunk_tokens)
+    problem.tokens.behaviour_logprob_T[7] = 0.0
+    problem.tokens.mask_T[7] = 0.0
+    _, _, wanted = run_problem(groups, problem, backend, chunk_tokens)
+    assert sums_by_name(stage, report)["nonfinite_tokens"] == 1
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
