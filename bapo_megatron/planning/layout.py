@@ -1,21 +1,15 @@
-"""Parallel layouts: what they are, which ones a model allows, and how ranks are numbered.
+"""Parallel layouts: how ranks are numbered, which layouts a model allows, what a rank holds.
 
-How many parameters a rank holds: exactly those of the model that Megatron builds.
+Parameters are counted exactly: they are those of the model that Megatron builds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from bapo_megatron.policy.hf_config import padded_vocab_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bapo_megatron.config.megatron import ParallelConfig
-    from bapo_megatron.policy.hf_config import HfConfig
-
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
 
 MAX_VIRTUAL = 8
 """Listed layouts have at most so many chunks per stage."""
@@ -33,8 +27,19 @@ class Layout:
     data: int = 1
 
     @property
+    def parallel(self) -> ParallelConfig:
+        """The section of the configuration that asks for this layout."""
+        return ParallelConfig(
+            tensor=self.tensor,
+            sequence=self.sequence,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual,
+            context=self.context,
+        )
+
+    @property
     def gpus(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
@@ -59,7 +64,7 @@ class Layout:
     def within_node(self, group: str, node_gpus: int) -> bool:
         """Whether the ranks of a group (``tensor``, ``context``, …) share one node.
 
-        They are as far apart as the product of the sizes of the groups before.
+        They span as many ranks as the product of their own size and those of the groups before.
         """
         span = self.tensor
         if group != "tensor":
@@ -94,44 +99,11 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
     )
 
 
-def check_layout(hf: HfConfig, layout: Layout) -> None:
-    """Refuse a layout that the model cannot be divided into.
-
-    Raises:
-        ValueError: Key, rule, value and remedy.
-    """
-    for what, size in (
-        ("attention heads", hf.num_heads),
-        ("key/value heads", hf.num_kv_heads),
-        ("intermediate channels", hf.intermediate_size),
-    ):
-        if size % layout.tensor:
-            raise ValueError(
-                f"parallel.tensor: must divide the model's {size} {what}, got {layout.tensor}; "
-                "choose a divisor"
-            )
-    if hf.num_layers % layout.chunks:
-        raise ValueError(
-            f"parallel: pipeline × virtual_pipeline must divide the model's {hf.num_layers} "
-            f"layers, got {layout.pipeline} × {layout.virtual}; choose divisors"
-        )
-    if layout.virtual > 1 and layout.pipeline == 1:
-        raise ValueError(
-            f"parallel.virtual_pipeline: needs parallel.pipeline > 1, got {layout.virtual}; "
-            "set virtual_pipeline=1"
-        )
-    if layout.sequence and layout.tensor == 1:
-        raise ValueError(
-            "parallel.sequence: needs parallel.tensor > 1, got 1; set parallel.sequence=false"
-        )
-
-
 def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) -> Iterator[Layout]:
     """Yield every layout of ``gpus`` GPUs that the model allows.
 
-    The vocabulary is padded, so it divides always. Tensor parallel stays within a node, since its
-    messages are between the products of every layer; it is listed with sequence parallel, which
-    costs nothing.
+    Tensor parallel stays within a node, since its messages are between the products of every layer;
+    it is listed with sequence parallel, which costs nothing.
 
     Args:
         hf: The architecture.
@@ -155,7 +127,7 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
 
 def _allows(hf: HfConfig, layout: Layout) -> bool:
     try:
-        check_layout(hf, layout)
+        check_division(hf, layout.parallel)
     except ValueError:
         return False
     return True
@@ -189,16 +161,10 @@ def embedding_parameters(hf: HfConfig, tensor: int) -> int:
 
 
 def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> int:
-    """Return the parameters of a chunk of layers on one rank.
+    """Return the parameters of a stage's chunk of layers on one rank.
 
     The first stage's first chunk has the embedding; the last stage's last one the final norm and
     the output layer, which tied models have only where it is not on the rank of the embedding.
-
-    Args:
-        hf: The architecture.
-        layout: The layout.
-        stage: Pipeline stage of the rank.
-        chunk: Which of its chunks.
     """
     is_first = stage == 0 and chunk == 0
     is_last = stage == layout.pipeline - 1 and chunk == layout.virtual - 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.hardware import Assumptions, LayerKind, find_gpu, peak_flops
 from bapo_megatron.planning.layout import (
     Layout,
-    check_layout,
     configured_layout,
     model_parameters,
     possible_layouts,
@@ -22,6 +22,7 @@ from bapo_megatron.planning.memory import (
     worst_stage,
 )
 from bapo_megatron.planning.timing import (
+    Collective,
     Messages,
     PhaseTime,
     rollout_time,
@@ -29,11 +30,13 @@ from bapo_megatron.planning.timing import (
     weight_sync_time,
 )
 from bapo_megatron.planning.workload import Workload, check_lengths, plan_workload
+from bapo_megatron.policy.hf_config import HfConfig, check_division
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.planning.timing import Collective
-    from bapo_megatron.policy.hf_config import HfConfig
+ESTIMATED = (
+    "Estimates: messages, times and the order of layouts follow from the assumptions; none of them "
+    "was measured on a cluster."
+)
+"""Printed above the tables and written into the JSON."""
 
 RESERVE_BYTES = 5e9
 MEMORY_SHARE = 0.7
@@ -133,6 +136,7 @@ class Plan:
     def to_json_dict(self) -> dict[str, Any]:
         """Every figure, with those that are derived."""
         plan = asdict(self)
+        plan["estimated"] = ESTIMATED
         plan["gpus"] = self.layout.gpus
         plan["step_s"] = self.step_s
         plan["worst_stage"] = self.worst_stage.stage
@@ -158,12 +162,12 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
             remedy.
     """
     layout = configured_layout(config.parallel, options.gpus)
-    check_layout(hf, layout)
+    check_division(hf, config.parallel)
     check_lengths(config, options.prompt_tokens, options.response_tokens)
     assumptions = make_assumptions(config, layout.gpus, options)
     rollout = plan_rollout_memory(config, hf, assumptions)
     messages, stages = _lay_out(config, hf, layout, assumptions, config.megatron.recompute)
-    training = training_time(messages, stages)
+    training, bubble_share = training_time(messages, stages)
     rollout_phase, rate = rollout_time(config, rollout, messages, hf)
     return Plan(
         name=config.name,
@@ -178,14 +182,8 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         rollout=rollout,
         rollout_tokens_per_s=rate,
         messages=[StepMessages(c, messages.per_step(c)) for c in messages.all()],
-        phases=[
-            rollout_phase,
-            training.forward,
-            training.forward_backward,
-            training.optimizer,
-            weight_sync_time(config, hf, layout.gpus, assumptions),
-        ],
-        bubble_share=training.bubble_share,
+        phases=[rollout_phase, *training, weight_sync_time(config, hf, layout.gpus, assumptions)],
+        bubble_share=bubble_share,
         layouts=_rank_layouts(config, hf, layout, assumptions),
         notes=_notes(config, layout, assumptions, rollout),
     )
@@ -237,6 +235,22 @@ def _rank_layouts(
 ) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
     samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    chosen = (configured, config.megatron.recompute)
+
+    def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
+        messages, stages = _lay_out(config, hf, layout, assumptions, recompute)
+        phases, bubble_share = training_time(messages, stages)
+        return LayoutEstimate(
+            layout=layout,
+            recompute=recompute,
+            memory_bytes=worst_stage(stages).total_bytes,
+            fits=fits(stages, assumptions),
+            micro_batches=messages.workload.micro_batches,
+            bubble_share=bubble_share,
+            training_s=sum(phase.seconds for phase in phases),
+            is_configured=(layout, recompute) == chosen,
+        )
+
     found = {}
     for layout in possible_layouts(
         hf,
@@ -245,37 +259,12 @@ def _rank_layouts(
         max_data=samples // config.algorithm.updates_per_batch,
     ):
         for recompute in RECOMPUTE_CHOICES:
-            estimate = _estimate(config, hf, layout, assumptions, recompute)
-            if estimate.fits or recompute == RECOMPUTE_CHOICES[-1]:
-                found[layout, recompute] = estimate
+            tried = estimate(layout, recompute)
+            if tried.fits or recompute == RECOMPUTE_CHOICES[-1]:
+                found[layout, recompute] = tried
                 break
-    recompute = config.megatron.recompute
-    estimate = _estimate(config, hf, configured, assumptions, recompute, is_configured=True)
-    found[configured, recompute] = estimate
+    found[chosen] = estimate(*chosen)
     return sorted(found.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
-
-
-def _estimate(
-    config: RunConfig,
-    hf: HfConfig,
-    layout: Layout,
-    assumptions: Assumptions,
-    recompute: str,
-    *,
-    is_configured: bool = False,
-) -> LayoutEstimate:
-    messages, stages = _lay_out(config, hf, layout, assumptions, recompute)
-    training = training_time(messages, stages)
-    return LayoutEstimate(
-        layout=layout,
-        recompute=recompute,
-        memory_bytes=worst_stage(stages).total_bytes,
-        fits=fits(stages, assumptions),
-        micro_batches=messages.workload.micro_batches,
-        bubble_share=training.bubble_share,
-        training_s=training.seconds,
-        is_configured=is_configured,
-    )
 
 
 def _notes(
@@ -293,12 +282,9 @@ def _notes(
             f"tensor parallel {layout.tensor} leaves the node of {assumptions.node_gpus} GPUs: "
             "its messages, between all products, cross the network"
         )
-    if config.megatron.optimizer_offload_share:
-        notes.append("optimizer_offload_share: memory is counted, copies to the host are not timed")
-    if config.megatron.activation_offload_layers:
-        notes.append(
-            "activation_offload_layers: memory is counted, copies to the host are not timed"
-        )
+    for name in ("optimizer_offload_share", "activation_offload_layers"):
+        if getattr(config.megatron, name):
+            notes.append(f"{name}: memory is counted, copies to the host are not timed")
     if config.megatron.fp8 != "none":
         notes.append(
             "fp8: products run at the 8-bit peak; activations and weights are counted in bfloat16"

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent, and that load into any layout.
 
-``CheckpointSaver`` saves, ``load_checkpoint`` loads; what the files are is told in
-``checkpoint_files``, who writes which in ``checkpoint_shards``.
+``CheckpointSaver`` saves, ``load_checkpoint`` loads; ``checkpoint_files`` tells what the files are,
+``checkpoint_shards`` who writes which.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import json
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import (
+    ProcessGroups,
     any_rank,
     barrier,
     fail_together,
@@ -35,6 +38,7 @@ from bapo_megatron.policy.checkpoint_files import (
     BestCheckpoint,
     CheckpointError,
     check_files,
+    first_line,
     layout_of,
     name_best,
     publish,
@@ -45,15 +49,9 @@ from bapo_megatron.policy.checkpoint_files import (
     unfinished_directory,
 )
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import CheckpointConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.telemetry.console import say
 
 METADATA = {
     # Megatron's default cannot be loaded into another layout.
@@ -114,7 +112,7 @@ class CheckpointSaver:
 
         Args:
             step: Number of the checkpoint; one of the same number is replaced. Those of higher
-                numbers are removed: the try that wrote them was abandoned for this one.
+                numbers are removed: the attempt that wrote them was abandoned for this one.
             policy: The policy.
             extra: State of the caller, plain JSON values; only rank 0's is written.
             best: Metric and value for which ``best`` names this checkpoint, once it is complete;
@@ -169,6 +167,76 @@ class CheckpointSaver:
             self._save = None
 
 
+def _begin(
+    root: Path,
+    step: int,
+    policy: MegatronPolicy,
+    extra: dict[str, Any],
+    best: tuple[str, float] | None,
+) -> _Save:
+    """Plan the save and write its small parts."""
+    groups = policy.groups
+    unfinished = unfinished_directory(root, step)
+    with _written_together(root, step, groups):
+        if groups.rank == 0:
+            remove_unfinished(root)
+            unfinished.mkdir(parents=True)
+    policy.finish_weights()
+    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
+    with _written_together(root, step, groups):
+        if groups.rank == 0:
+            writer.write_common()
+        rng = io.BytesIO()
+        torch.save(_rng_state(groups), rng)
+        atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
+    fields = {
+        "num_updates": policy.num_updates,
+        "layout": layout_of(groups),
+        "distributed_optimizer": _is_distributed(policy),
+        "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
+    }
+    return _Save(step, fields, writer, groups, best)
+
+
+def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
+    """Agree on the outcome of the writing, and publish the checkpoint."""
+    groups, writer = save.groups, save.writer
+    with _written_together(root, save.step, groups):
+        if writer.error is not None:
+            raise OSError(_reason(writer.error)) from writer.error
+    written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
+    with _written_together(root, save.step, groups):
+        if written is not None:
+            writer.write_metadata([results for _, results in written])
+            publish(root, save.step, save.fields, [n for names, _ in written for n in names])
+            if save.best is not None:
+                name_best(root, BestCheckpoint(step_directory(root, save.step).name, *save.best))
+    if groups.rank == 0:
+        try:
+            remove_others(root, save.step, config)
+        except (OSError, CheckpointError) as error:  # the new checkpoint is complete nevertheless
+            say(f"cannot remove an old checkpoint under {root} ({error}); remove it by hand")
+    barrier(groups)
+
+
+@contextmanager
+def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[None]:
+    """Raise an operating-system error of the block on every rank, and leave nothing of it."""
+    try:
+        with fail_together(groups):
+            try:
+                yield
+            except OSError as error:
+                raise OSError(
+                    f"cannot write {step_directory(root, step)}: {error}; the last complete "
+                    "checkpoint is untouched"
+                ) from error
+    except OSError:
+        if groups.rank == 0:
+            shutil.rmtree(unfinished_directory(root, step), ignore_errors=True)
+        raise
+
+
 def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     """Continue from a checkpoint, written by this layout or another; a collective over all ranks.
 
@@ -187,7 +255,12 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
         state = read_state(directory)
         if groups.rank == 0:
             check_files(directory, state)
-        _check_optimizer(directory, policy, saved_distributed=state.distributed_optimizer)
+        if state.distributed_optimizer != _is_distributed(policy):
+            wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
+            raise CheckpointError(
+                f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
+                f"resume with {wanted}"
+            )
         rng = _read_rng(directory, groups) if state.layout == layout_of(groups) else None
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
@@ -209,85 +282,6 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     return state.extra
 
 
-def _begin(
-    root: Path,
-    step: int,
-    policy: MegatronPolicy,
-    extra: dict[str, Any],
-    best: tuple[str, float] | None,
-) -> _Save:
-    """Plan the save and write its small parts."""
-    groups = policy.groups
-    unfinished = unfinished_directory(root, step)
-    with _written_together(root, step, groups):
-        if groups.rank == 0:
-            remove_unfinished(root)
-            unfinished.mkdir(parents=True)
-    policy.finish_weights()
-    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
-    with _written_together(root, step, groups):
-        if groups.rank == 0:
-            writer.write_common(unfinished)
-        rng = io.BytesIO()
-        torch.save(_rng_state(groups), rng)
-        atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
-    fields = {
-        "num_updates": policy.num_updates,
-        "layout": layout_of(groups),
-        "distributed_optimizer": _is_distributed(policy),
-        "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
-    }
-    return _Save(step, fields, writer, groups, best)
-
-
-def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
-    """Agree on the outcome of the writing, and publish the checkpoint."""
-    groups, writer = save.groups, save.writer
-    unfinished = unfinished_directory(root, save.step)
-    with _written_together(root, save.step, groups):
-        if writer.error is not None:
-            raise OSError(_reason(writer.error)) from writer.error
-    written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
-    with _written_together(root, save.step, groups):
-        if written is not None:
-            writer.write_metadata(unfinished, [results for _, results in written])
-            publish(root, save.step, save.fields, [n for names, _ in written for n in names])
-            if save.best is not None:
-                name_best(root, BestCheckpoint(step_directory(root, save.step).name, *save.best))
-    if groups.rank == 0:
-        _remove_old(root, save.step, config)
-    barrier(groups)
-
-
-def _remove_old(root: Path, step: int, config: CheckpointConfig) -> None:
-    """Remove what need not stay; a complete checkpoint is no failure because that does not work."""
-    try:
-        remove_others(root, step, config)
-    except (OSError, CheckpointError) as error:
-        Console(stderr=True).print(
-            f"cannot remove an old checkpoint under {root} ({error}); remove it by hand",
-            highlight=False,
-        )
-
-
-@contextmanager
-def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[None]:
-    """An operating-system error of the block is raised on every rank, and nothing of it is left."""
-    try:
-        with fail_together(groups):
-            try:
-                yield
-            except OSError as error:
-                raise OSError(
-                    f"cannot write {step_directory(root, step)}: {error}; the last complete "
-                    "checkpoint is untouched"
-                ) from error
-    except OSError:
-        if groups.rank == 0:
-            shutil.rmtree(unfinished_directory(root, step), ignore_errors=True)
-        raise
-
-
 def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # Megatron writes process groups into it
     state = {
@@ -296,15 +290,6 @@ def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any
     }
     optimizer = sharded_state(policy.optimizer, state, is_loading=is_loading, metadata=metadata)
     return {**state, "optimizer": optimizer}
-
-
-def _check_optimizer(directory: Path, policy: MegatronPolicy, *, saved_distributed: bool) -> None:
-    if saved_distributed != _is_distributed(policy):
-        wanted = str(saved_distributed).lower()
-        raise CheckpointError(
-            f"{directory}: saved with megatron.distributed_optimizer: {wanted}, whose state the "
-            f"other optimizer does not read; resume with megatron.distributed_optimizer: {wanted}"
-        )
 
 
 def _is_distributed(policy: MegatronPolicy) -> bool:
@@ -354,5 +339,4 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    error = cause or error
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(cause or error)

@@ -11,32 +11,26 @@ import io
 import math
 import pickle
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 from zipfile import BadZipFile
 
 import torch
-from megatron.core.dist_checkpointing.core import (
-    CheckpointingConfig,
-    maybe_load_config,
-    save_config,
-)
+from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    SerializationFormat,
-    _write_item,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -49,20 +43,25 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bapo_megatron.policy.hf_weights import EMBEDDING, OUTPUT, listed, shard_shape, weight_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from torch import Tensor
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from bapo_megatron.policy.hf_config import HfConfig
-    from bapo_megatron.policy.hf_weights import Weight
+from bapo_megatron.policy.checkpoint_files import first_line
+from bapo_megatron.policy.checkpoint_shards import (
+    BACKEND,
+    write_common,
+    write_metadata,
+    write_shard,
+)
+from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.policy.hf_weights import (
+    EMBEDDING,
+    OUTPUT,
+    Weight,
+    refuse_differences,
+    refuse_shapes,
+    shard_shape,
+    weight_table,
+)
 
 METADATA_NAME = ".metadata"
-BACKEND = "torch_dist"
 
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are no parameters."""
@@ -72,7 +71,7 @@ MODULES_WITHOUT_STATE = {weight.megatron.removesuffix(".weight") for weight in (
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class _Slot:
     """Where a checkpoint keeps one parameter."""
 
     key: str
@@ -83,23 +82,18 @@ class Slot:
     """Its place on the first axis; None: the stored tensor is the parameter."""
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where the parameter begins in the stored tensor."""
-        return tuple(self.layer or 0 if axis == 0 else 0 for axis in range(len(self.shape)))
-
-    @property
     def piece_shape(self) -> tuple[int, ...]:
         """Shape of the parameter as a piece of the stored tensor."""
         return self.shape if self.layer is None else (1, *self.shape[1:])
 
 
-def stacked_slot(weight: Weight, hf: HfConfig) -> Slot:
+def _stacked_slot(weight: Weight, hf: HfConfig) -> _Slot:
     """Return where a checkpoint with the layers on a first axis keeps ``weight``."""
     shape = shard_shape(weight, hf, size=1)
     if weight.layer is None:
-        return Slot(weight.megatron, shape, None)
+        return _Slot(weight.megatron, shape, None)
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
-    return Slot(key, (hf.num_layers, *shape), weight.layer)
+    return _Slot(key, (hf.num_layers, *shape), weight.layer)
 
 
 class TorchDistReader:
@@ -124,14 +118,18 @@ class TorchDistReader:
             if isinstance(stored, TensorStorageMetadata) and not OPTIMIZER_STATE.search(key)
         }
         self._slots = {w.megatron: self._slot(w, hf) for w in weight_table(hf)}
-        self._check_keys()
+        keys = dict.fromkeys(slot.key for slot in self._slots.values())
+        refuse_differences(
+            keys,
+            self._stored,
+            f"{directory}: parameters do not fit config.json",
+            "give the Hugging Face directory of the model that was trained (--hf)",
+        )
         self._check_shapes(hf)
         self._check_files()
         self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.dtypes = {
-            slot.key: self._stored[slot.key].properties.dtype for slot in self._slots.values()
-        }
+        self.dtypes = {key: self._stored[key].properties.dtype for key in keys}
 
     def read(self, weight: Weight) -> Tensor:
         """Return a parameter as one rank without parallelism would hold it.
@@ -156,56 +154,37 @@ class TorchDistReader:
                 self._reader.read_data(planner.create_local_plan(), planner).wait()
         except (RuntimeError, EOFError, pickle.UnpicklingError, BadZipFile) as error:
             raise ValueError(
-                f"{self.directory}: {slot.key} is damaged ({_first_line(error)}); restore the "
+                f"{self.directory}: {slot.key} is damaged ({first_line(error)}); restore the "
                 "files or use another checkpoint"
             ) from error
         return piece if slot.layer is None else piece[0]
 
-    def _slot(self, weight: Weight, hf: HfConfig) -> Slot:
+    def _slot(self, weight: Weight, hf: HfConfig) -> _Slot:
         if weight.layer is not None and weight.megatron in self._stored:
             # Other tools may store the layers one by one.
-            return Slot(weight.megatron, shard_shape(weight, hf, size=1), None)
-        return stacked_slot(weight, hf)
-
-    def _check_keys(self) -> None:
-        expected = {slot.key for slot in self._slots.values()}
-        problems = []
-        if missing := sorted(expected - set(self._stored)):
-            problems.append(f"missing {listed(missing)}")
-        if unexpected := sorted(set(self._stored) - expected):
-            problems.append(f"unexpected {listed(unexpected)}")
-        if problems:
-            raise ValueError(
-                f"{self.directory}: parameters do not fit config.json: {'; '.join(problems)}; give "
-                "the Hugging Face directory of the model that was trained (--hf)"
-            )
+            return _Slot(weight.megatron, shard_shape(weight, hf, size=1), None)
+        return _stacked_slot(weight, hf)
 
     def _check_shapes(self, hf: HfConfig) -> None:
-        vocabulary = {weight.megatron for weight in weight_table(hf) if weight.form == "vocab"}
-        problems = []
-        for name, slot in self._slots.items():
+        shapes = []
+        for weight in weight_table(hf):
+            slot = self._slots[weight.megatron]
             found, expected = tuple(self._stored[slot.key].size), slot.shape
-            if name in vocabulary and found[1:] == expected[1:] and found[0] >= hf.vocab_size:
-                continue
-            if found != expected:
-                problem = f"{slot.key} is {list(found)}, config.json asks for {list(expected)}"
-                if problem not in problems:
-                    problems.append(problem)
-        if problems:
-            raise ValueError(f"{self.directory}: wrong shapes: {listed(problems)}")
+            is_padded = weight.form == "vocab" and found[0] >= hf.vocab_size
+            if not (is_padded and found[1:] == expected[1:]):
+                shapes.append((slot.key, found, expected))
+        refuse_shapes(shapes, self.directory)
 
     def _check_files(self) -> None:
         """Refuse missing pieces and short files: reading would leave parameters half filled."""
-        wanted = {slot.key for slot in self._slots.values()}
-        for key in sorted(wanted):
-            stored = self._stored[key]
+        for key, stored in sorted(self._stored.items()):
             if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
                 raise ValueError(
                     f"{self.directory}: damaged, parts of {key} are missing; use another checkpoint"
                 )
         ends: dict[str, int] = {}
         for index, place in self._metadata.storage_data.items():
-            if index.fqn in wanted:
+            if index.fqn in self._stored:
                 end = place.offset + place.length
                 ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
         for name, num_bytes in sorted(ends.items()):
@@ -252,11 +231,12 @@ class TorchDistWriter:
         Raises:
             OSError: The file cannot be written.
         """
-        slot = stacked_slot(weight, self._hf)
+        slot = _stacked_slot(weight, self._hf)
         assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
-        chunk = ChunkStorageMetadata(torch.Size(slot.offsets), torch.Size(slot.piece_shape))
+        offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
+        chunk = ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
         item = WriteItem(
-            MetadataIndex(slot.key, chunk.offsets),
+            MetadataIndex(slot.key, offsets),
             WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk, TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
@@ -275,23 +255,17 @@ class TorchDistWriter:
             OSError: A file cannot be written.
         """
         for key in _empty_states(self._hf):
-            self._write_empty_state(key)
+            state = io.BytesIO()
+            torch.save([None], state)  # a list: one entry per rank that shares the object
+            item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+            self._append(item, state, len(state.getvalue()))
         assert self._stream is not None
         self._stream.close()
+        # Megatron's trainer reads from the version in which order the rows of linear_qkv are, and
+        # takes its absence for the oldest.
+        write_common({"checkpoint_version": 3.0, "iteration": 0}, self._directory)
         _, metadata = create_default_global_save_plan([SavePlan(self._items)])
-        self._storage.finish(metadata, [self._results])
-        # What is common to all ranks. Megatron's trainer reads from the version in which order the
-        # rows of linear_qkv are, and takes its absence for the oldest.
-        common = io.BytesIO()
-        torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
-        (self._directory / COMMON_STATE_FNAME).write_bytes(common.getvalue())
-        save_config(CheckpointingConfig(BACKEND), str(self._directory))
-
-    def _write_empty_state(self, key: str) -> None:
-        state = io.BytesIO()
-        torch.save([None], state)  # a list: one entry per rank that shares the object
-        item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-        self._append(item, state, len(state.getvalue()))
+        write_metadata(self._storage, metadata, [self._results], self._directory)
 
     def _append(self, item: WriteItem, data: Tensor | io.BytesIO, num_bytes: int) -> None:
         stream = self._stream
@@ -301,16 +275,9 @@ class TorchDistWriter:
             stream = self._stream = (self._directory / _file_name(self.num_files)).open("xb")
             self.num_files += 1
         with _first_error(stream.name):
-            result = _write_item(
-                self._storage.transforms,
-                stream,
-                data,
-                item,
-                _file_name(self.num_files - 1),
-                SerializationFormat.TORCH_SAVE,
-            )
+            name = _file_name(self.num_files - 1)
+            self._results.append(write_shard(self._storage, stream, data, item, name))
         self._items.append(item)
-        self._results.append(result)
 
 
 @contextmanager
@@ -355,25 +322,22 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
 
 
 def _read_metadata(directory: Path) -> Metadata:
+    backend = BACKEND.sharded_backend
     try:
         config = maybe_load_config(str(directory))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{directory / 'metadata.json'}: damaged ({_first_line(error)}); restore the file"
+            f"{directory / 'metadata.json'}: damaged ({first_line(error)}); restore the file"
         ) from error
-    if config is None or config.sharded_backend != BACKEND:
+    if config is None or config.sharded_backend != backend:
         found = "metadata.json is missing" if config is None else config.sharded_backend
         raise ValueError(
-            f"{directory}: not a {BACKEND} checkpoint ({found}); save it with --ckpt-format "
-            f"{BACKEND}, or restore the file"
+            f"{directory}: not a {backend} checkpoint ({found}); save it with --ckpt-format "
+            f"{backend}, or restore the file"
         )
     try:
         return FileSystemReader(directory).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{directory / METADATA_NAME}: damaged ({_first_line(error)}); use another checkpoint"
+            f"{directory / METADATA_NAME}: damaged ({first_line(error)}); use another checkpoint"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
