@@ -141,26 +141,9 @@ class Shape:
         """One hidden state of a token as matrix products take it: e·h."""
         return self.element_bytes * self.hf.hidden_size
 
-    @property
-    def query_bytes(self) -> int:
-        """e·q."""
-        return self.element_bytes * self.hf.num_heads * self.hf.head_dim // self.layout.tensor
-
-    @property
-    def key_bytes(self) -> int:
-        """e·k."""
-        return self.element_bytes * self.hf.num_kv_heads * self.hf.head_dim // self.layout.tensor
-
-    @property
-    def mlp_bytes(self) -> int:
-        """e·f."""
-        return self.element_bytes * self.hf.intermediate_size // self.layout.tensor
-
-    @property
-    def logits_bytes(self) -> int:
-        """e·V/t, one row of this rank's logits."""
-        tensor = self.layout.tensor
-        return self.element_bytes * padded_vocab_size(self.hf.vocab_size, tensor) // tensor
+    def divided_bytes(self, channels: int) -> int:
+        """Bytes of channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
+        return self.element_bytes * channels // self.layout.tensor
 
 
 def chunk_bytes(
@@ -199,7 +182,10 @@ def layer_tensors(shape: Shape, recompute: Literal["none", "selective"]) -> dict
     The output of the QKV product lives on through the values, which are a part of it; queries and
     keys are kept once more after their rotation.
     """
-    query, key, mlp = shape.query_bytes, shape.key_bytes, shape.mlp_bytes
+    hf = shape.hf
+    query = shape.divided_bytes(hf.num_heads * hf.head_dim)
+    key = shape.divided_bytes(hf.num_kv_heads * hf.head_dim)
+    mlp = shape.divided_bytes(hf.intermediate_size)
     tensors = {
         "norms and inputs of the two products": 2 * norm_bytes(shape),
         "queries, keys, values": query + 2 * key,
@@ -208,17 +194,15 @@ def layer_tensors(shape: Shape, recompute: Literal["none", "selective"]) -> dict
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
     }
-    if shape.hf.qk_norm:
+    if hf.qk_norm:
         tensors["norms of queries and keys"] = _head_norm_bytes(shape)
     if shape.layers == "local":
-        tensors["cosines and sines"] = 4 * shape.element_bytes * shape.hf.head_dim
+        tensors["cosines and sines"] = 4 * shape.element_bytes * hf.head_dim
         tensors["silu(gate), up"] = 2 * mlp
         if recompute == "none":
             tensors["attention's output, by sequence"] = query
     if recompute == "none":
-        tensors["log-sums of attention"] = FLOAT32_BYTES * (
-            shape.hf.num_heads // shape.layout.tensor
-        )
+        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // shape.layout.tensor)
     return tensors
 
 
@@ -241,9 +225,9 @@ def _head_norm_bytes(shape: Shape) -> float:
     Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
     kept. Local: input in float32, and output.
     """
-    heads = (shape.hf.num_heads + shape.hf.num_kv_heads) // shape.layout.tensor
-    inverse_rms = FLOAT32_BYTES * heads
-    kept = shape.query_bytes + shape.key_bytes + inverse_rms
+    num_heads = shape.hf.num_heads + shape.hf.num_kv_heads
+    heads = num_heads // shape.layout.tensor
+    kept = shape.divided_bytes(num_heads * shape.hf.head_dim) + FLOAT32_BYTES * heads
     if shape.layers == "local":
         kept += FLOAT32_BYTES * heads * shape.hf.head_dim
     return kept
@@ -255,7 +239,8 @@ def workspace_bytes(shape: Shape) -> float:
     In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
     input of the gate and up product and its gradient (h each), and the residual's gradient.
     """
-    return 3 * shape.mlp_bytes + 2 * shape.whole_hidden_bytes + shape.hidden_bytes
+    mlp = shape.divided_bytes(shape.hf.intermediate_size)
+    return 3 * mlp + 2 * shape.whole_hidden_bytes + shape.hidden_bytes
 
 
 def logits_bytes(shape: Shape, tokens: int, chunk_tokens: int) -> float:
@@ -268,17 +253,18 @@ def logits_bytes(shape: Shape, tokens: int, chunk_tokens: int) -> float:
     Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
     gradient in float32, and the parts of both that belong to the chunk.
     """
-    hidden = shape.hf.hidden_size
+    hidden, layout = shape.hf.hidden_size, shape.layout
+    row = shape.divided_bytes(padded_vocab_size(shape.hf.vocab_size, layout.tensor))
     final_norm = tokens * norm_bytes(shape)
-    gathered = tokens * shape.whole_hidden_bytes if shape.layout.sequence_ranks > 1 else 0
+    gathered = tokens * shape.whole_hidden_bytes if layout.sequence_ranks > 1 else 0
     if chunk_tokens:
         chunk = min(chunk_tokens, tokens)
         gradient = FLOAT32_BYTES * tokens * hidden + tokens * shape.hidden_bytes
         parts = chunk * (shape.whole_hidden_bytes + FLOAT32_BYTES * hidden)
-        return final_norm + gathered + gradient + parts + chunk * shape.logits_bytes
-    weight_gradient = shape.logits_bytes * hidden
+        return final_norm + gathered + gradient + parts + chunk * row
+    weight_gradient = row * hidden
     input_gradient = tokens * shape.whole_hidden_bytes
-    return final_norm + gathered + input_gradient + weight_gradient + tokens * shape.logits_bytes
+    return final_norm + gathered + input_gradient + weight_gradient + tokens * row
 
 
 def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:

@@ -168,7 +168,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     rollout = plan_rollout_memory(config, hf, assumptions)
     messages, stages = _lay_out(config, hf, layout, assumptions, config.megatron.recompute)
     training, bubble_share = training_time(messages, stages)
-    rollout_phase, rate = rollout_time(config, rollout, messages, hf)
+    rollout_phase, rate = rollout_time(messages, rollout)
     return Plan(
         name=config.name,
         model_type=hf.model_type,
@@ -182,7 +182,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         rollout=rollout,
         rollout_tokens_per_s=rate,
         messages=[StepMessages(c, messages.per_step(c)) for c in messages.all()],
-        phases=[rollout_phase, *training, weight_sync_time(config, hf, layout.gpus, assumptions)],
+        phases=[rollout_phase, *training, weight_sync_time(messages)],
         bubble_share=bubble_share,
         layouts=_rank_layouts(config, hf, layout, assumptions),
         notes=_notes(config, layout, assumptions, rollout),

@@ -377,57 +377,54 @@ def _phase(name: str, compute_s: float, messages_s: float, waiting: float) -> Ph
     return PhaseTime(name, compute_s + messages_s + bubble_s, compute_s, messages_s, bubble_s)
 
 
-def rollout_time(
-    config: RunConfig, memory: RolloutMemory, messages: Messages, hf: HfConfig
-) -> tuple[PhaseTime, float]:
+def rollout_time(messages: Messages, memory: RolloutMemory) -> tuple[PhaseTime, float]:
     """Estimate generation; also returns the tokens per second of one rollout GPU.
 
     Without partial rollouts a step ends with its longest response, decoded alone at the end.
     """
-    assumptions, work = messages.assumptions, messages.workload
+    assumptions, rollout = messages.assumptions, messages.config.rollout
     rate = assumptions.rollout_tokens_per_s
     if rate is None:
-        rate = _decoding_rate(config, memory, assumptions, hf, work.samples_per_step)
-    seconds = work.response_tokens_per_step / (rate * assumptions.rollout_gpus)
-    if not config.rollout.partial or config.rollout.oversample_groups == 0:
+        rate = _decoding_rate(messages, memory)
+    seconds = messages.workload.response_tokens_per_step / (rate * assumptions.rollout_gpus)
+    if not rollout.partial or rollout.oversample_groups == 0:
         alone_s = memory.weights_bytes / (assumptions.memory_bytes_per_s * assumptions.memory_share)
-        seconds = max(seconds, config.rollout.max_response_tokens * alone_s)
+        seconds = max(seconds, rollout.max_response_tokens * alone_s)
     return _phase("rollout", seconds, 0.0, 0.0), rate
 
 
-def _decoding_rate(
-    config: RunConfig, memory: RolloutMemory, assumptions: Assumptions, hf: HfConfig, samples: int
-) -> float:
+def _decoding_rate(messages: Messages, memory: RolloutMemory) -> float:
     """Tokens per second of one rollout GPU, with as many sequences as fit and as there are.
 
     A decoding step reads the weights and the keys and values of the running sequences, and computes
     two operations per parameter and sequence; the slower of the two counts.
     """
+    assumptions, server = messages.assumptions, messages.config.rollout.server
     servers = max(1, assumptions.rollout_gpus // memory.gpus_per_server)
-    limit = config.rollout.server.max_running_requests or memory.mean_sequences
-    running = max(1, min(memory.mean_sequences, limit, -(-samples // servers)))
+    limit = server.max_running_requests or memory.mean_sequences
+    per_server = -(-messages.workload.samples_per_step // servers)
+    running = max(1, min(memory.mean_sequences, limit, per_server))
     context = assumptions.prompt_tokens + assumptions.response_tokens / 2
     read = memory.weights_bytes + running * context * memory.kv_bytes_per_token
     reading_s = read / (assumptions.memory_bytes_per_s * assumptions.memory_share)
-    operations = 2 * model_parameters(hf) * running / memory.gpus_per_server
+    operations = 2 * model_parameters(messages.hf) * running / memory.gpus_per_server
     computing_s = operations / (assumptions.peak_flops * assumptions.mfu_share)
     return running / max(reading_s, computing_s) / memory.gpus_per_server
 
 
-def weight_sync_time(
-    config: RunConfig, hf: HfConfig, gpus: int, assumptions: Assumptions
-) -> PhaseTime:
+def weight_sync_time(messages: Messages) -> PhaseTime:
     """Estimate a push of all weights.
 
-    With ``disk`` rank 0 writes them to the shared file system and the servers read them. Else they
-    pass once through rank 0's link to the servers, which pass them on to each other meanwhile: the
-    network, or NVLink where all ``gpus`` of the trainer and those of the rollout are one node.
-    Gathering the shards goes on beside it.
+    With ``disk`` rank 0 writes them to the shared file system and the servers read them. Otherwise
+    they pass once through rank 0's link to the servers, which pass them on to each other meanwhile:
+    the network, or NVLink where the GPUs of the trainer and of the rollout are one node. Gathering
+    the shards goes on beside it.
     """
-    size = ELEMENT_BYTES[config.model.dtype] * model_parameters(hf)
-    if config.rollout.weight_sync.method == "disk":
+    assumptions = messages.assumptions
+    size = ELEMENT_BYTES[messages.config.model.dtype] * model_parameters(messages.hf)
+    if messages.config.rollout.weight_sync.method == "disk":
         seconds = 2 * size / assumptions.disk_bytes_per_s
     else:
-        is_one_node = gpus + assumptions.rollout_gpus <= assumptions.node_gpus
+        is_one_node = messages.layout.gpus + assumptions.rollout_gpus <= assumptions.node_gpus
         seconds = size / assumptions.link_bytes_per_s(within_node=is_one_node)
     return _phase("weight sync", 0.0, seconds, 0.0)

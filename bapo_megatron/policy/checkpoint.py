@@ -92,7 +92,8 @@ class CheckpointSaver:
     """Saves the checkpoints of a run, one at a time.
 
     With ``asynchronous`` a save returns when the state is copied; the checkpoint appears in a later
-    ``poll``, ``save`` or ``wait``. All methods but ``close`` are collectives over all ranks.
+    ``poll``, ``save`` or ``wait``. These are collectives over all ranks, and raise an ``OSError`` on
+    every rank if the new checkpoint cannot be written; complete checkpoints are untouched.
     """
 
     def __init__(self, root: Path, config: CheckpointConfig) -> None:
@@ -120,10 +121,6 @@ class CheckpointSaver:
 
         Returns:
             The checkpoint's directory, which exists once it is complete.
-
-        Raises:
-            OSError: This checkpoint or the one that was still being written cannot be; raised on
-                every rank. Complete checkpoints are untouched.
         """
         self.wait()
         save = _begin(self._root, step, policy, extra, best)
@@ -136,22 +133,14 @@ class CheckpointSaver:
         return step_directory(self._root, step)
 
     def poll(self) -> None:
-        """Publish the checkpoint that was being written, if every rank has written its part.
-
-        Raises:
-            OSError: It cannot be written; raised on every rank.
-        """
+        """Publish the checkpoint that was being written, if every rank has written its part."""
         if self._save is not None:
             still_writing = self._save.writer.is_running
             if not any_rank(still_writing, self._save.groups.control):
                 self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and publish it.
-
-        Raises:
-            OSError: It cannot be written; raised on every rank.
-        """
+        """Wait for the checkpoint that is being written, if there is one, and publish it."""
         if self._save is not None:
             self._save.writer.wait()
             save, self._save = self._save, None

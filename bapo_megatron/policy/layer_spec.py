@@ -42,12 +42,9 @@ from bapo_megatron.data.micro_batch import context_positions
 def layer_spec(
     config: TransformerConfig, device: torch.device, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of the decoder's layers for ``device``.
+    """Return the spec of the decoder's layers on ``device``.
 
-    Args:
-        config: The model.
-        device: Where it lives.
-        vp_stage: Which of this rank's chunks of layers; None where it has one.
+    ``vp_stage`` is the number of this rank's chunk of layers; None where it has only one.
     """
     if uses_transformer_engine(device, config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

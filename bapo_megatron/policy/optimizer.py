@@ -185,13 +185,7 @@ def step_optimizer(
     """Clip by the global norm and step, unless the norm is not finite or there is a fault.
 
     Megatron's own ``step`` clips by whatever norm it finds, and would write a NaN into all weights.
-    This is where the host waits for the device: for the norm, with the faults ready beside it.
-
-    Args:
-        optimizer: Holds the reduced gradients.
-        lr: Learning rate.
-        clip_grad: Largest global norm.
-        faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
+    This is where the host waits for the device: for the norm, with the faults [F] ready beside it.
     """
     optimizer.prepare_grads()  # its return value is about loss scaling, which bfloat16 does not use
     grad_norm = float(optimizer.get_grad_norm())
