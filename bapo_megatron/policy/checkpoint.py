@@ -92,8 +92,8 @@ class CheckpointSaver:
     """Saves the checkpoints of a run, one at a time.
 
     With ``asynchronous`` a save returns when the state is copied; the checkpoint appears in a later
-    ``poll``, ``save`` or ``wait``. These are collectives over all ranks, and raise an ``OSError`` on
-    every rank if the new checkpoint cannot be written; complete checkpoints are untouched.
+    ``poll``, ``save`` or ``wait``. These are collectives over all ranks, and raise an ``OSError``
+    on all of them if the new checkpoint cannot be written; complete ones are untouched.
     """
 
     def __init__(self, root: Path, config: CheckpointConfig) -> None:

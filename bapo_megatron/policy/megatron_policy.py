@@ -42,10 +42,11 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
-from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.distributed import ProcessGroups, fail_together
+from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
+from bapo_megatron.policy.hf_weights import load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import (
     OptimizerStep,
@@ -53,6 +54,13 @@ from bapo_megatron.policy.optimizer import (
     learning_rate,
     step_optimizer,
     wrap_for_data_parallel,
+)
+from bapo_megatron.policy.weight_export import (
+    MAX_FILE_BYTES,
+    copy_companions,
+    gather_weights,
+    plan_files,
+    write_weights,
 )
 from bapo_megatron.types import MicroBatch
 
@@ -135,7 +143,7 @@ class MegatronPolicy:
         hf = read_hf_config(model.path)
         seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)
-        hf_weights.load_weights(chunks, hf, model.path, groups)
+        load_weights(chunks, hf, model.path, groups)
         head = None
         if returns_hidden_states and groups.is_last_stage:
             head = _take_off_head(chunks[-1], groups.tensor)
@@ -240,9 +248,7 @@ class MegatronPolicy:
             self.num_updates += 1
         return result
 
-    def export_hf(
-        self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES
-    ) -> None:
+    def export_hf(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Write the weights as a Hugging Face model that appears only when it is complete.
 
         Config, tokenizer and generation settings come from the directory the policy was built from.
@@ -256,9 +262,20 @@ class MegatronPolicy:
             OSError: ``directory`` cannot be written; raised on every rank.
         """
         self.finish_weights()
-        weight_export.export_hf(
-            self.chunks, self.hf, self.model_dir, directory, self.groups, max_file_bytes
-        )
+        dtype = self._transformer.params_dtype
+        weights = gather_weights(self.chunks, self.hf, self.groups)
+        with fail_together(self.groups):
+            try:
+                if self.groups.rank == 0:
+                    with atomic_directory(directory) as temporary:
+                        files = plan_files(self.hf, dtype, max_file_bytes)
+                        write_weights(weights, files, temporary)
+                        copy_companions(self.model_dir, temporary, dtype)
+            finally:
+                # The other ranks of the replica take part in every gather, also after a failure.
+                if self.groups.is_first_replica:
+                    for _ in weights:
+                        pass
 
     def finish_weights(self) -> None:
         """Wait until the last update has reached every weight of this rank.

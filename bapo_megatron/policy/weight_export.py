@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.distributed import ProcessGroups, fail_together
-from bapo_megatron.files import atomic_directory
+from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.hf_weights import (
     EMBEDDING,
@@ -117,30 +116,6 @@ def _all_shards(weight: Weight, shard: Tensor, groups: ProcessGroups) -> list[Te
     shards = [torch.empty_like(shard) for _ in range(groups.tensor_size)]
     dist.all_gather(shards, shard, group=groups.tensor)
     return shards
-
-
-def export_hf(
-    chunks: Sequence[GPTModel],
-    hf: HfConfig,
-    source: Path,
-    directory: Path,
-    groups: ProcessGroups,
-    max_file_bytes: int,
-) -> None:
-    """Write the model to ``directory``; see ``MegatronPolicy.export_hf``."""
-    dtype = chunks[0].config.params_dtype
-    weights = gather_weights(chunks, hf, groups)
-    with fail_together(groups):
-        try:
-            if groups.rank == 0:
-                with atomic_directory(directory) as temporary:
-                    write_weights(weights, plan_files(hf, dtype, max_file_bytes), temporary)
-                    copy_companions(source, temporary, dtype)
-        finally:
-            # The other ranks of the replica take part in every gather, also after a failure.
-            if groups.is_first_replica:
-                for _ in weights:
-                    pass
 
 
 def weight_bytes(weight: Weight, hf: HfConfig, dtype: torch.dtype) -> dict[str, int]:
