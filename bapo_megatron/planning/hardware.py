@@ -1,4 +1,4 @@
-"""What GPUs and links can do, and which share of it a plan assumes to reach.
+"""The speed of GPUs and links, and the share of it that a plan assumes.
 
 Every figure that a plan rests on is a field of ``Assumptions`` and is printed with it. Units: bytes
 (1 GB = 10⁹), seconds, floating-point operations.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LayerKind = Literal["transformer-engine", "local"]
-"""Which layers run (``policy.layer_spec``); they keep different activations."""
+"""The two kinds of layers (``policy.layer_spec``) keep different activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What a plan takes for granted; the options of the command change it."""
+    """Everything that a plan assumes; the options of the command change it."""
 
     gpu: str
     gpu_memory_bytes: float
@@ -55,7 +55,7 @@ class Assumptions:
     """Kept free for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
     layers: LayerKind
     peak_flops: float
-    """Of one GPU in the run's number format, per second."""
+    """Operations per second of one GPU in the run's number format."""
     mfu_share: float
     """Model FLOP/s over peak, for the matrix products and attention alone: bubbles and messages
     come on top."""
@@ -68,14 +68,14 @@ class Assumptions:
     link_share: float
     """Share of a link's bandwidth that messages reach."""
     disk_bytes_per_s: float
-    """Of the shared file system, each way, for the whole run."""
+    """Bandwidth of the shared file system, each way, for the whole run."""
     prompt_tokens: int
     """Mean."""
     response_tokens: int
     """Mean; lengths are taken to be uniform between 0 and twice this."""
     rollout_gpus: int
     rollout_tokens_per_s: float | None
-    """Of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
+    """Rate of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
 
     def link_bytes_per_s(self, *, within_node: bool) -> float:
         """Bandwidth that one GPU reaches, one direction."""

@@ -12,7 +12,7 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
 
 MAX_VIRTUAL = 8
-"""Listed layouts have at most so many chunks per stage."""
+"""Limit of chunks per stage in listed layouts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class StageMemory:
     chunks_in_flight: int
     """Forward passes of a chunk of layers that wait for their backward pass."""
     activations_bytes: float
-    """What they keep."""
+    """Bytes that these forward passes keep."""
     logits_bytes: float
     """Last stage: final norm, logits and the gradients that the head makes."""
     workspace_bytes: float
@@ -124,7 +124,7 @@ def fits(stages: list[StageMemory], assumptions: Assumptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the bytes of one token depend on."""
+    """A model in a layout: everything that the bytes of one token depend on."""
 
     hf: HfConfig
     layout: Layout
@@ -338,7 +338,7 @@ def plan_rollout_memory(config: RunConfig, hf: HfConfig, assumptions: Assumption
 def _server_memory(
     config: RunConfig, hf: HfConfig, assumptions: Assumptions, gpus: int
 ) -> RolloutMemory:
-    """Memory of a server of so many GPUs, which divide weights, keys and values.
+    """Memory of a server of ``gpus`` GPUs, which divide weights, keys and values.
 
     Keys and values of a token take 2 · layers · key channels · element bytes.
     """

@@ -50,10 +50,10 @@ attention keeps no scores."""
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the configuration does not say; None: a default that the plan states."""
+    """Inputs beyond the configuration; None: a default that the plan states."""
 
     gpus: int | None = None
-    """Of the trainer; None: those of one replica."""
+    """Trainer GPUs; None: those of one replica."""
     gpu: str = "H100"
     gpu_memory_gb: float | None = None
     """None: the GPU's own."""
@@ -67,7 +67,7 @@ class PlanOptions:
     rollout_gpus: int | None = None
     """None: those of ``rollout.servers``, else as many as the trainer has."""
     rollout_tokens_per_s: float | None = None
-    """Of one rollout GPU; None: estimated."""
+    """Rate of one rollout GPU; None: estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class LayoutEstimate:
     layout: Layout
     recompute: str
     memory_bytes: float
-    """Of the worst stage, without the reserve."""
+    """Need of the worst stage, without the reserve."""
     fits: bool
     micro_batches: int
     bubble_share: float
@@ -96,7 +96,7 @@ class StepMessages:
 
     @property
     def bytes_per_step(self) -> float:
-        """What one GPU sends."""
+        """Bytes that one GPU sends per step."""
         return self.per_step * self.collective.bytes_sent
 
 
@@ -115,7 +115,7 @@ class Plan:
     fits: bool
     rollout: RolloutMemory
     rollout_tokens_per_s: float
-    """Of one rollout GPU."""
+    """Rate of one rollout GPU."""
     messages: list[StepMessages]
     phases: list[PhaseTime]
     bubble_share: float
@@ -270,7 +270,7 @@ def _rank_layouts(
 def _notes(
     config: RunConfig, layout: Layout, assumptions: Assumptions, rollout: RolloutMemory
 ) -> list[str]:
-    """What a reader should know that no figure says."""
+    """Caveats that no figure shows."""
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:
         notes.append(

@@ -41,7 +41,7 @@ Phase = Literal["forward", "backward", "update", "sync"]
 step when the servers get new weights."""
 
 PARTIALS_BYTES = 4 * FLOAT32_BYTES
-"""Of one response token in the loss stage's all-gather (``ops.logprob``)."""
+"""Bytes per response token in the loss stage's all-gather (``ops.logprob``)."""
 
 INT64_BYTES = 8
 
@@ -59,19 +59,19 @@ class Collective:
     operation: Operation
     phase: Phase
     count: int
-    """How often in that phase, on one rank (of the stage that has most)."""
+    """Times per phase on one rank (of the stage that has most)."""
     tensor_bytes: float
-    """Of the whole tensor each time: what is gathered, reduced or sent."""
+    """Size of the whole tensor that is gathered, reduced or sent each time."""
     ranks: int
     within_node: bool
     seconds: float
-    """All ``count`` of them, at the assumed link."""
+    """Time of all ``count`` of them on the assumed link."""
     hidden_by: Hidden = "nothing"
-    """What runs meanwhile; only what is longer than that costs time."""
+    """The work that runs meanwhile; only the excess over it costs time."""
 
     @property
     def bytes_sent(self) -> float:
-        """What one GPU sends in the phase."""
+        """Bytes that one GPU sends in the phase."""
         return self.count * sent_bytes(self.operation, self.tensor_bytes, self.ranks)
 
 
@@ -296,11 +296,11 @@ class PhaseTime:
     name: str
     seconds: float
     compute_s: float
-    """Of it, operations (or, of the optimizer and of decoding, memory traffic)."""
+    """The part spent on operations (optimizer and decoding: on memory traffic)."""
     messages_s: float
-    """Of it, messages and files that nothing hides."""
+    """The part spent on messages and files that nothing hides."""
     bubble_s: float
-    """Of it, waiting for other pipeline stages."""
+    """The part spent waiting for other pipeline stages."""
 
 
 def training_time(messages: Messages, stages: list[StageMemory]) -> tuple[list[PhaseTime], float]:
@@ -353,7 +353,7 @@ def training_time(messages: Messages, stages: list[StageMemory]) -> tuple[list[P
 
 
 def _compute_s(messages: Messages, flops_per_update: float) -> float:
-    """Of one micro-batch on one rank, its share of an update's operations."""
+    """Time of one micro-batch on one rank for its share of an update's operations."""
     work, assumptions = messages.workload, messages.assumptions
     rank_flops = flops_per_update / messages.layout.gpus / work.micro_batches
     return rank_flops / (assumptions.peak_flops * assumptions.mfu_share)

@@ -1,4 +1,4 @@
-"""What one training step is made of: samples, updates, micro-batches, operations.
+"""The work of one training step: samples, updates, micro-batches, operations.
 
 Lengths are not known before the rollout. They are taken to be uniform between 0 and twice the mean,
 so that the mean of the square is 4/3 of the square of the mean.
@@ -30,11 +30,11 @@ class Workload:
     samples_per_update: int
     tokens_per_update: int
     micro_batches: int
-    """Of each data-parallel rank in one update."""
+    """Per data-parallel rank and update."""
     micro_batch_tokens: int
     """Mean, on one rank."""
     max_micro_batch_tokens: int
-    """The most that one rank is given: what memory must hold."""
+    """Limit of one rank: memory must hold so many."""
     forward_passes_per_step: float
     """Forward-only passes over an update's samples: for the bounds, and for ``behaviour:
     recomputed``."""

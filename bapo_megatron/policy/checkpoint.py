@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent, and that load into any layout.
 
-``CheckpointSaver`` saves, ``load_checkpoint`` loads; ``checkpoint_files`` tells what the files are,
-``checkpoint_shards`` who writes which.
+``CheckpointSaver`` saves and ``load_checkpoint`` loads; ``checkpoint_files`` names and publishes
+the files, ``checkpoint_shards`` writes each rank's part.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Save:
 
     step: int
     fields: dict[str, Any]
-    """Of ``CheckpointState``, as they were when it began."""
+    """Fields of ``CheckpointState``, as they were when the save began."""
     writer: ShardWriter
     groups: ProcessGroups
     best: tuple[str, float] | None

@@ -33,7 +33,7 @@ STEP_PATTERN = re.compile(r"step_(\d+)")
 OTHER_CHECKPOINT = (
     f"to resume from another checkpoint, write its name (step_<n>) into checkpoints/{LATEST_NAME}"
 )
-"""What to do about a damaged one."""
+"""The remedy for a damaged checkpoint."""
 
 
 class CheckpointError(ValueError):
@@ -42,14 +42,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What state.json holds."""
+    """Contents of state.json."""
 
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
     """How the model was divided; see ``layout_of``."""
     distributed_optimizer: bool
-    """Which of Megatron's optimizers wrote its state; they do not read each other's."""
+    """The kind of Megatron's optimizer; each kind reads only its own state."""
     extra: dict[str, Any]
     """The caller's own state, plain JSON values."""
     file_bytes: dict[str, int]
@@ -59,14 +59,14 @@ class CheckpointState:
 
 @dataclass(frozen=True, slots=True)
 class BestCheckpoint:
-    """What ``best`` holds."""
+    """Contents of ``best``."""
 
     checkpoint: str
     """Name of the directory beside it."""
     metric: str
     """``checkpoint.best`` of the run."""
     value: float
-    """What the evaluation gave it; no other checkpoint of the run had more."""
+    """Its score; no other checkpoint of the run had a higher one."""
 
     @property
     def step(self) -> int:

@@ -114,14 +114,7 @@ class ShardWriter:
         metadata: Metadata | None,
         common: dict[str, Any],
     ) -> None:
-        """Take the plan.
-
-        Args:
-            directory: The checkpoint's directory.
-            storage: Holds this rank's tensors.
-            metadata: On rank 0: what the shards of all ranks are.
-            common: What is equal on all ranks and no tensor.
-        """
+        """Take the plan; ``metadata``, on rank 0, describes the shards of all ranks."""
         self._directory = directory
         self._storage = storage
         self._metadata = metadata

@@ -53,7 +53,7 @@ class Amount:
     num_tensors: int
     """Counted as Hugging Face counts: query, key and value are three."""
     num_bytes: int
-    """Of these tensors in the target's dtype."""
+    """Size of these tensors in the target's dtype."""
 
     def __add__(self, other: Amount) -> Amount:
         return Amount(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
@@ -61,7 +61,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was written."""
+    """A finished conversion."""
 
     format: Literal["Megatron", "Hugging Face"]
     amount: Amount

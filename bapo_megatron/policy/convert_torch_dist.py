@@ -209,7 +209,7 @@ class TorchDistWriter:
     def __init__(self, directory: Path, hf: HfConfig, max_file_bytes: int) -> None:
         """Begin a checkpoint in an existing, empty directory."""
         self._directory = directory
-        self._storage = FileSystemWriter(directory, sync_files=False)  # who publishes it flushes it
+        self._storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
         self._hf = hf
         self._max_file_bytes = max_file_bytes
         self._items: list[WriteItem] = []

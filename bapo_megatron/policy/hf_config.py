@@ -62,7 +62,7 @@ class HfConfig:
 
     @property
     def division_fields(self) -> dict[str, int]:
-        """What ``config.check_sections`` reads of a config.json to see what divides the model."""
+        """The config.json fields by which ``config.check_sections`` checks a division."""
         return {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -111,7 +111,7 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a ``model_type`` implies beyond its config.json."""
+    """Traits that a ``model_type`` implies beyond its config.json."""
 
     architecture: str
     qkv_bias: bool

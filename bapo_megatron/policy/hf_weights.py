@@ -45,7 +45,7 @@ class Weight:
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
     layer: int | None = None
-    """Which layer of the whole model it belongs to; None: embedding, final norm or output."""
+    """Number of its layer in the whole model; None: embedding, final norm or output."""
 
 
 EMBEDDING = Weight(
@@ -341,9 +341,7 @@ def refuse_shapes(
 ) -> None:
     """Refuse tensors of other shapes than config.json describes.
 
-    Args:
-        shapes: Name, shape found and shape expected of each; equal entries are named once.
-        directory: Where they are.
+    ``shapes`` has the name, the found and the expected shape of each; repeated names count once.
 
     Raises:
         ValueError: Names them.

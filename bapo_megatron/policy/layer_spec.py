@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of.
+"""The modules of a transformer layer.
 
 On a GPU with Transformer Engine installed: Megatron's own Transformer Engine layer. Elsewhere:
 Megatron's parallel linears with PyTorch twins of the two Transformer Engine modules that have no

@@ -72,13 +72,13 @@ ROTATION_TABLE_MULTIPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class LossOutput(Generic[Result]):
-    """What a loss function returns for one micro-batch."""
+    """A loss function's result for one micro-batch."""
 
     loss: Tensor
     """Scalar, already over the update's global denominators: the sum over all micro-batches of all
     data-parallel ranks is the loss of the update."""
     report: Result
-    """What the caller wants back of this micro-batch; it holds no gradient."""
+    """Anything the caller wants back for this micro-batch; it holds no gradient."""
 
 
 @dataclass(eq=False, repr=False)
@@ -88,7 +88,7 @@ class MegatronPolicy:
     hf: HfConfig
     """The architecture."""
     model_dir: Path
-    """Where config.json and tokenizer of an export come from."""
+    """Source of the config.json and tokenizer of an export."""
     groups: ProcessGroups
     chunks: list[GPTModel]
     """This rank's layers: one GPTModel, or several with interleaved stages."""
@@ -162,7 +162,7 @@ class MegatronPolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs and logits live."""
+        """Device of inputs and logits."""
         return self.groups.device
 
     @property

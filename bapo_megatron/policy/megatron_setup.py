@@ -31,7 +31,7 @@ def build_chunks(
     """Build this rank's part of the model, with weights still to be loaded.
 
     Returns:
-        One GPTModel per chunk of layers: ``parallel.virtual_pipeline`` of them, mostly one. The
+        One GPTModel per chunk of layers: ``parallel.virtual_pipeline`` of them, usually one. The
         first stage's first chunk has the embedding, the last stage's last one the output layer.
 
     Raises:

@@ -251,6 +251,6 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 def _parts(
     optimizer: MegatronOptimizer, state: dict[Any, Any]
 ) -> list[tuple[MegatronOptimizer, dict[str, Any]]]:
-    """Pair Megatron's optimizers, mostly one, with their states."""
+    """Pair Megatron's optimizers, usually one, with their states."""
     inner = optimizer.chained_optimizers
     return [(inner[0], state)] if len(inner) == 1 else [(o, state[n]) for n, o in enumerate(inner)]

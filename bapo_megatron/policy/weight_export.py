@@ -70,7 +70,7 @@ def gather_tensors(
     groups: ProcessGroups,
     table: Sequence[Weight] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``gather_weights``, for anything of the parameters' shapes, such as their gradients.
+    """Like ``gather_weights``, for tensors of the parameters' shapes, such as their gradients.
 
     ``held`` has this rank's tensors by Megatron's name of the parameter, all of one dtype.
     """
@@ -147,7 +147,7 @@ def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[di
 
 
 def _filled(sizes: Iterable[tuple[Item, int]], max_bytes: int) -> list[list[tuple[Item, int]]]:
-    """Divide items of so many bytes, in order, into parts that are as full as the limit allows."""
+    """Divide (item, bytes) pairs, in order, into parts as full as the limit allows."""
     parts: list[list[tuple[Item, int]]] = [[]]
     filled_bytes = 0
     for item, num_bytes in sizes:
