@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
@@ -111,18 +112,15 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
         node_gpus: GPUs of a node.
         max_data: Samples of an update: more data-parallel ranks would have nothing to do.
     """
-    for tensor in _divisors(gpus):
-        if tensor > node_gpus:
+    divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
+    for tensor, pipeline, context in product(divisors, repeat=3):
+        data, rest = divmod(gpus, tensor * pipeline * context)
+        if rest or data > max_data or tensor > node_gpus:
             continue
-        for pipeline in _divisors(gpus // tensor):
-            for context in _divisors(gpus // tensor // pipeline):
-                data = gpus // tensor // pipeline // context
-                if data > max_data:
-                    continue
-                for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
-                    layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
-                    if _allows(hf, layout):
-                        yield layout
+        for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
+            layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
+            if _allows(hf, layout):
+                yield layout
 
 
 def _allows(hf: HfConfig, layout: Layout) -> bool:
@@ -131,10 +129,6 @@ def _allows(hf: HfConfig, layout: Layout) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layer_parameters(hf: HfConfig, tensor: int) -> int:

@@ -39,9 +39,9 @@ class Weight:
     """Name in GPTModel; ``{layer}`` counts over the whole model."""
     hf: tuple[str, ...]
     """Names in the Hugging Face model, in fused order."""
-    shapes: tuple[tuple[str, ...], ...]
-    """Shape of each: names of ``dimensions``."""
-    axis: int | None
+    shapes: tuple[str, ...]
+    """Shape of each: names of dimensions, see ``hf_shapes``."""
+    axis: int | None = None
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
     layer: int | None = None
@@ -51,55 +51,43 @@ class Weight:
 EMBEDDING = Weight(
     "embedding.word_embeddings.weight",
     ("model.embed_tokens.weight",),
-    (("vocab", "hidden"),),
+    ("vocab hidden",),
     0,
     "vocab",
 )
-FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), (("hidden",),), None)
-OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, "vocab")
+FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",))
+OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), _VOCABULARY, 0, "vocab")
 
 LAYER = (
-    Weight(
-        "self_attention.linear_qkv.layer_norm_weight",
-        ("input_layernorm.weight",),
-        (("hidden",),),
-        None,
-    ),
+    Weight("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
     Weight(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        (("query", "hidden"), ("key", "hidden"), ("key", "hidden")),
+        ("query hidden", "key hidden", "key hidden"),
         0,
         "qkv",
     ),
-    Weight(
-        "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), (("hidden", "query"),), 1
-    ),
-    Weight(
-        "mlp.linear_fc1.layer_norm_weight",
-        ("post_attention_layernorm.weight",),
-        (("hidden",),),
-        None,
-    ),
+    Weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden query",), 1),
+    Weight("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ("hidden",)),
     Weight(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        (("intermediate", "hidden"), ("intermediate", "hidden")),
+        ("intermediate hidden", "intermediate hidden"),
         0,
         "gate_up",
     ),
-    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), (("hidden", "intermediate"),), 1),
+    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden intermediate",), 1),
 )
 QKV_BIAS = Weight(
     "self_attention.linear_qkv.bias",
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    (("query",), ("key",), ("key",)),
+    ("query", "key", "key"),
     0,
     "qkv",
 )
 QK_NORM = (
-    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), (("head",),), None),
-    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), (("head",),), None),
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
+    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 )
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -133,7 +121,7 @@ def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
         "head": hf.head_dim,
     }
     return {
-        name: tuple(dimensions[dimension] for dimension in shape)
+        name: tuple(dimensions[dimension] for dimension in shape.split())
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
 
