@@ -11,10 +11,9 @@ import io
 import os
 import queue
 import threading
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -47,7 +46,7 @@ def write_common(common: dict[str, Any], directory: Path) -> None:
 
 def write_shard(
     storage: FileSystemWriter,
-    stream: IO[bytes],
+    stream: io.BufferedWriter,
     data: Tensor | io.BytesIO,
     item: WriteItem,
     file_name: str,
@@ -60,8 +59,8 @@ def write_shard(
 
 def write_metadata(
     storage: FileSystemWriter,
-    metadata: Metadata | None,
-    results: Sequence[list[WriteResult]],
+    metadata: Metadata,
+    results: list[list[WriteResult]],
     directory: Path,
 ) -> None:
     """Write what makes the shards of all ranks a checkpoint."""
@@ -179,4 +178,5 @@ class ShardWriter:
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint; on rank 0, with the results of all ranks."""
+        assert self._metadata is not None
         write_metadata(self._storage, self._metadata, results, self._directory)

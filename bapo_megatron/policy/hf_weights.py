@@ -56,7 +56,7 @@ EMBEDDING = Weight(
     "vocab",
 )
 FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",))
-OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), _VOCABULARY, 0, "vocab")
+OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab hidden",), 0, "vocab")
 
 LAYER = (
     Weight("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
