@@ -33,21 +33,7 @@ from bapo_megatron.distributed import (
     is_peer_loss,
 )
 from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.policy.checkpoint_files import (
-    OTHER_CHECKPOINT,
-    BestCheckpoint,
-    CheckpointError,
-    check_files,
-    first_line,
-    layout_of,
-    name_best,
-    publish,
-    read_state,
-    remove_others,
-    remove_unfinished,
-    step_directory,
-    unfinished_directory,
-)
+from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
@@ -130,7 +116,7 @@ class CheckpointSaver:
         else:
             save.writer.write()
             _finish(self._root, save, self._config)
-        return step_directory(self._root, step)
+        return files.step_directory(self._root, step)
 
     def poll(self) -> None:
         """Publish the checkpoint that was being written, if every rank has written its part."""
@@ -165,10 +151,10 @@ def _begin(
 ) -> _Save:
     """Plan the save and write its small parts."""
     groups = policy.groups
-    unfinished = unfinished_directory(root, step)
+    unfinished = files.unfinished_directory(root, step)
     with _written_together(root, step, groups):
         if groups.rank == 0:
-            remove_unfinished(root)
+            files.remove_unfinished(root)
             unfinished.mkdir(parents=True)
     policy.finish_weights()
     writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
@@ -180,7 +166,7 @@ def _begin(
         atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
     fields = {
         "num_updates": policy.num_updates,
-        "layout": layout_of(groups),
+        "layout": files.layout_of(groups),
         "distributed_optimizer": _is_distributed(policy),
         "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
     }
@@ -197,13 +183,15 @@ def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
     with _written_together(root, save.step, groups):
         if written is not None:
             writer.write_metadata([results for _, results in written])
-            publish(root, save.step, save.fields, [n for names, _ in written for n in names])
+            files.publish(root, save.step, save.fields, [n for names, _ in written for n in names])
             if save.best is not None:
-                name_best(root, BestCheckpoint(step_directory(root, save.step).name, *save.best))
+                name = files.step_directory(root, save.step).name
+                files.name_best(root, files.BestCheckpoint(name, *save.best))
     if groups.rank == 0:
         try:
-            remove_others(root, save.step, config)
-        except (OSError, CheckpointError) as error:  # the new checkpoint is complete nevertheless
+            files.remove_others(root, save.step, config)
+        except (OSError, files.CheckpointError) as error:
+            # The new checkpoint is complete nevertheless.
             say(f"cannot remove an old checkpoint under {root} ({error}); remove it by hand")
     barrier(groups)
 
@@ -217,12 +205,12 @@ def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[
                 yield
             except OSError as error:
                 raise OSError(
-                    f"cannot write {step_directory(root, step)}: {error}; the last complete "
+                    f"cannot write {files.step_directory(root, step)}: {error}; the last complete "
                     "checkpoint is untouched"
                 ) from error
     except OSError:
         if groups.rank == 0:
-            shutil.rmtree(unfinished_directory(root, step), ignore_errors=True)
+            shutil.rmtree(files.unfinished_directory(root, step), ignore_errors=True)
         raise
 
 
@@ -240,17 +228,17 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             rank.
     """
     groups = policy.groups
-    with fail_together(groups, CheckpointError):
-        state = read_state(directory)
+    with fail_together(groups, files.CheckpointError):
+        state = files.read_state(directory)
         if groups.rank == 0:
-            check_files(directory, state)
+            files.check_files(directory, state)
         if state.distributed_optimizer != _is_distributed(policy):
             wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
                 f"resume with {wanted}"
             )
-        rng = _read_rng(directory, groups) if state.layout == layout_of(groups) else None
+        rng = _read_rng(directory, groups) if state.layout == files.layout_of(groups) else None
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
     except LOAD_ERRORS as error:
@@ -258,9 +246,9 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             isinstance(error, RuntimeError) and is_peer_loss(error)
         ):
             raise  # not the checkpoint's fault
-        raise CheckpointError(
+        raise files.CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
-            f"the model that saved it; or, {OTHER_CHECKPOINT}"
+            f"the model that saved it; or, {files.OTHER_CHECKPOINT}"
         ) from error
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
@@ -306,7 +294,9 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:
-        raise CheckpointError(f"{path}: damaged ({_reason(error)}); {OTHER_CHECKPOINT}") from error
+        raise files.CheckpointError(
+            f"{path}: damaged ({_reason(error)}); {files.OTHER_CHECKPOINT}"
+        ) from error
     return state
 
 
@@ -328,4 +318,4 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return first_line(cause or error)
+    return files.first_line(cause or error)

@@ -17,28 +17,10 @@ import yaml
 from torch import Tensor
 
 from bapo_megatron.files import atomic_directory
-from bapo_megatron.policy.convert_torch_dist import (
-    METADATA_NAME,
-    TorchDistReader,
-    TorchDistWriter,
-)
+from bapo_megatron.policy import hf_weights, weight_export
+from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, TorchDistWriter
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
-from bapo_megatron.policy.hf_weights import (
-    Weight,
-    find_tensors,
-    from_shards,
-    read_tensor,
-    stored_dtypes,
-    to_shard,
-    weight_table,
-)
 from bapo_megatron.policy.megatron_setup import DTYPES
-from bapo_megatron.policy.weight_export import (
-    copy_companions,
-    plan_files,
-    weight_bytes,
-    write_weights,
-)
 
 COMPANIONS_NAME = "hf"
 """Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""
@@ -128,21 +110,23 @@ def _to_megatron(
     source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
 ) -> Conversion:
     hf = read_hf_config(source)
-    table = weight_table(hf)
-    files = find_tensors(hf, source)
+    table = hf_weights.weight_table(hf)
+    files = hf_weights.find_tensors(hf, source)
     dtype = _target_dtype(source, _hf_dtypes(table, files, hf, source), wanted)
     total, done = _amount(table, hf, dtype), Amount(0, 0)
     with atomic_directory(target) as temporary:
         with TorchDistWriter(temporary, hf, max_file_bytes) as writer:
             for weight in table:
-                tensors = [read_tensor(files[name], name).to(dtype) for name in weight.hf]
-                writer.write(weight, to_shard(weight, tensors, hf, rank=0, size=1))
+                tensors = [
+                    hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf
+                ]
+                writer.write(weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1))
                 done += _amount([weight], hf, dtype)
                 report(done, total)
             writer.finish()
         companions = temporary / COMPANIONS_NAME
         companions.mkdir()
-        copy_companions(source, companions, dtype)
+        weight_export.copy_companions(source, companions, dtype)
     return Conversion("Megatron", total, dtype, writer.num_files)
 
 
@@ -155,7 +139,7 @@ def _to_hf(
     report: Report,
 ) -> Conversion:
     hf = read_hf_config(hf_dir)
-    table = weight_table(hf)
+    table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)
     total = _amount(table, hf, dtype)
@@ -163,22 +147,22 @@ def _to_hf(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         done = Amount(0, 0)
         for weight in table:
-            yield from from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
+            yield from hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
             done += _amount([weight], hf, dtype)
             report(done, total)
 
-    files = plan_files(hf, dtype, max_file_bytes)
+    files = weight_export.plan_files(hf, dtype, max_file_bytes)
     with atomic_directory(target) as temporary:
-        write_weights(tensors(), files, temporary)
-        copy_companions(hf_dir, temporary, dtype)
+        weight_export.write_weights(tensors(), files, temporary)
+        weight_export.copy_companions(hf_dir, temporary, dtype)
     return Conversion("Hugging Face", total, dtype, len(files))
 
 
 def _hf_dtypes(
-    table: list[Weight], files: dict[str, Path], hf: HfConfig, source: Path
+    table: list[hf_weights.Weight], files: dict[str, Path], hf: HfConfig, source: Path
 ) -> dict[str, torch.dtype]:
     dtypes = {}
-    for name, stored in stored_dtypes(table, files, hf, source).items():
+    for name, stored in hf_weights.stored_dtypes(table, files, hf, source).items():
         if stored not in SAFETENSORS_DTYPES:
             raise ValueError(
                 f"{source}: {name} is stored as {stored}; only {', '.join(SAFETENSORS_DTYPES)} "
@@ -200,8 +184,12 @@ def _target_dtype(
     return next(iter(examples))
 
 
-def _amount(weights: list[Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
-    sizes = [size for weight in weights for size in weight_bytes(weight, hf, dtype).values()]
+def _amount(weights: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
+    sizes = [
+        size
+        for weight in weights
+        for size in weight_export.weight_bytes(weight, hf, dtype).values()
+    ]
     return Amount(len(sizes), sum(sizes))
 
 

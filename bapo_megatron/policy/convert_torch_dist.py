@@ -23,50 +23,28 @@ from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bapo_megatron.policy import checkpoint_shards as shards
+from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import first_line
-from bapo_megatron.policy.checkpoint_shards import (
-    BACKEND,
-    write_common,
-    write_metadata,
-    write_shard,
-)
 from bapo_megatron.policy.hf_config import HfConfig
-from bapo_megatron.policy.hf_weights import (
-    EMBEDDING,
-    OUTPUT,
-    Weight,
-    refuse_differences,
-    refuse_shapes,
-    shard_shape,
-    weight_table,
-)
 
 METADATA_NAME = ".metadata"
 
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are no parameters."""
 
-MODULES_WITHOUT_STATE = {weight.megatron.removesuffix(".weight") for weight in (EMBEDDING, OUTPUT)}
+MODULES_WITHOUT_STATE = {
+    weight.megatron.removesuffix(".weight") for weight in (hf_weights.EMBEDDING, hf_weights.OUTPUT)
+}
 """Modules whose 8-bit state Megatron does not save."""
 
 
@@ -87,9 +65,9 @@ class _Slot:
         return self.shape if self.layer is None else (1, *self.shape[1:])
 
 
-def _stacked_slot(weight: Weight, hf: HfConfig) -> _Slot:
+def _stacked_slot(weight: hf_weights.Weight, hf: HfConfig) -> _Slot:
     """Return where a checkpoint with the layers on a first axis keeps ``weight``."""
-    shape = shard_shape(weight, hf, size=1)
+    shape = hf_weights.shard_shape(weight, hf, size=1)
     if weight.layer is None:
         return _Slot(weight.megatron, shape, None)
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
@@ -115,11 +93,12 @@ class TorchDistReader:
         self._stored = {
             key: stored
             for key, stored in self._metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and not OPTIMIZER_STATE.search(key)
+            if isinstance(stored, dcp_metadata.TensorStorageMetadata)
+            and not OPTIMIZER_STATE.search(key)
         }
-        self._slots = {w.megatron: self._slot(w, hf) for w in weight_table(hf)}
+        self._slots = {w.megatron: self._slot(w, hf) for w in hf_weights.weight_table(hf)}
         keys = dict.fromkeys(slot.key for slot in self._slots.values())
-        refuse_differences(
+        hf_weights.refuse_differences(
             keys,
             self._stored,
             f"{directory}: parameters do not fit config.json",
@@ -131,7 +110,7 @@ class TorchDistReader:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.dtypes = {key: self._stored[key].properties.dtype for key in keys}
 
-    def read(self, weight: Weight) -> Tensor:
+    def read(self, weight: hf_weights.Weight) -> Tensor:
         """Return a parameter as one rank without parallelism would hold it.
 
         Raises:
@@ -159,21 +138,21 @@ class TorchDistReader:
             ) from error
         return piece if slot.layer is None else piece[0]
 
-    def _slot(self, weight: Weight, hf: HfConfig) -> _Slot:
+    def _slot(self, weight: hf_weights.Weight, hf: HfConfig) -> _Slot:
         if weight.layer is not None and weight.megatron in self._stored:
             # Other tools may store the layers one by one.
-            return _Slot(weight.megatron, shard_shape(weight, hf, size=1), None)
+            return _Slot(weight.megatron, hf_weights.shard_shape(weight, hf, size=1), None)
         return _stacked_slot(weight, hf)
 
     def _check_shapes(self, hf: HfConfig) -> None:
         shapes = []
-        for weight in weight_table(hf):
+        for weight in hf_weights.weight_table(hf):
             slot = self._slots[weight.megatron]
             found, expected = tuple(self._stored[slot.key].size), slot.shape
             is_padded = weight.form == "vocab" and found[0] >= hf.vocab_size
             if not (is_padded and found[1:] == expected[1:]):
                 shapes.append((slot.key, found, expected))
-        refuse_shapes(shapes, self.directory)
+        hf_weights.refuse_shapes(shapes, self.directory)
 
     def _check_files(self) -> None:
         """Refuse missing pieces and short files: reading would leave parameters half filled."""
@@ -212,7 +191,7 @@ class TorchDistWriter:
         self._storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
         self._hf = hf
         self._max_file_bytes = max_file_bytes
-        self._items: list[WriteItem] = []
+        self._items: list[dcp_planner.WriteItem] = []
         self._results: list[WriteResult] = []
         self._stream: io.BufferedWriter | None = None
         self.num_files = 0
@@ -225,7 +204,7 @@ class TorchDistWriter:
             with suppress(OSError):  # it was closed by finish, or another error is on its way
                 self._stream.close()
 
-    def write(self, weight: Weight, parameter: Tensor) -> None:
+    def write(self, weight: hf_weights.Weight, parameter: Tensor) -> None:
         """Append a parameter, as one rank without parallelism would hold it.
 
         Raises:
@@ -234,12 +213,12 @@ class TorchDistWriter:
         slot = _stacked_slot(weight, self._hf)
         assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
         offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
-        chunk = ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
-        item = WriteItem(
-            MetadataIndex(slot.key, offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk, TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
+        chunk = dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
+        item = dcp_planner.WriteItem(
+            dcp_metadata.MetadataIndex(slot.key, offsets),
+            dcp_planner.WriteItemType.SHARD,
+            tensor_data=dcp_planner.TensorWriteData(
+                chunk, dcp_metadata.TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
             ),
         )
         # Storage is written whole, also what lies outside a view.
@@ -257,17 +236,21 @@ class TorchDistWriter:
         for key in _empty_states(self._hf):
             state = io.BytesIO()
             torch.save([None], state)  # a list: one entry per rank that shares the object
-            item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+            item = dcp_planner.WriteItem(
+                dcp_metadata.MetadataIndex(key), dcp_planner.WriteItemType.BYTE_IO
+            )
             self._append(item, state, len(state.getvalue()))
         assert self._stream is not None
         self._stream.close()
         # Megatron's trainer reads from the version in which order the rows of linear_qkv are, and
         # takes its absence for the oldest.
-        write_common({"checkpoint_version": 3.0, "iteration": 0}, self._directory)
-        _, metadata = create_default_global_save_plan([SavePlan(self._items)])
-        write_metadata(self._storage, metadata, [self._results], self._directory)
+        shards.write_common({"checkpoint_version": 3.0, "iteration": 0}, self._directory)
+        _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(self._items)])
+        shards.write_metadata(self._storage, metadata, [self._results], self._directory)
 
-    def _append(self, item: WriteItem, data: Tensor | io.BytesIO, num_bytes: int) -> None:
+    def _append(
+        self, item: dcp_planner.WriteItem, data: Tensor | io.BytesIO, num_bytes: int
+    ) -> None:
         stream = self._stream
         if stream is None or 0 < stream.tell() > self._max_file_bytes - num_bytes:
             if stream is not None:
@@ -276,7 +259,7 @@ class TorchDistWriter:
             self.num_files += 1
         with _first_error(stream.name):
             name = _file_name(self.num_files - 1)
-            self._results.append(write_shard(self._storage, stream, data, item, name))
+            self._results.append(shards.write_shard(self._storage, stream, data, item, name))
         self._items.append(item)
 
 
@@ -306,7 +289,7 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     the linear ones, and a missing one is an error when loading.
     """
     states: dict[str, None] = {}
-    for weight in weight_table(hf):
+    for weight in hf_weights.weight_table(hf):
         modules = [weight.megatron.rpartition(".")[0]]
         if weight.layer is not None:
             modules.append(f"decoder.layers.{weight.layer}.self_attention.core_attention")
@@ -321,8 +304,8 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     return states
 
 
-def _read_metadata(directory: Path) -> Metadata:
-    backend = BACKEND.sharded_backend
+def _read_metadata(directory: Path) -> dcp_metadata.Metadata:
+    backend = shards.BACKEND.sharded_backend
     try:
         config = maybe_load_config(str(directory))
     except (ValueError, TypeError) as error:

@@ -45,6 +45,7 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.distributed import ProcessGroups, fail_together
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
 from bapo_megatron.policy.hf_weights import load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
@@ -54,13 +55,6 @@ from bapo_megatron.policy.optimizer import (
     learning_rate,
     step_optimizer,
     wrap_for_data_parallel,
-)
-from bapo_megatron.policy.weight_export import (
-    MAX_FILE_BYTES,
-    copy_companions,
-    gather_weights,
-    plan_files,
-    write_weights,
 )
 from bapo_megatron.types import MicroBatch
 
@@ -248,7 +242,9 @@ class MegatronPolicy:
             self.num_updates += 1
         return result
 
-    def export_hf(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def export_hf(
+        self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES
+    ) -> None:
         """Write the weights as a Hugging Face model that appears only when it is complete.
 
         Config, tokenizer and generation settings come from the directory the policy was built from.
@@ -263,14 +259,14 @@ class MegatronPolicy:
         """
         self.finish_weights()
         dtype = self._transformer.params_dtype
-        weights = gather_weights(self.chunks, self.hf, self.groups)
+        weights = weight_export.gather_weights(self.chunks, self.hf, self.groups)
         with fail_together(self.groups):
             try:
                 if self.groups.rank == 0:
                     with atomic_directory(directory) as temporary:
-                        files = plan_files(self.hf, dtype, max_file_bytes)
-                        write_weights(weights, files, temporary)
-                        copy_companions(self.model_dir, temporary, dtype)
+                        files = weight_export.plan_files(self.hf, dtype, max_file_bytes)
+                        weight_export.write_weights(weights, files, temporary)
+                        weight_export.copy_companions(self.model_dir, temporary, dtype)
             finally:
                 # The other ranks of the replica take part in every gather, also after a failure.
                 if self.groups.is_first_replica:
