@@ -45,13 +45,13 @@ GPUS = {
 """NVIDIA's SXM parts (data sheets of 2020, 2022, 2023 and 2024)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
     """Everything that a plan assumes; the options of the command change it."""
 
     gpu: str
     gpu_memory_bytes: float
-    reserve_bytes: float
+    reserve_bytes: float = 5e9
     """Kept free for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
     layers: LayerKind
     peak_flops: float
@@ -60,14 +60,14 @@ class Assumptions:
     """Model FLOP/s over peak, for the matrix products and attention alone: bubbles and messages
     come on top."""
     memory_bytes_per_s: float
-    memory_share: float
+    memory_share: float = 0.7
     """Share of the memory bandwidth that the optimizer and decoding reach."""
     node_gpus: int
     node_link_bytes_per_s: float
     network_bytes_per_s: float
-    link_share: float
+    link_share: float = 0.7
     """Share of a link's bandwidth that messages reach."""
-    disk_bytes_per_s: float
+    disk_bytes_per_s: float = 2e9
     """Bandwidth of the shared file system, each way, for the whole run."""
     prompt_tokens: int
     """Mean."""

@@ -38,10 +38,6 @@ ESTIMATED = (
 )
 """Printed above the tables and written into the JSON."""
 
-RESERVE_BYTES = 5e9
-MEMORY_SHARE = 0.7
-LINK_SHARE = 0.7
-DISK_BYTES_PER_S = 2e9
 PROMPT_TOKENS = 256
 RECOMPUTE_CHOICES = ("none", "full")
 """What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
@@ -203,17 +199,13 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     return Assumptions(
         gpu=gpu.name,
         gpu_memory_bytes=memory_gb * 1e9,
-        reserve_bytes=RESERVE_BYTES,
         layers=options.layers,
         peak_flops=peak_flops(gpu, config.model.dtype, config.megatron.fp8),
         mfu_share=options.mfu_share,
         memory_bytes_per_s=gpu.memory_bytes_per_s,
-        memory_share=MEMORY_SHARE,
         node_gpus=options.node_gpus,
         node_link_bytes_per_s=gpu.node_link_bytes_per_s,
         network_bytes_per_s=gpu.network_bytes_per_s,
-        link_share=LINK_SHARE,
-        disk_bytes_per_s=DISK_BYTES_PER_S,
         prompt_tokens=options.prompt_tokens or prompt,
         response_tokens=options.response_tokens or response,
         rollout_gpus=options.rollout_gpus or servers or gpus,
