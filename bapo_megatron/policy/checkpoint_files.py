@@ -146,11 +146,7 @@ def find_best(root: Path) -> BestCheckpoint | None:
 
 
 def name_best(root: Path, best: BestCheckpoint) -> None:
-    """Let ``best`` name another checkpoint, at once; the one before may be pruned from now on.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Let ``best`` name another checkpoint, at once; the one before may be pruned from now on."""
     atomic_write_text(root / BEST_NAME, json.dumps(asdict(best)) + "\n")
 
 

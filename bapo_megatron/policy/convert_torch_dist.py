@@ -205,11 +205,7 @@ class TorchDistWriter:
                 self._stream.close()
 
     def write(self, weight: hf_weights.Weight, parameter: Tensor) -> None:
-        """Append a parameter, as one rank without parallelism would hold it.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Append a parameter, as one rank without parallelism would hold it."""
         slot = _stacked_slot(weight, self._hf)
         assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
         offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
@@ -228,11 +224,7 @@ class TorchDistWriter:
         self._append(item, piece, piece.nbytes)
 
     def finish(self) -> None:
-        """Write what makes the files a checkpoint.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
+        """Write what makes the files a checkpoint."""
         for key in _empty_states(self._hf):
             state = io.BytesIO()
             torch.save([None], state)  # a list: one entry per rank that shares the object

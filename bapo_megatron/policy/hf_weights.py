@@ -307,11 +307,7 @@ def stored_dtypes(
 def refuse_differences(
     expected: Collection[str], present: Collection[str], problem: str, remedy: str
 ) -> None:
-    """Refuse missing and unexpected names.
-
-    Raises:
-        ValueError: Names them between problem and remedy.
-    """
+    """Refuse missing and unexpected names, with an error that begins and ends as given."""
     differences = [
         f"{kind} {listed(sorted(names))}"
         for kind, names in (
@@ -330,9 +326,6 @@ def refuse_shapes(
     """Refuse tensors of other shapes than config.json describes.
 
     ``shapes`` has the name, the found and the expected shape of each; repeated names count once.
-
-    Raises:
-        ValueError: Names them.
     """
     problems = [
         f"{name} is {list(found)}, config.json asks for {list(expected)}"

@@ -168,9 +168,6 @@ def write_weights(
         weights: Every tensor by name, in the order of ``files``.
         files: From ``plan_files``.
         directory: An existing directory.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     weight_map = {}
     for number, sizes in enumerate(files, start=1):
