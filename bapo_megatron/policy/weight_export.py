@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -143,7 +143,7 @@ def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[di
     sizes = [
         item for weight in weight_table(hf) for item in weight_bytes(weight, hf, dtype).items()
     ]
-    return [dict(file) for file in _filled(chain.from_iterable(sizes), max_file_bytes)]
+    return [dict(file) for file in _filled(sizes, max_file_bytes)]
 
 
 def _filled(sizes: Iterable[tuple[Item, int]], max_bytes: int) -> list[list[tuple[Item, int]]]:
