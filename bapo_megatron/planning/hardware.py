@@ -1,4 +1,4 @@
-"""What GPUs and links can do, and what share of it is assumed to be reached.
+"""The speed of GPUs and links, and the share of it that a plan assumes.
 
 Every figure that a plan rests on is a field of ``Assumptions`` and is printed with it. Units: bytes
 (1 GB = 10⁹), seconds, floating-point operations.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LayerKind = Literal["transformer-engine", "local"]
-"""Which layers run (``policy.layer_spec``); they keep different activations."""
+"""The two kinds of layers (``policy.layer_spec``) keep different activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Gpu:
     node_link_bytes_per_s: float
     """NVLink, to the other GPUs of the node."""
     network_bytes_per_s: float
-    """The share of one GPU in the node's network: a 200 or 400 Gbit/s port each."""
+    """One GPU's share of the node's network: a 200 or 400 Gbit/s port each."""
 
 
 GPUS = {
@@ -45,37 +45,37 @@ GPUS = {
 """NVIDIA's SXM parts (data sheets of 2020, 2022, 2023 and 2024)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a plan takes for granted; change it with the options of the command."""
+    """Everything that a plan assumes; the options of the command change it."""
 
     gpu: str
     gpu_memory_bytes: float
-    reserve_bytes: float
-    """Of it, for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
+    reserve_bytes: float = 5e9
+    """Kept free for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
     layers: LayerKind
     peak_flops: float
-    """Of one GPU in the run's number format, per second."""
+    """Operations per second of one GPU in the run's number format."""
     mfu_share: float
-    """Model FLOP/s over peak, of the matrix products and attention alone: bubbles and messages
+    """Model FLOP/s over peak, for the matrix products and attention alone: bubbles and messages
     come on top."""
     memory_bytes_per_s: float
-    memory_share: float
-    """Of the memory bandwidth: the optimizer and decoding."""
+    memory_share: float = 0.7
+    """Share of the memory bandwidth that the optimizer and decoding reach."""
     node_gpus: int
     node_link_bytes_per_s: float
     network_bytes_per_s: float
-    link_share: float
-    """Of the bandwidth of links."""
-    disk_bytes_per_s: float
-    """Of the shared file system, each way, for the whole run."""
+    link_share: float = 0.7
+    """Share of a link's bandwidth that messages reach."""
+    disk_bytes_per_s: float = 2e9
+    """Bandwidth of the shared file system, each way, for the whole run."""
     prompt_tokens: int
     """Mean."""
     response_tokens: int
     """Mean; lengths are taken to be uniform between 0 and twice this."""
     rollout_gpus: int
     rollout_tokens_per_s: float | None
-    """Of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
+    """Rate of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
 
     def link_bytes_per_s(self, *, within_node: bool) -> float:
         """Bandwidth that one GPU reaches, one direction."""
@@ -101,21 +101,16 @@ def find_gpu(name: str) -> Gpu:
 
 
 def peak_flops(gpu: Gpu, dtype: str, fp8: str) -> float:
-    """Return the operations per second of one GPU in a run's number format.
-
-    Args:
-        gpu: The GPU.
-        dtype: ``model.dtype``.
-        fp8: ``megatron.fp8``.
+    """Return a GPU's operations per second with ``model.dtype`` and ``megatron.fp8``.
 
     Raises:
         ValueError: The GPU has no such format.
     """
-    if fp8 != "none":
-        if not gpu.fp8_flops:
-            raise ValueError(
-                f"megatron.fp8: {fp8} needs 8-bit products, which {gpu.name} has not; "
-                "set megatron.fp8=none"
-            )
-        return gpu.fp8_flops
-    return gpu.bfloat16_flops if dtype == "bfloat16" else gpu.float32_flops
+    if fp8 == "none":
+        return gpu.bfloat16_flops if dtype == "bfloat16" else gpu.float32_flops
+    if not gpu.fp8_flops:
+        raise ValueError(
+            f"megatron.fp8: {fp8} needs 8-bit products, which {gpu.name} has not; "
+            "set megatron.fp8=none"
+        )
+    return gpu.fp8_flops

@@ -1,24 +1,19 @@
-"""Parallel layouts: what they are, which ones a model allows, and how ranks are numbered.
+"""Parallel layouts: how ranks are numbered, which layouts a model allows, what a rank holds.
 
-How many parameters a rank holds: exactly those of the model that Megatron builds.
+Parameters are counted exactly: they are those of the model that Megatron builds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import product
 
-from bapo_megatron.policy.hf_config import padded_vocab_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bapo_megatron.config.megatron import ParallelConfig
-    from bapo_megatron.policy.hf_config import HfConfig
-
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
 
 MAX_VIRTUAL = 8
-"""Listed layouts have at most so many chunks per stage."""
+"""Limit of chunks per stage in listed layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +28,19 @@ class Layout:
     data: int = 1
 
     @property
+    def parallel(self) -> ParallelConfig:
+        """The section of the configuration that asks for this layout."""
+        return ParallelConfig(
+            tensor=self.tensor,
+            sequence=self.sequence,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual,
+            context=self.context,
+        )
+
+    @property
     def gpus(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
@@ -59,7 +65,7 @@ class Layout:
     def within_node(self, group: str, node_gpus: int) -> bool:
         """Whether the ranks of a group (``tensor``, ``context``, …) share one node.
 
-        They are as far apart as the product of the sizes of the groups before.
+        They span as many ranks as the product of their own size and those of the groups before.
         """
         span = self.tensor
         if group != "tensor":
@@ -94,44 +100,11 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
     )
 
 
-def check_layout(hf: HfConfig, layout: Layout) -> None:
-    """Refuse a layout that the model cannot be divided into.
-
-    Raises:
-        ValueError: Key, rule, value and remedy.
-    """
-    for what, size in (
-        ("attention heads", hf.num_heads),
-        ("key/value heads", hf.num_kv_heads),
-        ("intermediate channels", hf.intermediate_size),
-    ):
-        if size % layout.tensor:
-            raise ValueError(
-                f"parallel.tensor: must divide the model's {size} {what}, got {layout.tensor}; "
-                "choose a divisor"
-            )
-    if hf.num_layers % layout.chunks:
-        raise ValueError(
-            f"parallel: pipeline × virtual_pipeline must divide the model's {hf.num_layers} "
-            f"layers, got {layout.pipeline} × {layout.virtual}; choose divisors"
-        )
-    if layout.virtual > 1 and layout.pipeline == 1:
-        raise ValueError(
-            f"parallel.virtual_pipeline: needs parallel.pipeline > 1, got {layout.virtual}; "
-            "set virtual_pipeline=1"
-        )
-    if layout.sequence and layout.tensor == 1:
-        raise ValueError(
-            "parallel.sequence: needs parallel.tensor > 1, got 1; set parallel.sequence=false"
-        )
-
-
 def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) -> Iterator[Layout]:
     """Yield every layout of ``gpus`` GPUs that the model allows.
 
-    The vocabulary is padded, so it divides always. Tensor parallel stays within a node, since its
-    messages are between the products of every layer; it is listed with sequence parallel, which
-    costs nothing.
+    Tensor parallel stays within a node, since its messages are between the products of every layer;
+    it is listed with sequence parallel, which costs nothing.
 
     Args:
         hf: The architecture.
@@ -139,30 +112,23 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
         node_gpus: GPUs of a node.
         max_data: Samples of an update: more data-parallel ranks would have nothing to do.
     """
-    for tensor in _divisors(gpus):
-        if tensor > node_gpus:
+    divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
+    for tensor, pipeline, context in product(divisors, repeat=3):
+        data, rest = divmod(gpus, tensor * pipeline * context)
+        if rest or data > max_data or tensor > node_gpus:
             continue
-        for pipeline in _divisors(gpus // tensor):
-            for context in _divisors(gpus // tensor // pipeline):
-                data = gpus // tensor // pipeline // context
-                if data > max_data:
-                    continue
-                for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
-                    layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
-                    if _allows(hf, layout):
-                        yield layout
+        for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
+            layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
+            if _allows(hf, layout):
+                yield layout
 
 
 def _allows(hf: HfConfig, layout: Layout) -> bool:
     try:
-        check_layout(hf, layout)
+        check_division(hf, layout.parallel)
     except ValueError:
         return False
     return True
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layer_parameters(hf: HfConfig, tensor: int) -> int:
@@ -189,16 +155,10 @@ def embedding_parameters(hf: HfConfig, tensor: int) -> int:
 
 
 def chunk_parameters(hf: HfConfig, layout: Layout, stage: int, chunk: int) -> int:
-    """Return the parameters of a chunk of layers on one rank.
+    """Return the parameters of a stage's chunk of layers on one rank.
 
     The first stage's first chunk has the embedding; the last stage's last one the final norm and
     the output layer, which tied models have only where it is not on the rank of the embedding.
-
-    Args:
-        hf: The architecture.
-        layout: The layout.
-        stage: Pipeline stage of the rank.
-        chunk: Which of its chunks.
     """
     is_first = stage == 0 and chunk == 0
     is_last = stage == layout.pipeline - 1 and chunk == layout.virtual - 1

@@ -1,10 +1,9 @@
 """Memory of a trainer GPU of each pipeline stage, and of a rollout GPU. Bytes throughout.
 
-What the forward pass keeps for the backward pass, in bytes per token of a rank.
-
-Korthikanti et al. 2022 (arXiv 2205.05198) count the tensors that a layer's operations save. The
-same count for these models: no dropout (no masks), grouped queries, SwiGLU, RMSNorm, and attention
-that saves one number per head and token instead of its scores. Symbols, all per rank:
+Korthikanti et al. 2022 (arXiv 2205.05198) count the tensors that a layer's operations save for the
+backward pass. The same count for these models, in bytes per token of a rank: no dropout (no masks),
+grouped queries, SwiGLU, RMSNorm, and attention that saves one number per head and token instead of
+its scores. Symbols, all per rank:
 
     h  hidden size                            s  tensor-parallel size with sequence parallel, else 1
     q  query channels / tensor-parallel size  k  key (and value) channels / tensor-parallel size
@@ -19,195 +18,18 @@ measured by the tests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from bapo_megatron.planning.layout import model_parameters, stage_parameters
-from bapo_megatron.policy.hf_config import padded_vocab_size
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.megatron import MegatronConfig
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.planning.hardware import Assumptions, LayerKind
-    from bapo_megatron.planning.layout import Layout
-    from bapo_megatron.planning.workload import Workload
-    from bapo_megatron.policy.hf_config import HfConfig
-
-
-FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the bytes of one token depend on."""
-
-    hf: HfConfig
-    layout: Layout
-    element_bytes: int
-    layers: LayerKind
-
-    @property
-    def hidden_bytes(self) -> float:
-        """One hidden state of a token, where sequence parallel divides: e·h/s."""
-        return self.element_bytes * self.hf.hidden_size / self.layout.sequence_ranks
-
-    @property
-    def whole_hidden_bytes(self) -> int:
-        """One hidden state of a token as matrix products take it: e·h."""
-        return self.element_bytes * self.hf.hidden_size
-
-    @property
-    def query_bytes(self) -> int:
-        """e·q."""
-        return self.element_bytes * self.hf.num_heads * self.hf.head_dim // self.layout.tensor
-
-    @property
-    def key_bytes(self) -> int:
-        """e·k."""
-        return self.element_bytes * self.hf.num_kv_heads * self.hf.head_dim // self.layout.tensor
-
-    @property
-    def mlp_bytes(self) -> int:
-        """e·f."""
-        return self.element_bytes * self.hf.intermediate_size // self.layout.tensor
-
-    @property
-    def logits_bytes(self) -> int:
-        """e·V/t, one row of this rank's logits."""
-        tensor = self.layout.tensor
-        return self.element_bytes * padded_vocab_size(self.hf.vocab_size, tensor) // tensor
-
-
-def norm_bytes(shape: Shape) -> float:
-    """Return what a norm and the product after it keep of a token, over the hidden states.
-
-    Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
-    Local: the input in float32, the normalised value (for the norm's weight), the product's input.
-    """
-    ranks = shape.layout.sequence_ranks
-    if shape.layers == "transformer-engine":
-        return 2 * shape.hidden_bytes + FLOAT32_BYTES / ranks
-    in_float32 = FLOAT32_BYTES * (shape.hf.hidden_size + 1) / ranks
-    return in_float32 + 2 * shape.hidden_bytes
-
-
-def layer_tensors(shape: Shape, recompute: Literal["none", "selective"]) -> dict[str, float]:
-    """Return the bytes that one layer keeps of each token, by what they are.
-
-    The output of the QKV product lives on through the values, which are a part of it; queries and
-    keys are kept once more after their rotation.
-    """
-    query, key, mlp = shape.query_bytes, shape.key_bytes, shape.mlp_bytes
-    tensors = {
-        "norms and inputs of the two products": 2 * norm_bytes(shape),
-        "queries, keys, values": query + 2 * key,
-        "rotated queries, keys": query + key,
-        "attention's output": query,
-        "gate and up": 2 * mlp,
-        "input of the down product": mlp,
-    }
-    heads = shape.hf.num_heads // shape.layout.tensor
-    log_sums = FLOAT32_BYTES * heads
-    if shape.hf.qk_norm:
-        tensors["norms of queries and keys"] = _head_norm_bytes(shape)
-    if shape.layers == "local":
-        tensors["cosines and sines"] = 4 * shape.element_bytes * shape.hf.head_dim
-        tensors["silu(gate), up"] = 2 * mlp
-        if recompute == "none":
-            tensors["attention's output, by sequence"] = query
-    if recompute == "none":
-        tensors["log-sums of attention"] = log_sums
-    return tensors
-
-
-def _head_norm_bytes(shape: Shape) -> float:
-    """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output."""
-    hf, tensor = shape.hf, shape.layout.tensor
-    heads = (hf.num_heads + hf.num_kv_heads) // tensor
-    inverse_rms = FLOAT32_BYTES * heads
-    if shape.layers == "transformer-engine":
-        # It copies the parts, which are not contiguous; its output is only rotated, not kept.
-        return shape.query_bytes + shape.key_bytes + inverse_rms
-    in_float32 = FLOAT32_BYTES * heads * hf.head_dim
-    return in_float32 + shape.query_bytes + shape.key_bytes + inverse_rms
-
-
-def layer_bytes(shape: Shape, recompute: Literal["none", "selective"]) -> float:
-    """Return the bytes that one layer keeps of each token: the sum of ``layer_tensors``."""
-    return sum(layer_tensors(shape, recompute).values())
-
-
-def chunk_bytes(
-    shape: Shape, recompute: Literal["none", "selective", "full"], recompute_layers: int
-) -> float:
-    """Return what the layers of one chunk keep of a token between its two passes.
-
-    ``full`` keeps the input of each block of ``recompute_layers`` layers.
-    """
-    layers = shape.layout.layers_per_chunk(shape.hf)
-    if recompute == "full":
-        return -(-layers // recompute_layers) * shape.hidden_bytes
-    return layers * layer_bytes(shape, recompute)
-
-
-def recomputed_bytes(
-    shape: Shape, recompute: Literal["none", "selective", "full"], recompute_layers: int
-) -> float:
-    """Return what comes back of a token for a while in the backward pass: one block of layers."""
-    if recompute == "full":
-        block = min(recompute_layers, shape.layout.layers_per_chunk(shape.hf))
-        return block * layer_bytes(shape, "none")
-    if recompute == "selective":
-        return layer_bytes(shape, "none") - layer_bytes(shape, "selective")
-    return 0.0
-
-
-def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
-    """Return how many chunks of layers of a stage hold activations at a time.
-
-    Megatron's schedules with p stages of v chunks run w forward passes before the first backward
-    pass and then one and one (Narayanan et al. 2021, arXiv 2104.04473): one more than
-
-        w = p − 1 − stage                            without interleaving,
-        w = 2·(p − 1 − stage) + (v − 1)·p            with it.
-    """
-    behind = layout.pipeline - 1 - stage
-    warm_up = behind if layout.virtual == 1 else 2 * behind + (layout.virtual - 1) * layout.pipeline
-    return min(warm_up + 1, micro_batches * layout.virtual)
-
-
-def workspace_bytes(shape: Shape) -> float:
-    """Return what the backward pass of one layer holds of a token beside what was kept.
-
-    In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
-    input of the gate and up product and its gradient (h each), and the residual's gradient.
-    """
-    return 3 * shape.mlp_bytes + 2 * shape.whole_hidden_bytes + shape.hidden_bytes
-
-
-def logits_bytes(shape: Shape, tokens: int, chunk_tokens: int) -> float:
-    """Return what the last stage's head and loss hold for a micro-batch of ``tokens``.
-
-    All logits at once: [N, V/t] in the model's type, in whose memory their gradient is made, beside
-    the gradient of the head's weight in that type (its sum is float32 and counted with the
-    gradients) and the gathered input and its gradient.
-
-    Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
-    gradient in float32, and the parts of both that belong to the chunk.
-    """
-    hidden = shape.hf.hidden_size
-    final_norm = tokens * norm_bytes(shape)
-    gathered = tokens * shape.whole_hidden_bytes if shape.layout.sequence_ranks > 1 else 0
-    if chunk_tokens:
-        chunk = min(chunk_tokens, tokens)
-        gradient = FLOAT32_BYTES * tokens * hidden + tokens * shape.hidden_bytes
-        parts = chunk * (shape.whole_hidden_bytes + FLOAT32_BYTES * hidden)
-        return final_norm + gathered + gradient + parts + chunk * shape.logits_bytes
-    weight_gradient = shape.logits_bytes * hidden
-    input_gradient = tokens * shape.whole_hidden_bytes
-    return final_norm + gathered + input_gradient + weight_gradient + tokens * shape.logits_bytes
-
+from bapo_megatron.config.check_sections import check_heads
+from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.planning.hardware import Assumptions, LayerKind
+from bapo_megatron.planning.layout import Layout, model_parameters, stage_parameters
+from bapo_megatron.planning.workload import Workload
+from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +48,7 @@ class StageMemory:
     chunks_in_flight: int
     """Forward passes of a chunk of layers that wait for their backward pass."""
     activations_bytes: float
-    """What they keep."""
+    """Bytes that these forward passes keep."""
     logits_bytes: float
     """Last stage: final norm, logits and the gradients that the head makes."""
     workspace_bytes: float
@@ -237,24 +59,6 @@ class StageMemory:
         """The peak, without what is reserved."""
         fixed = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return fixed + self.activations_bytes + max(self.logits_bytes, self.workspace_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutMemory:
-    """One GPU of a rollout server."""
-
-    gpus_per_server: int
-    weights_bytes: float
-    kv_bytes_per_token: float
-    """Keys and values of all layers of one token, on this GPU."""
-    kv_cache_bytes: float
-    """What ``rollout.server.mem_fraction`` leaves beside the weights, or max_total_tokens need."""
-    kv_cache_tokens: int
-    """Tokens that the server holds; its GPUs divide each."""
-    mean_sequences: int
-    """Sequences of mean length, half generated on average, that fit."""
-    longest_sequences: int
-    """Sequences of the greatest length that fit."""
 
 
 def plan_memory(
@@ -318,6 +122,193 @@ def fits(stages: list[StageMemory], assumptions: Assumptions) -> bool:
     return worst_stage(stages).total_bytes <= room
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model in a layout: everything that the bytes of one token depend on."""
+
+    hf: HfConfig
+    layout: Layout
+    element_bytes: int
+    layers: LayerKind
+
+    @property
+    def hidden_bytes(self) -> float:
+        """One hidden state of a token, where sequence parallel divides: e·h/s."""
+        return self.element_bytes * self.hf.hidden_size / self.layout.sequence_ranks
+
+    @property
+    def whole_hidden_bytes(self) -> int:
+        """One hidden state of a token as matrix products take it: e·h."""
+        return self.element_bytes * self.hf.hidden_size
+
+    def divided_bytes(self, channels: int) -> int:
+        """Bytes of channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
+        return self.element_bytes * channels // self.layout.tensor
+
+
+def chunk_bytes(
+    shape: Shape, recompute: Literal["none", "selective", "full"], recompute_layers: int
+) -> float:
+    """Return what the layers of one chunk keep of a token between its two passes.
+
+    ``full`` keeps the input of each block of ``recompute_layers`` layers.
+    """
+    layers = shape.layout.layers_per_chunk(shape.hf)
+    if recompute == "full":
+        return -(-layers // recompute_layers) * shape.hidden_bytes
+    return layers * layer_bytes(shape, recompute)
+
+
+def recomputed_bytes(
+    shape: Shape, recompute: Literal["none", "selective", "full"], recompute_layers: int
+) -> float:
+    """Return what comes back of a token for a while in the backward pass: one block of layers."""
+    if recompute == "full":
+        block = min(recompute_layers, shape.layout.layers_per_chunk(shape.hf))
+        return block * layer_bytes(shape, "none")
+    if recompute == "selective":
+        return layer_bytes(shape, "none") - layer_bytes(shape, "selective")
+    return 0.0
+
+
+def layer_bytes(shape: Shape, recompute: Literal["none", "selective"]) -> float:
+    """Return the bytes that one layer keeps of each token: the sum of ``layer_tensors``."""
+    return sum(layer_tensors(shape, recompute).values())
+
+
+def layer_tensors(shape: Shape, recompute: Literal["none", "selective"]) -> dict[str, float]:
+    """Return the bytes that one layer keeps of each token, by what they are.
+
+    The output of the QKV product lives on through the values, which are a part of it; queries and
+    keys are kept once more after their rotation.
+    """
+    hf = shape.hf
+    query = shape.divided_bytes(hf.num_heads * hf.head_dim)
+    key = shape.divided_bytes(hf.num_kv_heads * hf.head_dim)
+    mlp = shape.divided_bytes(hf.intermediate_size)
+    tensors = {
+        "norms and inputs of the two products": 2 * norm_bytes(shape),
+        "queries, keys, values": query + 2 * key,
+        "rotated queries, keys": query + key,
+        "attention's output": query,
+        "gate and up": 2 * mlp,
+        "input of the down product": mlp,
+    }
+    if hf.qk_norm:
+        tensors["norms of queries and keys"] = _head_norm_bytes(shape)
+    if shape.layers == "local":
+        tensors["cosines and sines"] = 4 * shape.element_bytes * hf.head_dim
+        tensors["silu(gate), up"] = 2 * mlp
+        if recompute == "none":
+            tensors["attention's output, by sequence"] = query
+    if recompute == "none":
+        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // shape.layout.tensor)
+    return tensors
+
+
+def norm_bytes(shape: Shape) -> float:
+    """Return what a norm and the product after it keep of a token, over the hidden states.
+
+    Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
+    Local: the input in float32, the normalised value (for the norm's weight), the product's input.
+    """
+    ranks = shape.layout.sequence_ranks
+    if shape.layers == "transformer-engine":
+        return 2 * shape.hidden_bytes + FLOAT32_BYTES / ranks
+    in_float32 = FLOAT32_BYTES * (shape.hf.hidden_size + 1) / ranks
+    return in_float32 + 2 * shape.hidden_bytes
+
+
+def _head_norm_bytes(shape: Shape) -> float:
+    """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output.
+
+    Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
+    kept. Local: input in float32, and output.
+    """
+    num_heads = shape.hf.num_heads + shape.hf.num_kv_heads
+    heads = num_heads // shape.layout.tensor
+    kept = shape.divided_bytes(num_heads * shape.hf.head_dim) + FLOAT32_BYTES * heads
+    if shape.layers == "local":
+        kept += FLOAT32_BYTES * heads * shape.hf.head_dim
+    return kept
+
+
+def workspace_bytes(shape: Shape) -> float:
+    """Return what the backward pass of one layer holds of a token beside what was kept.
+
+    In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
+    input of the gate and up product and its gradient (h each), and the residual's gradient.
+    """
+    mlp = shape.divided_bytes(shape.hf.intermediate_size)
+    return 3 * mlp + 2 * shape.whole_hidden_bytes + shape.hidden_bytes
+
+
+def logits_bytes(shape: Shape, tokens: int, chunk_tokens: int) -> float:
+    """Return what the last stage's head and loss hold for a micro-batch of ``tokens``.
+
+    All logits at once: [N, V/t] in the model's type, in whose memory their gradient is made, beside
+    the gradient of the head's weight in that type (its sum is float32 and counted with the
+    gradients) and the gathered input and its gradient.
+
+    Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
+    gradient in float32, and the parts of both that belong to the chunk.
+    """
+    hidden, layout = shape.hf.hidden_size, shape.layout
+    row = shape.divided_bytes(padded_vocab_size(shape.hf.vocab_size, layout.tensor))
+    final_norm = tokens * norm_bytes(shape)
+    gathered = tokens * shape.whole_hidden_bytes if layout.sequence_ranks > 1 else 0
+    if chunk_tokens:
+        chunk = min(chunk_tokens, tokens)
+        gradient = FLOAT32_BYTES * tokens * hidden + tokens * shape.hidden_bytes
+        parts = chunk * (shape.whole_hidden_bytes + FLOAT32_BYTES * hidden)
+        return final_norm + gathered + gradient + parts + chunk * row
+    weight_gradient = row * hidden
+    input_gradient = tokens * shape.whole_hidden_bytes
+    return final_norm + gathered + input_gradient + weight_gradient + tokens * row
+
+
+def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Return how many chunks of layers of a stage hold activations at a time.
+
+    Megatron's schedules with p stages of v chunks run w forward passes before the first backward
+    pass and then one and one (Narayanan et al. 2021, arXiv 2104.04473): one more than
+
+        w = p − 1 − stage                            without interleaving,
+        w = 2·(p − 1 − stage) + (v − 1)·p            with it.
+    """
+    behind = layout.pipeline - 1 - stage
+    warm_up = behind if layout.virtual == 1 else 2 * behind + (layout.virtual - 1) * layout.pipeline
+    return min(warm_up + 1, micro_batches * layout.virtual)
+
+
+def _optimizer_bytes(
+    parameters: int, element_bytes: int, layout: Layout, megatron: MegatronConfig
+) -> float:
+    """Master weights (unless the weights are float32 themselves) and two moments, on the GPU."""
+    per_parameter = FLOAT32_BYTES * (3 if element_bytes < FLOAT32_BYTES else 2)
+    ranks = layout.replicas if megatron.distributed_optimizer else 1
+    on_gpu = 1 - megatron.optimizer_offload_share
+    return per_parameter * parameters / ranks * on_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """One GPU of a rollout server."""
+
+    gpus_per_server: int
+    weights_bytes: float
+    kv_bytes_per_token: float
+    """Keys and values of all layers of one token, on this GPU."""
+    kv_cache_bytes: float
+    """What ``rollout.server.mem_fraction`` leaves beside the weights, or max_total_tokens need."""
+    kv_cache_tokens: int
+    """Tokens that the server holds; its GPUs divide each."""
+    mean_sequences: int
+    """Sequences of mean length, half generated on average, that fit."""
+    longest_sequences: int
+    """Sequences of the greatest length that fit."""
+
+
 def plan_rollout_memory(config: RunConfig, hf: HfConfig, assumptions: Assumptions) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
@@ -327,14 +318,9 @@ def plan_rollout_memory(config: RunConfig, hf: HfConfig, assumptions: Assumption
     Raises:
         ValueError: The server cannot be divided so, or no node has room for one sequence.
     """
-    asked = config.rollout.server.tensor
-    if hf.num_kv_heads % asked:
-        raise ValueError(
-            f"rollout.server.tensor: must divide the model's {hf.num_kv_heads} key/value heads, "
-            f"got {asked}; choose a divisor"
-        )
+    gpus = config.rollout.server.tensor
+    check_heads(hf.division_fields, "rollout.server.tensor", gpus)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    gpus = asked
     while True:
         memory = _server_memory(config, hf, assumptions, gpus)
         if memory.kv_cache_tokens >= longest:
@@ -352,7 +338,7 @@ def plan_rollout_memory(config: RunConfig, hf: HfConfig, assumptions: Assumption
 def _server_memory(
     config: RunConfig, hf: HfConfig, assumptions: Assumptions, gpus: int
 ) -> RolloutMemory:
-    """Memory of a server of so many GPUs, which divide weights, keys and values.
+    """Memory of a server of ``gpus`` GPUs, which divide weights, keys and values.
 
     Keys and values of a token take 2 · layers · key channels · element bytes.
     """
@@ -376,13 +362,3 @@ def _server_memory(
         mean_sequences=int(tokens // running),
         longest_sequences=tokens // longest,
     )
-
-
-def _optimizer_bytes(
-    parameters: int, element_bytes: int, layout: Layout, megatron: MegatronConfig
-) -> float:
-    """Master weights (unless the weights are float32 themselves) and two moments, on the GPU."""
-    per_parameter = FLOAT32_BYTES * (3 if element_bytes < FLOAT32_BYTES else 2)
-    ranks = layout.replicas if megatron.distributed_optimizer else 1
-    on_gpu = 1 - megatron.optimizer_offload_share
-    return per_parameter * parameters / ranks * on_gpu

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.hardware import Assumptions, LayerKind, find_gpu, peak_flops
 from bapo_megatron.planning.layout import (
     Layout,
-    check_layout,
     configured_layout,
     model_parameters,
     possible_layouts,
@@ -22,6 +22,7 @@ from bapo_megatron.planning.memory import (
     worst_stage,
 )
 from bapo_megatron.planning.timing import (
+    Collective,
     Messages,
     PhaseTime,
     rollout_time,
@@ -29,16 +30,14 @@ from bapo_megatron.planning.timing import (
     weight_sync_time,
 )
 from bapo_megatron.planning.workload import Workload, check_lengths, plan_workload
+from bapo_megatron.policy.hf_config import HfConfig, check_division
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.planning.timing import Collective
-    from bapo_megatron.policy.hf_config import HfConfig
+ESTIMATED = (
+    "Estimates: messages, times and the order of layouts follow from the assumptions; none of them "
+    "was measured on a cluster."
+)
+"""Printed above the tables and written into the JSON."""
 
-RESERVE_BYTES = 5e9
-MEMORY_SHARE = 0.7
-LINK_SHARE = 0.7
-DISK_BYTES_PER_S = 2e9
 PROMPT_TOKENS = 256
 RECOMPUTE_CHOICES = ("none", "full")
 """What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
@@ -47,10 +46,10 @@ attention keeps no scores."""
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the configuration does not say; None: a default that the plan states."""
+    """Inputs beyond the configuration; None: a default that the plan states."""
 
     gpus: int | None = None
-    """Of the trainer; None: those of one replica."""
+    """Trainer GPUs; None: those of one replica."""
     gpu: str = "H100"
     gpu_memory_gb: float | None = None
     """None: the GPU's own."""
@@ -64,7 +63,7 @@ class PlanOptions:
     rollout_gpus: int | None = None
     """None: those of ``rollout.servers``, else as many as the trainer has."""
     rollout_tokens_per_s: float | None = None
-    """Of one rollout GPU; None: estimated."""
+    """Rate of one rollout GPU; None: estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class LayoutEstimate:
     layout: Layout
     recompute: str
     memory_bytes: float
-    """Of the worst stage, without the reserve."""
+    """Need of the worst stage, without the reserve."""
     fits: bool
     micro_batches: int
     bubble_share: float
@@ -93,7 +92,7 @@ class StepMessages:
 
     @property
     def bytes_per_step(self) -> float:
-        """What one GPU sends."""
+        """Bytes that one GPU sends per step."""
         return self.per_step * self.collective.bytes_sent
 
 
@@ -112,7 +111,7 @@ class Plan:
     fits: bool
     rollout: RolloutMemory
     rollout_tokens_per_s: float
-    """Of one rollout GPU."""
+    """Rate of one rollout GPU."""
     messages: list[StepMessages]
     phases: list[PhaseTime]
     bubble_share: float
@@ -133,6 +132,7 @@ class Plan:
     def to_json_dict(self) -> dict[str, Any]:
         """Every figure, with those that are derived."""
         plan = asdict(self)
+        plan["estimated"] = ESTIMATED
         plan["gpus"] = self.layout.gpus
         plan["step_s"] = self.step_s
         plan["worst_stage"] = self.worst_stage.stage
@@ -158,13 +158,13 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
             remedy.
     """
     layout = configured_layout(config.parallel, options.gpus)
-    check_layout(hf, layout)
+    check_division(hf, config.parallel)
     check_lengths(config, options.prompt_tokens, options.response_tokens)
     assumptions = make_assumptions(config, layout.gpus, options)
     rollout = plan_rollout_memory(config, hf, assumptions)
     messages, stages = _lay_out(config, hf, layout, assumptions, config.megatron.recompute)
-    training = training_time(messages, stages)
-    rollout_phase, rate = rollout_time(config, rollout, messages, hf)
+    training, bubble_share = training_time(messages, stages)
+    rollout_phase, rate = rollout_time(messages, rollout)
     return Plan(
         name=config.name,
         model_type=hf.model_type,
@@ -178,14 +178,8 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         rollout=rollout,
         rollout_tokens_per_s=rate,
         messages=[StepMessages(c, messages.per_step(c)) for c in messages.all()],
-        phases=[
-            rollout_phase,
-            training.forward,
-            training.forward_backward,
-            training.optimizer,
-            weight_sync_time(config, hf, layout.gpus, assumptions),
-        ],
-        bubble_share=training.bubble_share,
+        phases=[rollout_phase, *training, weight_sync_time(messages)],
+        bubble_share=bubble_share,
         layouts=_rank_layouts(config, hf, layout, assumptions),
         notes=_notes(config, layout, assumptions, rollout),
     )
@@ -205,17 +199,13 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     return Assumptions(
         gpu=gpu.name,
         gpu_memory_bytes=memory_gb * 1e9,
-        reserve_bytes=RESERVE_BYTES,
         layers=options.layers,
         peak_flops=peak_flops(gpu, config.model.dtype, config.megatron.fp8),
         mfu_share=options.mfu_share,
         memory_bytes_per_s=gpu.memory_bytes_per_s,
-        memory_share=MEMORY_SHARE,
         node_gpus=options.node_gpus,
         node_link_bytes_per_s=gpu.node_link_bytes_per_s,
         network_bytes_per_s=gpu.network_bytes_per_s,
-        link_share=LINK_SHARE,
-        disk_bytes_per_s=DISK_BYTES_PER_S,
         prompt_tokens=options.prompt_tokens or prompt,
         response_tokens=options.response_tokens or response,
         rollout_gpus=options.rollout_gpus or servers or gpus,
@@ -237,6 +227,22 @@ def _rank_layouts(
 ) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
     samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    chosen = (configured, config.megatron.recompute)
+
+    def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
+        messages, stages = _lay_out(config, hf, layout, assumptions, recompute)
+        phases, bubble_share = training_time(messages, stages)
+        return LayoutEstimate(
+            layout=layout,
+            recompute=recompute,
+            memory_bytes=worst_stage(stages).total_bytes,
+            fits=fits(stages, assumptions),
+            micro_batches=messages.workload.micro_batches,
+            bubble_share=bubble_share,
+            training_s=sum(phase.seconds for phase in phases),
+            is_configured=(layout, recompute) == chosen,
+        )
+
     found = {}
     for layout in possible_layouts(
         hf,
@@ -245,43 +251,18 @@ def _rank_layouts(
         max_data=samples // config.algorithm.updates_per_batch,
     ):
         for recompute in RECOMPUTE_CHOICES:
-            estimate = _estimate(config, hf, layout, assumptions, recompute)
-            if estimate.fits or recompute == RECOMPUTE_CHOICES[-1]:
-                found[layout, recompute] = estimate
+            tried = estimate(layout, recompute)
+            if tried.fits or recompute == RECOMPUTE_CHOICES[-1]:
+                found[layout, recompute] = tried
                 break
-    recompute = config.megatron.recompute
-    estimate = _estimate(config, hf, configured, assumptions, recompute, is_configured=True)
-    found[configured, recompute] = estimate
+    found[chosen] = estimate(*chosen)
     return sorted(found.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
-
-
-def _estimate(
-    config: RunConfig,
-    hf: HfConfig,
-    layout: Layout,
-    assumptions: Assumptions,
-    recompute: str,
-    *,
-    is_configured: bool = False,
-) -> LayoutEstimate:
-    messages, stages = _lay_out(config, hf, layout, assumptions, recompute)
-    training = training_time(messages, stages)
-    return LayoutEstimate(
-        layout=layout,
-        recompute=recompute,
-        memory_bytes=worst_stage(stages).total_bytes,
-        fits=fits(stages, assumptions),
-        micro_batches=messages.workload.micro_batches,
-        bubble_share=training.bubble_share,
-        training_s=training.seconds,
-        is_configured=is_configured,
-    )
 
 
 def _notes(
     config: RunConfig, layout: Layout, assumptions: Assumptions, rollout: RolloutMemory
 ) -> list[str]:
-    """What a reader should know that no figure says."""
+    """Caveats that no figure shows."""
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:
         notes.append(
@@ -293,12 +274,9 @@ def _notes(
             f"tensor parallel {layout.tensor} leaves the node of {assumptions.node_gpus} GPUs: "
             "its messages, between all products, cross the network"
         )
-    if config.megatron.optimizer_offload_share:
-        notes.append("optimizer_offload_share: memory is counted, copies to the host are not timed")
-    if config.megatron.activation_offload_layers:
-        notes.append(
-            "activation_offload_layers: memory is counted, copies to the host are not timed"
-        )
+    for name in ("optimizer_offload_share", "activation_offload_layers"):
+        if getattr(config.megatron, name):
+            notes.append(f"{name}: memory is counted, copies to the host are not timed")
     if config.megatron.fp8 != "none":
         notes.append(
             "fp8: products run at the 8-bit peak; activations and weights are counted in bfloat16"

@@ -1,10 +1,8 @@
-"""How long each phase of a step takes, by the assumptions of ``hardware``.
+"""The messages of a step and the time of its phases, estimated from the ``hardware`` assumed.
 
 Time of products and attention = operations / (GPUs × peak × MFU). Messages that nothing hides come
 on top, for each micro-batch, and a pipeline of p stages with v chunks each and m micro-batches
 makes all of it longer by the bubble, 1 + (p − 1)/(v·m) (Narayanan et al. 2021).
-
-Every collective of a training step, with its bytes and its time.
 
 A ring moves (g − 1)/g of the whole tensor through each GPU for an all-gather or a reduce-scatter
 over g ranks, and twice that for an all-reduce; latencies are left out.
@@ -13,25 +11,27 @@ over g ranks, and twice that for an all-reduce; latencies are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
 from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.planning.hardware import Assumptions
 from bapo_megatron.planning.layout import (
+    Layout,
     embedding_parameters,
     model_parameters,
     stage_parameters,
 )
-from bapo_megatron.planning.memory import ELEMENT_BYTES, FLOAT32_BYTES
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.megatron import MegatronConfig
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.planning.hardware import Assumptions
-    from bapo_megatron.planning.layout import Layout
-    from bapo_megatron.planning.memory import RolloutMemory, StageMemory
-    from bapo_megatron.planning.workload import Workload
-    from bapo_megatron.policy.hf_config import HfConfig
-
+from bapo_megatron.planning.memory import (
+    ELEMENT_BYTES,
+    FLOAT32_BYTES,
+    RolloutMemory,
+    StageMemory,
+)
+from bapo_megatron.planning.workload import Workload
+from bapo_megatron.policy.hf_config import HfConfig
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "send"]
 Group = Literal["tensor", "context", "pipeline", "data"]
@@ -41,9 +41,13 @@ Phase = Literal["forward", "backward", "update", "sync"]
 step when the servers get new weights."""
 
 PARTIALS_BYTES = 4 * FLOAT32_BYTES
-"""Of one response token in the loss stage's all-gather (``ops.logprob``)."""
+"""Bytes per response token in the loss stage's all-gather (``ops.logprob``)."""
 
 INT64_BYTES = 8
+
+ADAM_TRAFFIC_BYTES = 30
+"""Read and written for each parameter of a rank's share: gradient 4, master weight, two moments
+2 · 12, weight 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +59,19 @@ class Collective:
     operation: Operation
     phase: Phase
     count: int
-    """How often in that phase, on one rank (of the stage that has most)."""
+    """Times per phase on one rank (of the stage that has most)."""
     tensor_bytes: float
-    """Of the whole tensor each time: what is gathered, reduced or sent."""
+    """Size of the whole tensor that is gathered, reduced or sent each time."""
     ranks: int
     within_node: bool
     seconds: float
-    """All ``count`` of them, at the assumed link."""
+    """Time of all ``count`` of them on the assumed link."""
     hidden_by: Hidden = "nothing"
-    """What runs meanwhile; only what is longer than that costs time."""
+    """The work that runs meanwhile; only the excess over it costs time."""
 
     @property
     def bytes_sent(self) -> float:
-        """What one GPU sends in the phase."""
+        """Bytes that one GPU sends in the phase."""
         return self.count * sent_bytes(self.operation, self.tensor_bytes, self.ranks)
 
 
@@ -104,17 +108,16 @@ class Messages:
         return [collective for collective in listed if collective.ranks > 1]
 
     def per_step(self, collective: Collective) -> float:
-        """How many times its phase's ``count`` a step has it."""
+        """How many times a step has its phase's ``count``."""
         work = self.workload
-        if collective.phase == "sync":
-            return 1.0
-        if collective.phase == "update":
-            return float(work.updates_per_step)
         backward = work.updates_per_step * work.micro_batches
-        if collective.phase == "backward":
-            return float(backward)
         recomputed = backward if self.is_recomputed(collective) else 0
-        return work.forward_passes_per_step * work.micro_batches + backward + recomputed
+        return {
+            "sync": 1.0,
+            "update": float(work.updates_per_step),
+            "backward": float(backward),
+            "forward": work.forward_passes_per_step * work.micro_batches + backward + recomputed,
+        }[collective.phase]
 
     def is_recomputed(self, collective: Collective) -> bool:
         """Whether a backward pass repeats it: what lies within layers, with ``full``."""
@@ -123,8 +126,8 @@ class Messages:
 
     def _make(
         self,
-        name: str,
         group: Group,
+        name: str,
         operation: Operation,
         phase: Phase,
         count: int,
@@ -140,18 +143,17 @@ class Messages:
         }[group]
         within_node = layout.within_node(group, self.assumptions.node_gpus)
         bandwidth = self.assumptions.link_bytes_per_s(within_node=within_node)
-        seconds = count * sent_bytes(operation, tensor_bytes, ranks) / bandwidth
         return Collective(
-            name,
-            group,
-            operation,
-            phase,
-            count,
-            tensor_bytes,
-            ranks,
-            within_node,
-            seconds,
-            hidden_by,
+            name=name,
+            group=group,
+            operation=operation,
+            phase=phase,
+            count=count,
+            tensor_bytes=tensor_bytes,
+            ranks=ranks,
+            within_node=within_node,
+            seconds=count * sent_bytes(operation, tensor_bytes, ranks) / bandwidth,
+            hidden_by=hidden_by,
         )
 
     @property
@@ -175,129 +177,105 @@ class Messages:
         same together, and gathers the inputs of the two first products again for their weights'
         gradients.
         """
-        twice = 2 * self._stage_layers
+        make = partial(self._make, "tensor")
+        twice, hidden = 2 * self._stage_layers, self._hidden
         if not self.layout.sequence:
             return [
-                self._make("layers: sums", "tensor", "all-reduce", "forward", twice, self._hidden),
-                self._make(
-                    "layers: grads", "tensor", "all-reduce", "backward", twice, self._hidden
-                ),
+                make("layers: sums", "all-reduce", "forward", twice, hidden),
+                make("layers: grads", "all-reduce", "backward", twice, hidden),
             ]
         return [
-            self._make("layers: inputs", "tensor", "all-gather", "forward", twice, self._hidden),
-            self._make("layers: sums", "tensor", "reduce-scatter", "forward", twice, self._hidden),
-            self._make(
-                "layers: in + grads", "tensor", "all-gather", "backward", 2 * twice, self._hidden
-            ),
-            self._make(
-                "layers: grads", "tensor", "reduce-scatter", "backward", twice, self._hidden
-            ),
+            make("layers: inputs", "all-gather", "forward", twice, hidden),
+            make("layers: sums", "reduce-scatter", "forward", twice, hidden),
+            make("layers: in + grads", "all-gather", "backward", 2 * twice, hidden),
+            make("layers: grads", "reduce-scatter", "backward", twice, hidden),
         ]
 
     def _ends(self) -> list[Collective]:
         """Sums over the vocabulary's parts: of the embedding, and of the head's gradients.
 
-        With ``ops.logits_chunk_tokens`` the latter are float32.
+        With ``ops.logits_chunk_tokens`` the latter are float32, and the head does not gather its
+        input again for its weight's gradient.
         """
+        make = partial(self._make, "tensor")
         sums: Operation = "reduce-scatter" if self.layout.sequence else "all-reduce"
-        gradient = self._hidden
+        gradient, inputs = self._hidden, 2
         if self.config.ops.logits_chunk_tokens:
-            gradient *= FLOAT32_BYTES / self._element_bytes
+            gradient, inputs = gradient * FLOAT32_BYTES / self._element_bytes, 1
         ends = [
-            self._make("embedding", "tensor", sums, "forward", 1, self._hidden),
-            self._make("head: grads", "tensor", sums, "backward", 1, gradient),
+            make("embedding", sums, "forward", 1, self._hidden),
+            make("head: grads", sums, "backward", 1, gradient),
         ]
         if self.layout.sequence:
-            # The head gathers its input again for its weight's gradient, unless it is chunked.
-            again = 0 if self.config.ops.logits_chunk_tokens else 1
             ends += [
-                self._make("head: inputs", "tensor", "all-gather", "forward", 1, self._hidden),
-                self._make(
-                    "ends: in + grads", "tensor", "all-gather", "backward", 1 + again, self._hidden
-                ),
+                make("head: inputs", "all-gather", "forward", 1, self._hidden),
+                make("ends: in + grads", "all-gather", "backward", inputs, self._hidden),
             ]
         return ends
 
     def _context(self) -> list[Collective]:
         """Keys and values of all ranks go round; backward again, with their gradients."""
+        make = partial(self._make, "context", hidden_by="attention")
         layers, tokens = self._stage_layers, self.workload.micro_batch_tokens
         channels = self.hf.num_kv_heads * self.hf.head_dim // self.layout.tensor
         whole = float(self.layout.context * tokens * 2 * channels * self._element_bytes)
-        name = "layers: K, V"
         return [
-            self._make(name, "context", "all-gather", "forward", layers, whole, "attention"),
-            self._make(
-                f"{name}, grads",
-                "context",
-                "all-gather",
-                "backward",
-                2 * layers,
-                whole,
-                "attention",
-            ),
+            make("layers: K, V", "all-gather", "forward", layers, whole),
+            make("layers: K, V, grads", "all-gather", "backward", 2 * layers, whole),
         ]
 
     def _pipeline(self) -> list[Collective]:
         """Hidden states to the next chunk's rank, gradients back."""
-        hidden = self._hidden / self.layout.sequence_ranks
-        virtual = self.layout.virtual
+        make = partial(self._make, "pipeline")
+        virtual, hidden = self.layout.virtual, self._hidden / self.layout.sequence_ranks
         return [
-            self._make("stages: hidden", "pipeline", "send", "forward", virtual, hidden),
-            self._make("stages: grads", "pipeline", "send", "backward", virtual, hidden),
+            make("stages: hidden", "send", "forward", virtual, hidden),
+            make("stages: grads", "send", "backward", virtual, hidden),
         ]
 
     def _loss(self) -> list[Collective]:
-        """One all-gather of four numbers per response token, one all-reduce of the table."""
-        response_share = self.assumptions.response_tokens / (
-            self.assumptions.response_tokens + self.assumptions.prompt_tokens
+        """Four numbers per response token, and what the objective sums up (``trainer.loss``)."""
+        assumptions, rollout = self.assumptions, self.config.rollout
+        response_share = assumptions.response_tokens / (
+            assumptions.response_tokens + assumptions.prompt_tokens
         )
         response_tokens = self.workload.micro_batch_tokens * response_share
         gathered = self.layout.tensor * PARTIALS_BYTES * response_tokens
-        messages = [self._make("loss: [T, 4]", "tensor", "all-gather", "forward", 1, gathered)]
-        return messages + self._objective()
-
-    def _objective(self) -> list[Collective]:
-        """What the objective sums up over all tokens (``trainer.loss_stage``)."""
-        loaded, rollout = load_objective(self.config.algorithm), self.config.rollout
+        messages = [self._make("tensor", "loss: [T, 4]", "all-gather", "forward", 1, gathered)]
+        loaded = load_objective(self.config.algorithm)
         responses = rollout.groups_per_step * rollout.samples_per_group
         numbers = {"objective: table": loaded.statistic_size}
         if loaded.objective.needs == "response":
             numbers["objective: table"] = responses
         if loaded.objective.selects_tokens:
             numbers["objective: selected"] = responses
-        per_batch = loaded.objective.needs == "micro_batch"
-        times = self.workload.micro_batches if per_batch else 1
-        return [
-            self._make(name, "data", "all-reduce", "update", times, INT64_BYTES * count)
+        times = self.workload.micro_batches if loaded.objective.needs == "micro_batch" else 1
+        return messages + [
+            self._make("data", name, "all-reduce", "update", times, INT64_BYTES * count)
             for name, count in numbers.items()
             if count
         ]
 
     def _data(self) -> list[Collective]:
         """float32 gradients once per update, and the weights that the ranks updated."""
+        make, megatron = partial(self._make, "data"), self.megatron
         parameters = max(
             stage_parameters(self.hf, self.layout, stage) for stage in range(self.layout.pipeline)
         )
         gradients, weights = FLOAT32_BYTES * parameters, self._element_bytes * parameters
-        megatron = self.megatron
         meanwhile: Hidden = "backward" if megatron.overlap_grad_reduce else "nothing"
-        messages = []
-        if not megatron.distributed_optimizer:
-            messages.append(
-                self._make("gradients", "data", "all-reduce", "update", 1, gradients, meanwhile)
-            )
-        else:
+        if megatron.distributed_optimizer:
             gathers: Hidden = "forward" if megatron.overlap_param_gather else "nothing"
-            messages += [
-                self._make(
-                    "gradients", "data", "reduce-scatter", "update", 1, gradients, meanwhile
-                ),
-                self._make("weights", "data", "all-gather", "update", 1, weights, gathers),
+            messages = [
+                make("gradients", "reduce-scatter", "update", 1, gradients, meanwhile),
+                make("weights", "all-gather", "update", 1, weights, gathers),
             ]
+        else:
+            messages = [make("gradients", "all-reduce", "update", 1, gradients, meanwhile)]
         if self.hf.tied_embeddings and self.layout.pipeline > 1:
             tied = FLOAT32_BYTES * embedding_parameters(self.hf, self.layout.tensor)
             messages.append(
-                self._make("tied embedding", "pipeline", "all-reduce", "update", 1, tied)
+                self._make("pipeline", "tied embedding", "all-reduce", "update", 1, tied)
             )
         return messages
 
@@ -306,14 +284,9 @@ class Messages:
         weights = self._element_bytes * model_parameters(self.hf)
         elsewhere = weights * (1 - 1 / self.layout.pipeline) / self.layout.tensor
         return [
-            self._make("weight sync", "tensor", "all-gather", "sync", 1, weights),
-            self._make("weight sync", "pipeline", "send", "sync", 1, elsewhere),
+            self._make("tensor", "weight sync", "all-gather", "sync", 1, weights),
+            self._make("pipeline", "weight sync", "send", "sync", 1, elsewhere),
         ]
-
-
-ADAM_TRAFFIC_BYTES = 30
-"""Read and written for each parameter of a rank's share: gradient 4, master weight, two moments
-2 · 12, weight 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,43 +296,31 @@ class PhaseTime:
     name: str
     seconds: float
     compute_s: float
-    """Of it, operations (or, of the optimizer and of decoding, memory traffic)."""
+    """The part spent on operations (optimizer and decoding: on memory traffic)."""
     messages_s: float
-    """Of it, messages and files that nothing hides."""
+    """The part spent on messages and files that nothing hides."""
     bubble_s: float
-    """Of it, waiting for other pipeline stages."""
+    """The part spent waiting for other pipeline stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingTime:
-    """The phases of a step that depend on the layout."""
-
-    forward: PhaseTime
-    forward_backward: PhaseTime
-    optimizer: PhaseTime
-    bubble_share: float
-    """Of the time of a pass."""
-
-    @property
-    def seconds(self) -> float:
-        """All of them, per step."""
-        return self.forward.seconds + self.forward_backward.seconds + self.optimizer.seconds
-
-
-def training_time(messages: Messages, stages: list[StageMemory]) -> TrainingTime:
+def training_time(messages: Messages, stages: list[StageMemory]) -> tuple[list[PhaseTime], float]:
     """Estimate what the updates of a step take.
 
     Args:
         messages: The collectives of the layout.
         stages: The memory of its stages.
+
+    Returns:
+        The forward-only passes, forward and backward, and the optimizer; and the bubble's share of
+        the time of a pass.
     """
-    work, layout = messages.workload, messages.layout
-    updates = work.updates_per_step
-    # The last stage has the head on top of its layers, and the others wait for it.
-    head_s = layout.pipeline * _compute_s(messages, work.head_flops_per_update)
-    forward_s = _layers_s(messages) + head_s
-    backward_s = 2 * forward_s + _recompute_s(messages)
+    work, layout, m = messages.workload, messages.layout, messages.workload.micro_batches
+    layers_s = _compute_s(messages, work.forward_flops_per_update - work.head_flops_per_update)
     attention_s = _compute_s(messages, work.attention_flops_per_update)
+    # The last stage has the head on top of its layers, and the others wait for it.
+    forward_s = layers_s + layout.pipeline * _compute_s(messages, work.head_flops_per_update)
+    recompute_s = {"none": 0.0, "selective": attention_s, "full": layers_s}
+    backward_s = 2 * forward_s + recompute_s[messages.megatron.recompute]
     hiding = {
         "nothing": 0.0,
         "attention": attention_s,
@@ -371,93 +332,34 @@ def training_time(messages: Messages, stages: list[StageMemory]) -> TrainingTime
     forward_messages_s = _exposed_s(listed, "forward", hiding)
     backward_messages_s = _exposed_s(repeated, "forward", hiding)
     backward_messages_s += _exposed_s(listed, "backward", hiding | {"attention": 2 * attention_s})
-    m = work.micro_batches
     waiting = (layout.pipeline - 1) / (layout.virtual * m)
-    passes = work.forward_passes_per_step
-    update_messages_s = _exposed_s(listed, "update", hiding)
-    return TrainingTime(
-        forward=_phase(
-            "forward-only", passes * m * forward_s, passes * m * forward_messages_s, waiting
-        ),
-        forward_backward=_phase(
+    passes, updates = work.forward_passes_per_step, work.updates_per_step
+    phases = [
+        _phase("forward-only", passes * m * forward_s, passes * m * forward_messages_s, waiting),
+        _phase(
             "forward + backward",
             updates * m * (forward_s + backward_s),
             updates * m * (forward_messages_s + backward_messages_s),
             waiting,
         ),
-        optimizer=_phase(
+        _phase(
             "optimizer",
             updates * _optimizer_s(messages, stages),
-            updates * update_messages_s,
+            updates * _exposed_s(listed, "update", hiding),
             0.0,
         ),
-        bubble_share=waiting / (1 + waiting),
-    )
-
-
-def rollout_time(
-    config: RunConfig, memory: RolloutMemory, messages: Messages, hf: HfConfig
-) -> tuple[PhaseTime, float]:
-    """Estimate generation; also returns the tokens per second of one rollout GPU.
-
-    A decoding step reads the weights and the keys and values of the running sequences, and computes
-    two operations per parameter and sequence; the slower of the two counts. Without partial
-    rollouts a step ends with its longest response, decoded alone at the end.
-    """
-    assumptions, work = messages.assumptions, messages.workload
-    rate = assumptions.rollout_tokens_per_s
-    if rate is None:
-        rate = _decoding_rate(config, memory, assumptions, hf, work.samples_per_step)
-    seconds = work.response_tokens_per_step / (rate * assumptions.rollout_gpus)
-    if not config.rollout.partial or config.rollout.oversample_groups == 0:
-        alone_s = memory.weights_bytes / (assumptions.memory_bytes_per_s * assumptions.memory_share)
-        seconds = max(seconds, config.rollout.max_response_tokens * alone_s)
-    return PhaseTime("rollout", seconds, seconds, 0.0, 0.0), rate
-
-
-def weight_sync_time(
-    config: RunConfig, hf: HfConfig, gpus: int, assumptions: Assumptions
-) -> PhaseTime:
-    """Estimate a push of all weights.
-
-    With ``disk`` rank 0 writes them to the shared file system and the servers read them. Else they
-    pass once through rank 0's link to the servers, which pass them on to each other meanwhile: the
-    network, or NVLink where all ``gpus`` of the trainer and those of the rollout are one node.
-    Gathering the shards goes on beside it.
-    """
-    size = ELEMENT_BYTES[config.model.dtype] * model_parameters(hf)
-    if config.rollout.weight_sync.method == "disk":
-        seconds = 2 * size / assumptions.disk_bytes_per_s
-    else:
-        is_one_node = gpus + assumptions.rollout_gpus <= assumptions.node_gpus
-        seconds = size / assumptions.link_bytes_per_s(within_node=is_one_node)
-    return PhaseTime("weight sync", seconds, 0.0, seconds, 0.0)
-
-
-def _layers_s(messages: Messages) -> float:
-    """Of one micro-batch: a stage's layers, forward."""
-    work = messages.workload
-    return _compute_s(messages, work.forward_flops_per_update - work.head_flops_per_update)
+    ]
+    return phases, waiting / (1 + waiting)
 
 
 def _compute_s(messages: Messages, flops_per_update: float) -> float:
-    """Of one micro-batch on one rank, its share of an update's operations."""
+    """Time of one micro-batch on one rank for its share of an update's operations."""
     work, assumptions = messages.workload, messages.assumptions
     rank_flops = flops_per_update / messages.layout.gpus / work.micro_batches
     return rank_flops / (assumptions.peak_flops * assumptions.mfu_share)
 
 
-def _recompute_s(messages: Messages) -> float:
-    """Of one micro-batch: the forward pass of the layers, or of their attention, once more."""
-    work = messages.workload
-    if messages.megatron.recompute == "full":
-        return _layers_s(messages)
-    if messages.megatron.recompute == "selective":
-        return _compute_s(messages, work.attention_flops_per_update)
-    return 0.0
-
-
-def _exposed_s(listed: list[Collective], phase: str, hiding: dict[str, float]) -> float:
+def _exposed_s(listed: list[Collective], phase: Phase, hiding: dict[str, float]) -> float:
     return sum(max(0.0, c.seconds - hiding[c.hidden_by]) for c in listed if c.phase == phase)
 
 
@@ -475,20 +377,54 @@ def _phase(name: str, compute_s: float, messages_s: float, waiting: float) -> Ph
     return PhaseTime(name, compute_s + messages_s + bubble_s, compute_s, messages_s, bubble_s)
 
 
-def _decoding_rate(
-    config: RunConfig,
-    memory: RolloutMemory,
-    assumptions: Assumptions,
-    hf: HfConfig,
-    samples: int,
-) -> float:
-    """Tokens per second of one rollout GPU, with as many sequences as fit and as there are."""
+def rollout_time(messages: Messages, memory: RolloutMemory) -> tuple[PhaseTime, float]:
+    """Estimate generation; also returns the tokens per second of one rollout GPU.
+
+    Without partial rollouts a step ends with its longest response, decoded alone at the end.
+    """
+    assumptions, rollout = messages.assumptions, messages.config.rollout
+    rate = assumptions.rollout_tokens_per_s
+    if rate is None:
+        rate = _decoding_rate(messages, memory)
+    seconds = messages.workload.response_tokens_per_step / (rate * assumptions.rollout_gpus)
+    if not rollout.partial or rollout.oversample_groups == 0:
+        alone_s = memory.weights_bytes / (assumptions.memory_bytes_per_s * assumptions.memory_share)
+        seconds = max(seconds, rollout.max_response_tokens * alone_s)
+    return _phase("rollout", seconds, 0.0, 0.0), rate
+
+
+def _decoding_rate(messages: Messages, memory: RolloutMemory) -> float:
+    """Tokens per second of one rollout GPU, with as many sequences as fit and as there are.
+
+    A decoding step reads the weights and the keys and values of the running sequences, and computes
+    two operations per parameter and sequence; the slower of the two counts.
+    """
+    assumptions, server = messages.assumptions, messages.config.rollout.server
     servers = max(1, assumptions.rollout_gpus // memory.gpus_per_server)
-    limit = config.rollout.server.max_running_requests or memory.mean_sequences
-    running = max(1, min(memory.mean_sequences, limit, -(-samples // servers)))
+    limit = server.max_running_requests or memory.mean_sequences
+    per_server = -(-messages.workload.samples_per_step // servers)
+    running = max(1, min(memory.mean_sequences, limit, per_server))
     context = assumptions.prompt_tokens + assumptions.response_tokens / 2
     read = memory.weights_bytes + running * context * memory.kv_bytes_per_token
     reading_s = read / (assumptions.memory_bytes_per_s * assumptions.memory_share)
-    operations = 2 * model_parameters(hf) * running / memory.gpus_per_server
+    operations = 2 * model_parameters(messages.hf) * running / memory.gpus_per_server
     computing_s = operations / (assumptions.peak_flops * assumptions.mfu_share)
     return running / max(reading_s, computing_s) / memory.gpus_per_server
+
+
+def weight_sync_time(messages: Messages) -> PhaseTime:
+    """Estimate a push of all weights.
+
+    With ``disk`` rank 0 writes them to the shared file system and the servers read them. Otherwise
+    they pass once through rank 0's link to the servers, which pass them on to each other meanwhile:
+    the network, or NVLink where the GPUs of the trainer and of the rollout are one node. Gathering
+    the shards goes on beside it.
+    """
+    assumptions = messages.assumptions
+    size = ELEMENT_BYTES[messages.config.model.dtype] * model_parameters(messages.hf)
+    if messages.config.rollout.weight_sync.method == "disk":
+        seconds = 2 * size / assumptions.disk_bytes_per_s
+    else:
+        is_one_node = messages.layout.gpus + assumptions.rollout_gpus <= assumptions.node_gpus
+        seconds = size / assumptions.link_bytes_per_s(within_node=is_one_node)
+    return _phase("weight sync", 0.0, seconds, 0.0)

@@ -1,4 +1,4 @@
-"""What one training step is made of: samples, updates, micro-batches, operations.
+"""The work of one training step: samples, updates, micro-batches, operations.
 
 Lengths are not known before the rollout. They are taken to be uniform between 0 and twice the mean,
 so that the mean of the square is 4/3 of the square of the mean.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bapo_megatron.algorithm.load_objective import load_objective
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.planning.hardware import Assumptions
-    from bapo_megatron.planning.layout import Layout
-    from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.config.check import packing_multiples
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.planning.hardware import Assumptions
+from bapo_megatron.planning.layout import Layout
+from bapo_megatron.policy.hf_config import HfConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +30,26 @@ class Workload:
     samples_per_update: int
     tokens_per_update: int
     micro_batches: int
-    """Of each data-parallel rank in one update."""
+    """Per data-parallel rank and update."""
     micro_batch_tokens: int
     """Mean, on one rank."""
     max_micro_batch_tokens: int
-    """The most that one rank is given: what memory must hold."""
+    """Limit of one rank: memory must hold so many."""
     forward_passes_per_step: float
     """Forward-only passes over an update's samples: for the bounds, and for ``behaviour:
     recomputed``."""
     forward_flops_per_update: float
-    """Of one forward pass over an update's samples, over all ranks."""
+    """One forward pass over an update's samples, summed over all ranks."""
     attention_flops_per_update: float
-    """Of them, causal attention."""
+    """The part of it in causal attention."""
     head_flops_per_update: float
-    """Of them, the output layer."""
-
-    @property
-    def forward_backward_flops_per_update(self) -> float:
-        """Backward takes two products for each one forward."""
-        return 3 * self.forward_flops_per_update
+    """The part of it in the output layer."""
 
 
 def check_lengths(
     config: RunConfig, prompt_tokens: int | None, response_tokens: int | None
 ) -> None:
-    """Refuse lengths that do not fit.
-
-    Args:
-        config: The run.
-        prompt_tokens: The mean that is asked for, if any.
-        response_tokens: Likewise.
+    """Refuse lengths that do not fit; None is a mean that nobody asked for.
 
     Raises:
         ValueError: A mean above the longest, or a longest sequence above a micro-batch.
@@ -84,32 +72,27 @@ def check_lengths(
 def plan_workload(
     config: RunConfig, hf: HfConfig, layout: Layout, assumptions: Assumptions
 ) -> Workload:
-    """Count what a step of a configuration is made of.
-
-    Args:
-        config: The run.
-        hf: The model.
-        layout: How ranks divide it.
-        assumptions: Mean lengths.
-    """
+    """Count what a step of a configuration is made of in a layout."""
     rollout, algorithm = config.rollout, config.algorithm
     samples = rollout.groups_per_step * rollout.samples_per_group
-    updates = algorithm.updates_per_batch
-    samples_per_update = samples // updates
-    length = assumptions.prompt_tokens + assumptions.response_tokens
-    capacity = rank_tokens(config, layout)
+    samples_per_update = samples // algorithm.updates_per_batch
+    prompt, response = assumptions.prompt_tokens, assumptions.response_tokens
+    length = prompt + response
+    capacity = _rank_tokens(config, layout)
     per_micro_batch = max(1, capacity * layout.context // length)
     micro_batches = math.ceil(samples_per_update / (per_micro_batch * layout.data))
     if layout.virtual > 1:  # the interleaved schedule runs them in rounds of one per stage
         micro_batches = math.ceil(micro_batches / layout.pipeline) * layout.pipeline
     mean_tokens = samples_per_update * length / (micro_batches * layout.data * layout.context)
     flops = hf.sequence_flops
-    attention = samples_per_update * flops.per_pair * _mean_square(assumptions)
+    # The mean of (prompt + response)², the response uniform between 0 and twice its mean.
+    mean_square = prompt**2 + 2 * prompt * response + 4 / 3 * response**2
+    attention = samples_per_update * flops.per_pair * mean_square
     return Workload(
         samples_per_step=samples,
         tokens_per_step=samples * length,
-        response_tokens_per_step=samples * assumptions.response_tokens,
-        updates_per_step=updates * algorithm.epochs,
+        response_tokens_per_step=samples * response,
+        updates_per_step=algorithm.updates_per_batch * algorithm.epochs,
         samples_per_update=samples_per_update,
         tokens_per_update=samples_per_update * length,
         micro_batches=micro_batches,
@@ -122,30 +105,22 @@ def plan_workload(
     )
 
 
-def rank_tokens(config: RunConfig, layout: Layout) -> int:
+def _rank_tokens(config: RunConfig, layout: Layout) -> int:
     """Return the tokens of the largest micro-batch on one rank.
 
     Other layouts than the configured one keep the micro-batch over all context-parallel ranks, so
     that the longest sequence fits them as well.
     """
     total = config.train.max_tokens_per_micro_batch * config.parallel.context
-    multiple = layout.sequence_ranks * (2 if layout.context > 1 else 1)
+    multiple = packing_multiples(layout.parallel, config.megatron).total // layout.context
     return math.ceil(total / layout.context / multiple) * multiple
-
-
-def _mean_square(assumptions: Assumptions) -> float:
-    """Mean of (prompt + response)², the response uniform between 0 and twice its mean."""
-    prompt, response = assumptions.prompt_tokens, assumptions.response_tokens
-    return prompt**2 + 2 * prompt * response + 4 / 3 * response**2
 
 
 def _forward_passes(config: RunConfig) -> float:
     """Forward-only passes of a step, each over the samples of one update (``trainer.step``)."""
     algorithm = config.algorithm
-    updates = algorithm.updates_per_batch
     collects = load_objective(algorithm).collects
-    recomputes = algorithm.behaviour == "recomputed"
-    passes = updates * algorithm.epochs if collects else 0
-    if recomputes:  # the first update finds its log-probs there
-        passes += updates - (1 if collects else 0)
+    passes = algorithm.updates_per_batch * algorithm.epochs if collects else 0
+    if algorithm.behaviour == "recomputed":  # the first update finds its log-probs there
+        passes += algorithm.updates_per_batch - (1 if collects else 0)
     return float(passes)

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent, and that load into any layout.
 
-``CheckpointSaver`` saves, ``load_checkpoint`` loads; what the files are is told in
-``checkpoint_files``, who writes which in ``checkpoint_shards``.
+``CheckpointSaver`` saves and ``load_checkpoint`` loads; ``checkpoint_files`` names and publishes
+the files, ``checkpoint_shards`` writes each rank's part.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import json
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import (
+    ProcessGroups,
     any_rank,
     barrier,
     fail_together,
@@ -30,30 +33,11 @@ from bapo_megatron.distributed import (
     is_peer_loss,
 )
 from bapo_megatron.files import atomic_write_bytes
-from bapo_megatron.policy.checkpoint_files import (
-    OTHER_CHECKPOINT,
-    BestCheckpoint,
-    CheckpointError,
-    check_files,
-    layout_of,
-    name_best,
-    publish,
-    read_state,
-    remove_others,
-    remove_unfinished,
-    step_directory,
-    unfinished_directory,
-)
+from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import CheckpointConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.telemetry.console import say
 
 METADATA = {
     # Megatron's default cannot be loaded into another layout.
@@ -83,7 +67,7 @@ class _Save:
 
     step: int
     fields: dict[str, Any]
-    """Of ``CheckpointState``, as they were when it began."""
+    """Fields of ``CheckpointState``, as they were when the save began."""
     writer: ShardWriter
     groups: ProcessGroups
     best: tuple[str, float] | None
@@ -94,7 +78,8 @@ class CheckpointSaver:
     """Saves the checkpoints of a run, one at a time.
 
     With ``asynchronous`` a save returns when the state is copied; the checkpoint appears in a later
-    ``poll``, ``save`` or ``wait``. All methods but ``close`` are collectives over all ranks.
+    ``poll``, ``save`` or ``wait``. These are collectives over all ranks, and raise an ``OSError``
+    on all of them if the new checkpoint cannot be written; complete ones are untouched.
     """
 
     def __init__(self, root: Path, config: CheckpointConfig) -> None:
@@ -114,7 +99,7 @@ class CheckpointSaver:
 
         Args:
             step: Number of the checkpoint; one of the same number is replaced. Those of higher
-                numbers are removed: the try that wrote them was abandoned for this one.
+                numbers are removed: the attempt that wrote them was abandoned for this one.
             policy: The policy.
             extra: State of the caller, plain JSON values; only rank 0's is written.
             best: Metric and value for which ``best`` names this checkpoint, once it is complete;
@@ -122,10 +107,6 @@ class CheckpointSaver:
 
         Returns:
             The checkpoint's directory, which exists once it is complete.
-
-        Raises:
-            OSError: This checkpoint or the one that was still being written cannot be; raised on
-                every rank. Complete checkpoints are untouched.
         """
         self.wait()
         save = _begin(self._root, step, policy, extra, best)
@@ -135,25 +116,17 @@ class CheckpointSaver:
         else:
             save.writer.write()
             _finish(self._root, save, self._config)
-        return step_directory(self._root, step)
+        return files.step_directory(self._root, step)
 
     def poll(self) -> None:
-        """Publish the checkpoint that was being written, if every rank has written its part.
-
-        Raises:
-            OSError: It cannot be written; raised on every rank.
-        """
+        """Publish the checkpoint that was being written, if every rank has written its part."""
         if self._save is not None:
             still_writing = self._save.writer.is_running
             if not any_rank(still_writing, self._save.groups.control):
                 self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and publish it.
-
-        Raises:
-            OSError: It cannot be written; raised on every rank.
-        """
+        """Wait for the checkpoint that is being written, if there is one, and publish it."""
         if self._save is not None:
             self._save.writer.wait()
             save, self._save = self._save, None
@@ -167,6 +140,78 @@ class CheckpointSaver:
         if self._save is not None:
             self._save.writer.abandon()
             self._save = None
+
+
+def _begin(
+    root: Path,
+    step: int,
+    policy: MegatronPolicy,
+    extra: dict[str, Any],
+    best: tuple[str, float] | None,
+) -> _Save:
+    """Plan the save and write its small parts."""
+    groups = policy.groups
+    unfinished = files.unfinished_directory(root, step)
+    with _written_together(root, step, groups):
+        if groups.rank == 0:
+            files.remove_unfinished(root)
+            unfinished.mkdir(parents=True)
+    policy.finish_weights()
+    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
+    with _written_together(root, step, groups):
+        if groups.rank == 0:
+            writer.write_common()
+        rng = io.BytesIO()
+        torch.save(_rng_state(groups), rng)
+        atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
+    fields = {
+        "num_updates": policy.num_updates,
+        "layout": files.layout_of(groups),
+        "distributed_optimizer": _is_distributed(policy),
+        "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
+    }
+    return _Save(step, fields, writer, groups, best)
+
+
+def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
+    """Agree on the outcome of the writing, and publish the checkpoint."""
+    groups, writer = save.groups, save.writer
+    with _written_together(root, save.step, groups):
+        if writer.error is not None:
+            raise OSError(_reason(writer.error)) from writer.error
+    written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
+    with _written_together(root, save.step, groups):
+        if written is not None:
+            writer.write_metadata([results for _, results in written])
+            files.publish(root, save.step, save.fields, [n for names, _ in written for n in names])
+            if save.best is not None:
+                name = files.step_directory(root, save.step).name
+                files.name_best(root, files.BestCheckpoint(name, *save.best))
+    if groups.rank == 0:
+        try:
+            files.remove_others(root, save.step, config)
+        except (OSError, files.CheckpointError) as error:
+            # The new checkpoint is complete nevertheless.
+            say(f"cannot remove an old checkpoint under {root} ({error}); remove it by hand")
+    barrier(groups)
+
+
+@contextmanager
+def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[None]:
+    """Raise an operating-system error of the block on every rank, and leave nothing of it."""
+    try:
+        with fail_together(groups):
+            try:
+                yield
+            except OSError as error:
+                raise OSError(
+                    f"cannot write {files.step_directory(root, step)}: {error}; the last complete "
+                    "checkpoint is untouched"
+                ) from error
+    except OSError:
+        if groups.rank == 0:
+            shutil.rmtree(files.unfinished_directory(root, step), ignore_errors=True)
+        raise
 
 
 def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
@@ -183,12 +228,17 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             rank.
     """
     groups = policy.groups
-    with fail_together(groups, CheckpointError):
-        state = read_state(directory)
+    with fail_together(groups, files.CheckpointError):
+        state = files.read_state(directory)
         if groups.rank == 0:
-            check_files(directory, state)
-        _check_optimizer(directory, policy, saved_distributed=state.distributed_optimizer)
-        rng = _read_rng(directory, groups) if state.layout == layout_of(groups) else None
+            files.check_files(directory, state)
+        if state.distributed_optimizer != _is_distributed(policy):
+            wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
+            raise files.CheckpointError(
+                f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
+                f"resume with {wanted}"
+            )
+        rng = _read_rng(directory, groups) if state.layout == files.layout_of(groups) else None
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
     except LOAD_ERRORS as error:
@@ -196,9 +246,9 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
             isinstance(error, RuntimeError) and is_peer_loss(error)
         ):
             raise  # not the checkpoint's fault
-        raise CheckpointError(
+        raise files.CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
-            f"the model that saved it; or, {OTHER_CHECKPOINT}"
+            f"the model that saved it; or, {files.OTHER_CHECKPOINT}"
         ) from error
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
@@ -209,85 +259,6 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     return state.extra
 
 
-def _begin(
-    root: Path,
-    step: int,
-    policy: MegatronPolicy,
-    extra: dict[str, Any],
-    best: tuple[str, float] | None,
-) -> _Save:
-    """Plan the save and write its small parts."""
-    groups = policy.groups
-    unfinished = unfinished_directory(root, step)
-    with _written_together(root, step, groups):
-        if groups.rank == 0:
-            remove_unfinished(root)
-            unfinished.mkdir(parents=True)
-    policy.finish_weights()
-    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
-    with _written_together(root, step, groups):
-        if groups.rank == 0:
-            writer.write_common(unfinished)
-        rng = io.BytesIO()
-        torch.save(_rng_state(groups), rng)
-        atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
-    fields = {
-        "num_updates": policy.num_updates,
-        "layout": layout_of(groups),
-        "distributed_optimizer": _is_distributed(policy),
-        "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
-    }
-    return _Save(step, fields, writer, groups, best)
-
-
-def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
-    """Agree on the outcome of the writing, and publish the checkpoint."""
-    groups, writer = save.groups, save.writer
-    unfinished = unfinished_directory(root, save.step)
-    with _written_together(root, save.step, groups):
-        if writer.error is not None:
-            raise OSError(_reason(writer.error)) from writer.error
-    written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
-    with _written_together(root, save.step, groups):
-        if written is not None:
-            writer.write_metadata(unfinished, [results for _, results in written])
-            publish(root, save.step, save.fields, [n for names, _ in written for n in names])
-            if save.best is not None:
-                name_best(root, BestCheckpoint(step_directory(root, save.step).name, *save.best))
-    if groups.rank == 0:
-        _remove_old(root, save.step, config)
-    barrier(groups)
-
-
-def _remove_old(root: Path, step: int, config: CheckpointConfig) -> None:
-    """Remove what need not stay; a complete checkpoint is no failure because that does not work."""
-    try:
-        remove_others(root, step, config)
-    except (OSError, CheckpointError) as error:
-        Console(stderr=True).print(
-            f"cannot remove an old checkpoint under {root} ({error}); remove it by hand",
-            highlight=False,
-        )
-
-
-@contextmanager
-def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[None]:
-    """An operating-system error of the block is raised on every rank, and nothing of it is left."""
-    try:
-        with fail_together(groups):
-            try:
-                yield
-            except OSError as error:
-                raise OSError(
-                    f"cannot write {step_directory(root, step)}: {error}; the last complete "
-                    "checkpoint is untouched"
-                ) from error
-    except OSError:
-        if groups.rank == 0:
-            shutil.rmtree(unfinished_directory(root, step), ignore_errors=True)
-        raise
-
-
 def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # Megatron writes process groups into it
     state = {
@@ -296,15 +267,6 @@ def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any
     }
     optimizer = sharded_state(policy.optimizer, state, is_loading=is_loading, metadata=metadata)
     return {**state, "optimizer": optimizer}
-
-
-def _check_optimizer(directory: Path, policy: MegatronPolicy, *, saved_distributed: bool) -> None:
-    if saved_distributed != _is_distributed(policy):
-        wanted = str(saved_distributed).lower()
-        raise CheckpointError(
-            f"{directory}: saved with megatron.distributed_optimizer: {wanted}, whose state the "
-            f"other optimizer does not read; resume with megatron.distributed_optimizer: {wanted}"
-        )
 
 
 def _is_distributed(policy: MegatronPolicy) -> bool:
@@ -332,7 +294,9 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:
-        raise CheckpointError(f"{path}: damaged ({_reason(error)}); {OTHER_CHECKPOINT}") from error
+        raise files.CheckpointError(
+            f"{path}: damaged ({_reason(error)}); {files.OTHER_CHECKPOINT}"
+        ) from error
     return state
 
 
@@ -354,5 +318,4 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    error = cause or error
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return files.first_line(cause or error)

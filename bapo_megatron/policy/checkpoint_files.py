@@ -15,17 +15,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_text, publish_directory, replaced_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import CheckpointConfig
-    from bapo_megatron.distributed import ProcessGroups
 
 FORMAT = 2
 LATEST_NAME = "latest"
@@ -33,11 +30,10 @@ BEST_NAME = "best"
 STATE_NAME = "state.json"
 STEP_PATTERN = re.compile(r"step_(\d+)")
 
-
 OTHER_CHECKPOINT = (
     f"to resume from another checkpoint, write its name (step_<n>) into checkpoints/{LATEST_NAME}"
 )
-"""What to do about a damaged one."""
+"""The remedy for a damaged checkpoint."""
 
 
 class CheckpointError(ValueError):
@@ -46,14 +42,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What state.json holds."""
+    """Contents of state.json."""
 
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
     """How the model was divided; see ``layout_of``."""
     distributed_optimizer: bool
-    """Which of Megatron's optimizers wrote its state; they do not read each other's."""
+    """The kind of Megatron's optimizer; each kind reads only its own state."""
     extra: dict[str, Any]
     """The caller's own state, plain JSON values."""
     file_bytes: dict[str, int]
@@ -63,14 +59,14 @@ class CheckpointState:
 
 @dataclass(frozen=True, slots=True)
 class BestCheckpoint:
-    """What ``best`` holds."""
+    """Contents of ``best``."""
 
     checkpoint: str
     """Name of the directory beside it."""
     metric: str
     """``checkpoint.best`` of the run."""
     value: float
-    """What the evaluation gave it; no other checkpoint of the run had more."""
+    """Its score; no other checkpoint of the run had a higher one."""
 
     @property
     def step(self) -> int:
@@ -99,6 +95,16 @@ def unfinished_directory(root: Path, step: int) -> Path:
     return root / f".step_{step}.tmp"
 
 
+def is_there(root: Path, step: int) -> bool:
+    """Return whether the complete checkpoint of a step exists, even while it is being replaced."""
+    return _existing(step_directory(root, step)) is not None
+
+
+def _existing(directory: Path) -> Path | None:
+    """Return where a complete checkpoint lies; a kill may have left it under its other name."""
+    return next((d for d in (directory, replaced_directory(directory)) if d.is_dir()), None)
+
+
 def find_latest(root: Path) -> Path | None:
     """Return the newest complete checkpoint under ``root``, or None where none was saved.
 
@@ -109,21 +115,13 @@ def find_latest(root: Path) -> Path | None:
     if not pointer.is_file():
         return None
     name = pointer.read_text(encoding="utf-8").strip()
-    directory = root / name
-    if not directory.is_dir():  # a kill while it was replaced
-        directory = replaced_directory(directory)
-    if not STEP_PATTERN.fullmatch(name) or not directory.is_dir():
+    directory = _existing(root / name) if STEP_PATTERN.fullmatch(name) else None
+    if directory is None:
         raise CheckpointError(
             f"{pointer}: names {name!r}, which is not a checkpoint beside it; write the name of "
             "one that is (step_<n>) into it, or delete it to start anew"
         )
     return directory
-
-
-def is_there(root: Path, step: int) -> bool:
-    """Return whether the complete checkpoint of a step exists, be it while it is replaced."""
-    directory = step_directory(root, step)
-    return directory.is_dir() or replaced_directory(directory).is_dir()
 
 
 def find_best(root: Path) -> BestCheckpoint | None:
@@ -135,24 +133,20 @@ def find_best(root: Path) -> BestCheckpoint | None:
     pointer = root / BEST_NAME
     if not pointer.is_file():
         return None
-    remedy = "write one that is, or delete the file"
     try:
         best = BestCheckpoint(**json.loads(pointer.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
     if not STEP_PATTERN.fullmatch(best.checkpoint) or not is_there(root, best.step):
         raise CheckpointError(
-            f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; {remedy}"
+            f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; write one "
+            "that is, or delete the file"
         )
     return best
 
 
 def name_best(root: Path, best: BestCheckpoint) -> None:
-    """Let ``best`` name another checkpoint, at once; the one before may be pruned from now on.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Let ``best`` name another checkpoint, at once; the one before may be pruned from now on."""
     atomic_write_text(root / BEST_NAME, json.dumps(asdict(best)) + "\n")
 
 
@@ -236,13 +230,8 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
 def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None:
     """Keep the newest checkpoints, those to keep for good, the best one, and nothing else.
 
-    Steps above the one just saved are of a try that was abandoned for this one, and go; so does
-    ``best`` if it names one of them.
-
-    Args:
-        root: Directory of all checkpoints of the run.
-        saved_step: The newest.
-        config: Which ones stay.
+    Steps above the one just saved belong to an attempt that was abandoned for this one, and go; so
+    does ``best`` if it names one of them.
 
     Raises:
         OSError: One cannot be removed.
@@ -272,3 +261,8 @@ def _file_bytes(directory: Path) -> dict[str, int]:
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != STATE_NAME
     }
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

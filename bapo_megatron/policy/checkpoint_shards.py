@@ -11,33 +11,90 @@ import io
 import os
 import queue
 import threading
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    SerializationFormat,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from bapo_megatron.files import atomic_write_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-    from torch import Tensor
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import WriteItem
-    from torch.distributed.checkpoint.storage import WriteResult
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
 
 
-class _AbandonedError(Exception):
-    """The writer was told to stop."""
+def write_common(common: dict[str, Any], directory: Path) -> None:
+    """Write what is equal on all ranks and no tensor."""
+    content = io.BytesIO()
+    torch.save(common, content)
+    atomic_write_bytes(directory / COMMON_STATE_FNAME, content.getvalue())
+
+
+def write_shard(
+    storage: FileSystemWriter,
+    stream: io.BufferedWriter,
+    data: Tensor | io.BytesIO,
+    item: WriteItem,
+    file_name: str,
+) -> WriteResult:
+    """Append one planned item to an open file, in torch_dist's format."""
+    return _write_item(
+        storage.transforms, stream, data, item, file_name, SerializationFormat.TORCH_SAVE
+    )
+
+
+def write_metadata(
+    storage: FileSystemWriter,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+    directory: Path,
+) -> None:
+    """Write what makes the shards of all ranks a checkpoint."""
+    storage.finish(metadata, results)
+    save_config(BACKEND, str(directory))
+
+
+def plan_shards(state: dict[str, Any], directory: Path) -> ShardWriter:
+    """Decide who writes what into an existing, empty directory; a collective over all ranks.
+
+    These are the steps of ``dist_checkpointing.save`` up to the first file; ``state`` is Megatron's
+    sharded state dict.
+    """
+    sharded, common = save_preprocess(state)
+    strategy = _PlanningStrategy(
+        BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
+    )
+    # Planning asks for the queue through which Megatron's processes would return their results,
+    # and starts the manager process if there is none.
+    former, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
+    try:
+        storage, metadata = strategy.async_save(sharded, str(directory))
+    finally:
+        filesystem_async._results_queue = former
+    return ShardWriter(directory, storage, metadata, common)
+
+
+class _PlanningStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the plan."""
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: tuple[Any, Metadata | None, Any]
+    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
+        return writer, planned[1]
 
 
 class ShardWriter:
@@ -50,15 +107,14 @@ class ShardWriter:
     """
 
     def __init__(
-        self, storage: FileSystemWriterAsync, metadata: Metadata | None, common: dict[str, Any]
+        self,
+        directory: Path,
+        storage: FileSystemWriterAsync,
+        metadata: Metadata | None,
+        common: dict[str, Any],
     ) -> None:
-        """Take the plan.
-
-        Args:
-            storage: Holds this rank's tensors.
-            metadata: On rank 0: what the shards of all ranks are.
-            common: What is equal on all ranks and no tensor.
-        """
+        """Take the plan; ``metadata``, on rank 0, describes the shards of all ranks."""
+        self._directory = directory
         self._storage = storage
         self._metadata = metadata
         self._common = common
@@ -69,17 +125,23 @@ class ShardWriter:
         self.results: list[WriteResult] = []
         self.error: Exception | None = None
 
-    def write_common(self, directory: Path) -> None:
+    def write_common(self) -> None:
         """Write what all ranks have in common; on rank 0."""
-        content = io.BytesIO()
-        torch.save(self._common, content)
-        atomic_write_bytes(directory / COMMON_STATE_FNAME, content.getvalue())
+        write_common(self._common, self._directory)
 
     def write(self) -> None:
         """Write the files; ``error`` tells whether it succeeded."""
         try:
             for path, name, (objects, tensors) in self._buckets:
-                self.results += self._write_file(path, name, objects, self._on_host(tensors))
+                with open(path, "wb") as stream:  # noqa: PTH123 - Megatron's paths are strings
+                    for item, data in chain(objects, tensors):
+                        if self._stop.is_set():
+                            raise InterruptedError("the save was abandoned")
+                        if isinstance(data, Tensor):
+                            data = data.to("cpu")  # one at a time; none is copied that is there
+                        self.results.append(write_shard(self._storage, stream, data, item, name))
+                    stream.flush()
+                    os.fsync(stream.fileno())
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
             self.error = error
         self._buckets = []
@@ -114,77 +176,7 @@ class ShardWriter:
         self._stop.set()
         self.wait()
 
-    def write_metadata(self, directory: Path, results: list[list[WriteResult]]) -> None:
-        """Write what makes shards a checkpoint; on rank 0, when every rank has written its own.
-
-        Args:
-            directory: The checkpoint's directory.
-            results: Those of all ranks.
-        """
-        self._storage.finish(self._metadata, results)
-        save_config(BACKEND, str(directory))
-
-    def _write_file(
-        self,
-        path: str,
-        name: str,
-        objects: Sequence[tuple[WriteItem, io.BytesIO]],
-        tensors: Iterable[tuple[WriteItem, Tensor]],
-    ) -> list[WriteResult]:
-        results = []
-        with open(path, "wb") as stream:  # noqa: PTH123 - Megatron's paths are strings
-            for items in (objects, tensors):
-                for item, data in items:
-                    if self._stop.is_set():
-                        raise _AbandonedError
-                    results.append(
-                        _write_item(
-                            self._storage.transforms,
-                            stream,
-                            data,
-                            item,
-                            name,
-                            SerializationFormat.TORCH_SAVE,
-                        )
-                    )
-            stream.flush()
-            os.fsync(stream.fileno())
-        return results
-
-    @staticmethod
-    def _on_host(tensors: Iterable[tuple[WriteItem, Tensor]]) -> Iterator[tuple[WriteItem, Tensor]]:
-        """Bring over one tensor at a time; none is copied that is there already."""
-        for item, tensor in tensors:
-            yield item, tensor.to("cpu")
-
-
-def plan_shards(state: dict[str, Any], directory: Path) -> ShardWriter:
-    """Decide who writes what; a collective over all ranks.
-
-    These are the steps of ``dist_checkpointing.save`` up to the first file.
-
-    Args:
-        state: Megatron's sharded state dict.
-        directory: An existing, empty directory.
-    """
-    sharded, common = save_preprocess(state)
-    strategy = _PlanningStrategy(
-        BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
-    )
-    # Planning asks for the queue through which Megatron's processes would return their results,
-    # and starts the manager process if there is none.
-    former, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
-    try:
-        storage, metadata = strategy.async_save(sharded, str(directory))
-    finally:
-        filesystem_async._results_queue = former
-    return ShardWriter(storage, metadata, common)
-
-
-class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to the plan."""
-
-    def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: tuple[Any, Metadata | None, Any]
-    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
-        return writer, planned[1]
+    def write_metadata(self, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint; on rank 0, with the results of all ranks."""
+        assert self._metadata is not None
+        write_metadata(self._storage, self._metadata, results, self._directory)

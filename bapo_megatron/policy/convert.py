@@ -7,46 +7,20 @@ way to Hugging Face one file of the result. A checkpoint written here keeps what
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import yaml
-from safetensors import safe_open
+from torch import Tensor
 
 from bapo_megatron.files import atomic_directory
-from bapo_megatron.policy.convert_torch_dist import (
-    METADATA_NAME,
-    TorchDistReader,
-    TorchDistWriter,
-)
-from bapo_megatron.policy.hf_config import read_hf_config
-from bapo_megatron.policy.hf_weights import (
-    check_names,
-    check_shapes,
-    files_by_tensor,
-    from_shards,
-    hf_shapes,
-    to_shard,
-    weight_table,
-)
+from bapo_megatron.policy import hf_weights, weight_export
+from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, TorchDistWriter
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
 from bapo_megatron.policy.megatron_setup import DTYPES
-from bapo_megatron.policy.weight_export import (
-    copy_companions,
-    plan_files,
-    write_config,
-    write_weights,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import Tensor
-
-    from bapo_megatron.policy.hf_config import HfConfig
-    from bapo_megatron.policy.hf_weights import Weight
 
 COMPANIONS_NAME = "hf"
 """Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""
@@ -61,7 +35,7 @@ class Amount:
     num_tensors: int
     """Counted as Hugging Face counts: query, key and value are three."""
     num_bytes: int
-    """Of these tensors in the target's dtype."""
+    """Size of these tensors in the target's dtype."""
 
     def __add__(self, other: Amount) -> Amount:
         return Amount(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
@@ -69,13 +43,17 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was written."""
+    """A finished conversion."""
 
     format: Literal["Megatron", "Hugging Face"]
     amount: Amount
     dtype: torch.dtype
     num_files: int
     """Files that hold weights."""
+
+
+Report = Callable[[Amount, Amount], None]
+"""Called after every parameter with what is done and what there is to do."""
 
 
 def convert(
@@ -86,7 +64,7 @@ def convert(
     dtype: str | None = None,
     max_file_bytes: int,
     force: bool = False,
-    report: Callable[[Amount, Amount], None],
+    report: Report,
 ) -> Conversion:
     """Convert a Hugging Face model to a torch_dist checkpoint, or a checkpoint to a model.
 
@@ -102,7 +80,7 @@ def convert(
         dtype: ``float32`` or ``bfloat16``; None: that of the source.
         max_file_bytes: Weights beyond this are divided over several files.
         force: Replace a target that is not empty.
-        report: Called after every parameter with what is done and what there is to do.
+        report: Is told the progress.
 
     Raises:
         ValueError: The source is not complete or not of a known kind, or the target may not be
@@ -129,31 +107,26 @@ def convert(
 
 
 def _to_megatron(
-    source: Path,
-    target: Path,
-    wanted: torch.dtype | None,
-    max_file_bytes: int,
-    report: Callable[[Amount, Amount], None],
+    source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
 ) -> Conversion:
     hf = read_hf_config(source)
-    table = weight_table(hf)
-    files = files_by_tensor(source)
-    check_names(table, files, hf, source)
+    table = hf_weights.weight_table(hf)
+    files = hf_weights.find_tensors(hf, source)
     dtype = _target_dtype(source, _hf_dtypes(table, files, hf, source), wanted)
-    total = _amount(table, hf, dtype)
-    done = Amount(0, 0)
+    total, done = _amount(table, hf, dtype), Amount(0, 0)
     with atomic_directory(target) as temporary:
         with TorchDistWriter(temporary, hf, max_file_bytes) as writer:
             for weight in table:
-                tensors = [_read_tensor(files[name], name).to(dtype) for name in weight.hf]
-                writer.write(weight, to_shard(weight, tensors, hf, rank=0, size=1))
+                tensors = [
+                    hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf
+                ]
+                writer.write(weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1))
                 done += _amount([weight], hf, dtype)
                 report(done, total)
             writer.finish()
         companions = temporary / COMPANIONS_NAME
         companions.mkdir()
-        write_config(source, companions, dtype)
-        copy_companions(source, companions)
+        weight_export.copy_companions(source, companions, dtype)
     return Conversion("Megatron", total, dtype, writer.num_files)
 
 
@@ -163,10 +136,10 @@ def _to_hf(
     target: Path,
     wanted: torch.dtype | None,
     max_file_bytes: int,
-    report: Callable[[Amount, Amount], None],
+    report: Report,
 ) -> Conversion:
     hf = read_hf_config(hf_dir)
-    table = weight_table(hf)
+    table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)
     total = _amount(table, hf, dtype)
@@ -174,41 +147,28 @@ def _to_hf(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         done = Amount(0, 0)
         for weight in table:
-            yield from from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
+            yield from hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
             done += _amount([weight], hf, dtype)
             report(done, total)
 
-    files = plan_files(hf, dtype, max_file_bytes)
+    files = weight_export.plan_files(hf, dtype, max_file_bytes)
     with atomic_directory(target) as temporary:
-        write_weights(tensors(), files, temporary)
-        write_config(hf_dir, temporary, dtype)
-        copy_companions(hf_dir, temporary)
+        weight_export.write_weights(tensors(), files, temporary)
+        weight_export.copy_companions(hf_dir, temporary, dtype)
     return Conversion("Hugging Face", total, dtype, len(files))
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor; the file is mapped for no longer than the tensor lives."""
-    with safe_open(path, framework="pt") as reader:
-        tensor: Tensor = reader.get_tensor(name)
-        return tensor
-
-
 def _hf_dtypes(
-    table: list[Weight], files: dict[str, Path], hf: HfConfig, source: Path
+    table: list[hf_weights.Weight], files: dict[str, Path], hf: HfConfig, source: Path
 ) -> dict[str, torch.dtype]:
-    """Check the shapes of all tensors and return their dtypes by name."""
-    readers = {path: safe_open(path, framework="pt") for path in sorted(set(files.values()))}
-    check_shapes(table, files, readers, hf, source)
     dtypes = {}
-    for weight in table:
-        for name in weight.hf:
-            stored = readers[files[name]].get_slice(name).get_dtype()
-            if stored not in SAFETENSORS_DTYPES:
-                raise ValueError(
-                    f"{source}: {name} is stored as {stored}; only {', '.join(SAFETENSORS_DTYPES)} "
-                    "can be converted"
-                )
-            dtypes[name] = SAFETENSORS_DTYPES[stored]
+    for name, stored in hf_weights.stored_dtypes(table, files, hf, source).items():
+        if stored not in SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"{source}: {name} is stored as {stored}; only {', '.join(SAFETENSORS_DTYPES)} "
+                "can be converted"
+            )
+        dtypes[name] = SAFETENSORS_DTYPES[stored]
     return dtypes
 
 
@@ -224,9 +184,13 @@ def _target_dtype(
     return next(iter(examples))
 
 
-def _amount(weights: list[Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
-    shapes = [shape for weight in weights for shape in hf_shapes(weight, hf).values()]
-    return Amount(len(shapes), sum(map(math.prod, shapes)) * dtype.itemsize)
+def _amount(weights: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
+    sizes = [
+        size
+        for weight in weights
+        for size in weight_export.weight_bytes(weight, hf, dtype).values()
+    ]
+    return Amount(len(sizes), sum(sizes))
 
 
 def _find_companions(source: Path) -> Path:

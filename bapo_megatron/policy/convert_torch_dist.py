@@ -11,68 +11,45 @@ import io
 import math
 import pickle
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 from zipfile import BadZipFile
 
 import torch
-from megatron.core.dist_checkpointing.core import (
-    CheckpointingConfig,
-    maybe_load_config,
-    save_config,
-)
+from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    SerializationFormat,
-    _write_item,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bapo_megatron.policy.hf_weights import EMBEDDING, OUTPUT, listed, shard_shape, weight_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from torch import Tensor
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from bapo_megatron.policy.hf_config import HfConfig
-    from bapo_megatron.policy.hf_weights import Weight
+from bapo_megatron.policy import checkpoint_shards as shards
+from bapo_megatron.policy import hf_weights
+from bapo_megatron.policy.checkpoint_files import first_line
+from bapo_megatron.policy.hf_config import HfConfig
 
 METADATA_NAME = ".metadata"
-BACKEND = "torch_dist"
 
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are no parameters."""
 
-MODULES_WITHOUT_STATE = {weight.megatron.removesuffix(".weight") for weight in (EMBEDDING, OUTPUT)}
+MODULES_WITHOUT_STATE = {
+    weight.megatron.removesuffix(".weight") for weight in (hf_weights.EMBEDDING, hf_weights.OUTPUT)
+}
 """Modules whose 8-bit state Megatron does not save."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class _Slot:
     """Where a checkpoint keeps one parameter."""
 
     key: str
@@ -83,23 +60,18 @@ class Slot:
     """Its place on the first axis; None: the stored tensor is the parameter."""
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where the parameter begins in the stored tensor."""
-        return tuple(self.layer or 0 if axis == 0 else 0 for axis in range(len(self.shape)))
-
-    @property
     def piece_shape(self) -> tuple[int, ...]:
         """Shape of the parameter as a piece of the stored tensor."""
         return self.shape if self.layer is None else (1, *self.shape[1:])
 
 
-def stacked_slot(weight: Weight, hf: HfConfig) -> Slot:
+def _stacked_slot(weight: hf_weights.Weight, hf: HfConfig) -> _Slot:
     """Return where a checkpoint with the layers on a first axis keeps ``weight``."""
-    shape = shard_shape(weight, hf, size=1)
+    shape = hf_weights.shard_shape(weight, hf, size=1)
     if weight.layer is None:
-        return Slot(weight.megatron, shape, None)
+        return _Slot(weight.megatron, shape, None)
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
-    return Slot(key, (hf.num_layers, *shape), weight.layer)
+    return _Slot(key, (hf.num_layers, *shape), weight.layer)
 
 
 class TorchDistReader:
@@ -121,19 +93,24 @@ class TorchDistReader:
         self._stored = {
             key: stored
             for key, stored in self._metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and not OPTIMIZER_STATE.search(key)
+            if isinstance(stored, dcp_metadata.TensorStorageMetadata)
+            and not OPTIMIZER_STATE.search(key)
         }
-        self._slots = {w.megatron: self._slot(w, hf) for w in weight_table(hf)}
-        self._check_keys()
+        self._slots = {w.megatron: self._slot(w, hf) for w in hf_weights.weight_table(hf)}
+        keys = dict.fromkeys(slot.key for slot in self._slots.values())
+        hf_weights.refuse_differences(
+            keys,
+            self._stored,
+            f"{directory}: parameters do not fit config.json",
+            "give the Hugging Face directory of the model that was trained (--hf)",
+        )
         self._check_shapes(hf)
         self._check_files()
         self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.dtypes = {
-            slot.key: self._stored[slot.key].properties.dtype for slot in self._slots.values()
-        }
+        self.dtypes = {key: self._stored[key].properties.dtype for key in keys}
 
-    def read(self, weight: Weight) -> Tensor:
+    def read(self, weight: hf_weights.Weight) -> Tensor:
         """Return a parameter as one rank without parallelism would hold it.
 
         Raises:
@@ -156,56 +133,37 @@ class TorchDistReader:
                 self._reader.read_data(planner.create_local_plan(), planner).wait()
         except (RuntimeError, EOFError, pickle.UnpicklingError, BadZipFile) as error:
             raise ValueError(
-                f"{self.directory}: {slot.key} is damaged ({_first_line(error)}); restore the "
+                f"{self.directory}: {slot.key} is damaged ({first_line(error)}); restore the "
                 "files or use another checkpoint"
             ) from error
         return piece if slot.layer is None else piece[0]
 
-    def _slot(self, weight: Weight, hf: HfConfig) -> Slot:
+    def _slot(self, weight: hf_weights.Weight, hf: HfConfig) -> _Slot:
         if weight.layer is not None and weight.megatron in self._stored:
             # Other tools may store the layers one by one.
-            return Slot(weight.megatron, shard_shape(weight, hf, size=1), None)
-        return stacked_slot(weight, hf)
-
-    def _check_keys(self) -> None:
-        expected = {slot.key for slot in self._slots.values()}
-        problems = []
-        if missing := sorted(expected - set(self._stored)):
-            problems.append(f"missing {listed(missing)}")
-        if unexpected := sorted(set(self._stored) - expected):
-            problems.append(f"unexpected {listed(unexpected)}")
-        if problems:
-            raise ValueError(
-                f"{self.directory}: parameters do not fit config.json: {'; '.join(problems)}; give "
-                "the Hugging Face directory of the model that was trained (--hf)"
-            )
+            return _Slot(weight.megatron, hf_weights.shard_shape(weight, hf, size=1), None)
+        return _stacked_slot(weight, hf)
 
     def _check_shapes(self, hf: HfConfig) -> None:
-        vocabulary = {weight.megatron for weight in weight_table(hf) if weight.form == "vocab"}
-        problems = []
-        for name, slot in self._slots.items():
+        shapes = []
+        for weight in hf_weights.weight_table(hf):
+            slot = self._slots[weight.megatron]
             found, expected = tuple(self._stored[slot.key].size), slot.shape
-            if name in vocabulary and found[1:] == expected[1:] and found[0] >= hf.vocab_size:
-                continue
-            if found != expected:
-                problem = f"{slot.key} is {list(found)}, config.json asks for {list(expected)}"
-                if problem not in problems:
-                    problems.append(problem)
-        if problems:
-            raise ValueError(f"{self.directory}: wrong shapes: {listed(problems)}")
+            is_padded = weight.form == "vocab" and found[0] >= hf.vocab_size
+            if not (is_padded and found[1:] == expected[1:]):
+                shapes.append((slot.key, found, expected))
+        hf_weights.refuse_shapes(shapes, self.directory)
 
     def _check_files(self) -> None:
         """Refuse missing pieces and short files: reading would leave parameters half filled."""
-        wanted = {slot.key for slot in self._slots.values()}
-        for key in sorted(wanted):
-            stored = self._stored[key]
+        for key, stored in sorted(self._stored.items()):
             if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
                 raise ValueError(
                     f"{self.directory}: damaged, parts of {key} are missing; use another checkpoint"
                 )
         ends: dict[str, int] = {}
         for index, place in self._metadata.storage_data.items():
-            if index.fqn in wanted:
+            if index.fqn in self._stored:
                 end = place.offset + place.length
                 ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
         for name, num_bytes in sorted(ends.items()):
@@ -230,10 +188,10 @@ class TorchDistWriter:
     def __init__(self, directory: Path, hf: HfConfig, max_file_bytes: int) -> None:
         """Begin a checkpoint in an existing, empty directory."""
         self._directory = directory
-        self._storage = FileSystemWriter(directory, sync_files=False)  # who publishes it flushes it
+        self._storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
         self._hf = hf
         self._max_file_bytes = max_file_bytes
-        self._items: list[WriteItem] = []
+        self._items: list[dcp_planner.WriteItem] = []
         self._results: list[WriteResult] = []
         self._stream: io.BufferedWriter | None = None
         self.num_files = 0
@@ -246,20 +204,17 @@ class TorchDistWriter:
             with suppress(OSError):  # it was closed by finish, or another error is on its way
                 self._stream.close()
 
-    def write(self, weight: Weight, parameter: Tensor) -> None:
-        """Append a parameter, as one rank without parallelism would hold it.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        slot = stacked_slot(weight, self._hf)
+    def write(self, weight: hf_weights.Weight, parameter: Tensor) -> None:
+        """Append a parameter, as one rank without parallelism would hold it."""
+        slot = _stacked_slot(weight, self._hf)
         assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
-        chunk = ChunkStorageMetadata(torch.Size(slot.offsets), torch.Size(slot.piece_shape))
-        item = WriteItem(
-            MetadataIndex(slot.key, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk, TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
+        offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
+        chunk = dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
+        item = dcp_planner.WriteItem(
+            dcp_metadata.MetadataIndex(slot.key, offsets),
+            dcp_planner.WriteItemType.SHARD,
+            tensor_data=dcp_planner.TensorWriteData(
+                chunk, dcp_metadata.TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
             ),
         )
         # Storage is written whole, also what lies outside a view.
@@ -269,31 +224,25 @@ class TorchDistWriter:
         self._append(item, piece, piece.nbytes)
 
     def finish(self) -> None:
-        """Write what makes the files a checkpoint.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
+        """Write what makes the files a checkpoint."""
         for key in _empty_states(self._hf):
-            self._write_empty_state(key)
+            state = io.BytesIO()
+            torch.save([None], state)  # a list: one entry per rank that shares the object
+            item = dcp_planner.WriteItem(
+                dcp_metadata.MetadataIndex(key), dcp_planner.WriteItemType.BYTE_IO
+            )
+            self._append(item, state, len(state.getvalue()))
         assert self._stream is not None
         self._stream.close()
-        _, metadata = create_default_global_save_plan([SavePlan(self._items)])
-        self._storage.finish(metadata, [self._results])
-        # What is common to all ranks. Megatron's trainer reads from the version in which order the
-        # rows of linear_qkv are, and takes its absence for the oldest.
-        common = io.BytesIO()
-        torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
-        (self._directory / COMMON_STATE_FNAME).write_bytes(common.getvalue())
-        save_config(CheckpointingConfig(BACKEND), str(self._directory))
+        # Megatron's trainer reads from the version in which order the rows of linear_qkv are, and
+        # takes its absence for the oldest.
+        shards.write_common({"checkpoint_version": 3.0, "iteration": 0}, self._directory)
+        _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(self._items)])
+        shards.write_metadata(self._storage, metadata, [self._results], self._directory)
 
-    def _write_empty_state(self, key: str) -> None:
-        state = io.BytesIO()
-        torch.save([None], state)  # a list: one entry per rank that shares the object
-        item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-        self._append(item, state, len(state.getvalue()))
-
-    def _append(self, item: WriteItem, data: Tensor | io.BytesIO, num_bytes: int) -> None:
+    def _append(
+        self, item: dcp_planner.WriteItem, data: Tensor | io.BytesIO, num_bytes: int
+    ) -> None:
         stream = self._stream
         if stream is None or 0 < stream.tell() > self._max_file_bytes - num_bytes:
             if stream is not None:
@@ -301,16 +250,9 @@ class TorchDistWriter:
             stream = self._stream = (self._directory / _file_name(self.num_files)).open("xb")
             self.num_files += 1
         with _first_error(stream.name):
-            result = _write_item(
-                self._storage.transforms,
-                stream,
-                data,
-                item,
-                _file_name(self.num_files - 1),
-                SerializationFormat.TORCH_SAVE,
-            )
+            name = _file_name(self.num_files - 1)
+            self._results.append(shards.write_shard(self._storage, stream, data, item, name))
         self._items.append(item)
-        self._results.append(result)
 
 
 @contextmanager
@@ -339,7 +281,7 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     the linear ones, and a missing one is an error when loading.
     """
     states: dict[str, None] = {}
-    for weight in weight_table(hf):
+    for weight in hf_weights.weight_table(hf):
         modules = [weight.megatron.rpartition(".")[0]]
         if weight.layer is not None:
             modules.append(f"decoder.layers.{weight.layer}.self_attention.core_attention")
@@ -354,26 +296,23 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     return states
 
 
-def _read_metadata(directory: Path) -> Metadata:
+def _read_metadata(directory: Path) -> dcp_metadata.Metadata:
+    backend = shards.BACKEND.sharded_backend
     try:
         config = maybe_load_config(str(directory))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{directory / 'metadata.json'}: damaged ({_first_line(error)}); restore the file"
+            f"{directory / 'metadata.json'}: damaged ({first_line(error)}); restore the file"
         ) from error
-    if config is None or config.sharded_backend != BACKEND:
+    if config is None or config.sharded_backend != backend:
         found = "metadata.json is missing" if config is None else config.sharded_backend
         raise ValueError(
-            f"{directory}: not a {BACKEND} checkpoint ({found}); save it with --ckpt-format "
-            f"{BACKEND}, or restore the file"
+            f"{directory}: not a {backend} checkpoint ({found}); save it with --ckpt-format "
+            f"{backend}, or restore the file"
         )
     try:
         return FileSystemReader(directory).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{directory / METADATA_NAME}: damaged ({_first_line(error)}); use another checkpoint"
+            f"{directory / METADATA_NAME}: damaged ({first_line(error)}); use another checkpoint"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,18 +2,16 @@
 
 Megatron-core has no CPU switch. It asks ``torch.cuda`` for the current device and its random state,
 and creates tensors with ``device="cuda"``. ``install`` answers these with the CPU, for the life of
-the process; it is never called by an import, and not where there is CUDA.
+the process; no import calls it, and it refuses to run where there is CUDA.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 _installed: list[TorchFunctionMode] = []
 
@@ -103,6 +101,4 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")

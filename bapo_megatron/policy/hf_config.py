@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from pathlib import Path
+from typing import Any
 
+from bapo_megatron.config.check_sections import check_heads, check_layers
+from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,58 @@ class HfConfig:
         weights = self.num_layers * projections + self.vocab_size * self.hidden_size
         return SequenceFlops(per_token=2 * weights, per_pair=2 * self.num_layers * query)
 
+    @property
+    def division_fields(self) -> dict[str, int]:
+        """The config.json fields by which ``config.check_sections`` checks a division."""
+        return {
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "num_hidden_layers": self.num_layers,
+        }
+
+
+def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
+    """Refuse a layout that the model cannot be divided into.
+
+    The vocabulary is padded, so that it always divides.
+
+    Raises:
+        ValueError: Key, rule, value and remedy.
+    """
+    check_heads(hf.division_fields, "parallel.tensor", parallel.tensor)
+    if hf.intermediate_size % parallel.tensor:
+        raise ValueError(
+            f"parallel.tensor: must divide the model's {hf.intermediate_size} intermediate "
+            f"channels, got {parallel.tensor}; choose a divisor"
+        )
+    check_layers(hf.division_fields, parallel, MegatronConfig())
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ValueError(
+            "parallel.virtual_pipeline: needs parallel.pipeline > 1, got "
+            f"{parallel.virtual_pipeline} with 1; set it to 1, or raise parallel.pipeline"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ValueError(
+            "parallel.sequence: needs parallel.tensor > 1, got 1; "
+            "set parallel.sequence=false, or raise parallel.tensor"
+        )
+
+
+VOCAB_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this. It does not depend on the tensor-parallel size
+(up to 128), so that a checkpoint fits every layout, and it keeps the output GEMM aligned on a
+GPU."""
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Return the vocabulary size that the model allocates over all tensor-parallel ranks."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tensor)
+    return -(-vocab_size // multiple) * multiple
+
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a ``model_type`` implies beyond its config.json."""
+    """Traits that a ``model_type`` implies beyond its config.json."""
 
     architecture: str
     qkv_bias: bool
@@ -90,19 +138,6 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change the computation, and the values this project computes (absent: the last)."""
 
-
-VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this. It does not depend on the tensor-parallel size
-(up to 128), so that a checkpoint fits every layout, and it keeps the output GEMM aligned on a
-GPU."""
-
-
-def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Return the vocabulary size that the model allocates over all tensor-parallel ranks."""
-    multiple = math.lcm(VOCAB_MULTIPLE, tensor)
-    return -(-vocab_size // multiple) * multiple
-
-
 READ_FIELDS = (
     *("architectures", "model_type", "layer_types", "tie_word_embeddings", "vocab_size"),
     *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -122,10 +157,7 @@ HARMLESS_FIELDS = (
 
 
 def read_hf_config(model_dir: Path) -> HfConfig:
-    """Read and check ``config.json``.
-
-    Args:
-        model_dir: A Hugging Face model directory.
+    """Read and check ``config.json`` of a Hugging Face model directory.
 
     Raises:
         ValueError: The directory or file is missing or unreadable, or describes a model that is not
@@ -143,9 +175,6 @@ def read_hf_config(model_dir: Path) -> HfConfig:
 
 def read_hf_config_file(path: Path) -> HfConfig:
     """Read and check one ``config.json``, wherever it lies.
-
-    Args:
-        path: The file.
 
     Raises:
         OSError: It cannot be read.
@@ -169,11 +198,7 @@ class _Reader:
 
     def read(self) -> HfConfig:
         family = self._family()
-        for name, allowed in REQUIRED_VALUES.items():
-            if self.fields.get(name, allowed[-1]) not in allowed:
-                raise self._unsupported(name, self.fields[name], f"only {allowed[0]!r}")
-        self._refuse_windowed_layers()
-        self._refuse_unknown()
+        self._refuse_other_computations()
         hidden_size = self._positive("hidden_size")
         num_heads = self._positive("num_attention_heads")
         num_kv_heads = self._positive("num_key_value_heads", num_heads)
@@ -191,7 +216,7 @@ class _Reader:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=self._positive("head_dim", hidden_size // num_heads),
-            rms_norm_eps=self._number("rms_norm_eps"),
+            rms_norm_eps=self._number("rms_norm_eps", self.fields.get("rms_norm_eps")),
             max_position_embeddings=self._positive("max_position_embeddings"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -210,13 +235,14 @@ class _Reader:
             raise self._unsupported("architectures", architectures, f"['{family.architecture}']")
         return family
 
-    def _refuse_windowed_layers(self) -> None:
+    def _refuse_other_computations(self) -> None:
+        for name, allowed in REQUIRED_VALUES.items():
+            if self.fields.get(name, allowed[-1]) not in allowed:
+                raise self._unsupported(name, self.fields[name], f"only {allowed[0]!r}")
         kinds = set(self.fields.get("layer_types") or ["full_attention"])
         if kinds != {"full_attention"}:
             raise self._unsupported("layer_types", sorted(kinds), "only 'full_attention'")
-
-    def _refuse_unknown(self) -> None:
-        """A field that nobody here knows may be part of another architecture."""
+        # A field that nobody here knows may be part of another architecture.
         known = {*REQUIRED_VALUES, *READ_FIELDS, *HARMLESS_FIELDS}
         for name, value in self.fields.items():
             if name not in known and value:
@@ -232,23 +258,20 @@ class _Reader:
         rope = self.fields.get(name) or {}
         if not isinstance(rope, dict):
             raise self._unsupported(name, rope, "an object")
-        theta = rope.get("rope_theta", self.fields.get("rope_theta"))
-        if not _is_number(theta):
-            raise self._unsupported("rope_theta", theta, "a number")
+        theta = self._number("rope_theta", rope.get("rope_theta", self.fields.get("rope_theta")))
         if rope.get("partial_rotary_factor", 1) != 1:
             raise self._unsupported(
                 f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "only 1"
             )
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
-            return float(theta), None
+            return theta, None
         if kind != "llama3":
             raise self._unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
         values: dict[str, Any] = {f: rope.get(f) for f in Llama3Rope.__dataclass_fields__}
         for field, value in values.items():
-            if not _is_number(value):
-                raise self._unsupported(f"{name}.{field}", value, "a number")
-        return float(theta), Llama3Rope(**values)
+            self._number(f"{name}.{field}", value)
+        return theta, Llama3Rope(**values)
 
     def _positive(self, name: str, default: int | None = None) -> int:
         value = self.fields.get(name)
@@ -257,9 +280,8 @@ class _Reader:
             raise self._unsupported(name, value, "a positive integer")
         return value
 
-    def _number(self, name: str) -> float:
-        value = self.fields.get(name)
-        if not _is_number(value):
+    def _number(self, name: str, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._unsupported(name, value, "a number")
         return float(value)
 
@@ -267,7 +289,3 @@ class _Reader:
         return ValueError(
             f"{self.path}: {field} is {value!r}, but {supported} is supported; choose another model"
         )
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,24 +12,19 @@ hold equal parts of it along ``axis``:
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.policy.hf_config import padded_vocab_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from megatron.core.models.gpt import GPTModel
-
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -44,67 +39,55 @@ class Weight:
     """Name in GPTModel; ``{layer}`` counts over the whole model."""
     hf: tuple[str, ...]
     """Names in the Hugging Face model, in fused order."""
-    shapes: tuple[tuple[str, ...], ...]
-    """Shape of each: names of ``dimensions``."""
-    axis: int | None
+    shapes: tuple[str, ...]
+    """Shape of each: names of dimensions, see ``hf_shapes``."""
+    axis: int | None = None
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
     layer: int | None = None
-    """Which layer of the whole model it belongs to; None: embedding, final norm or output."""
+    """Number of its layer in the whole model; None: embedding, final norm or output."""
 
 
 EMBEDDING = Weight(
     "embedding.word_embeddings.weight",
     ("model.embed_tokens.weight",),
-    (("vocab", "hidden"),),
+    ("vocab hidden",),
     0,
     "vocab",
 )
-FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), (("hidden",),), None)
-OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, "vocab")
+FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",))
+OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab hidden",), 0, "vocab")
 
 LAYER = (
-    Weight(
-        "self_attention.linear_qkv.layer_norm_weight",
-        ("input_layernorm.weight",),
-        (("hidden",),),
-        None,
-    ),
+    Weight("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
     Weight(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        (("query", "hidden"), ("key", "hidden"), ("key", "hidden")),
+        ("query hidden", "key hidden", "key hidden"),
         0,
         "qkv",
     ),
-    Weight(
-        "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), (("hidden", "query"),), 1
-    ),
-    Weight(
-        "mlp.linear_fc1.layer_norm_weight",
-        ("post_attention_layernorm.weight",),
-        (("hidden",),),
-        None,
-    ),
+    Weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden query",), 1),
+    Weight("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ("hidden",)),
     Weight(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        (("intermediate", "hidden"), ("intermediate", "hidden")),
+        ("intermediate hidden", "intermediate hidden"),
         0,
         "gate_up",
     ),
-    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), (("hidden", "intermediate"),), 1),
+    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden intermediate",), 1),
 )
 QKV_BIAS = Weight(
     "self_attention.linear_qkv.bias",
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    (("query",), ("key",), ("key",)),
+    ("query", "key", "key"),
     0,
     "qkv",
 )
 QK_NORM = (
-    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), (("head",),), None),
-    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), (("head",),), None),
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
+    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 )
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -113,22 +96,16 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 def weight_table(hf: HfConfig) -> list[Weight]:
     """Return every parameter of the model, in the order of the layers."""
-    layer_weights = list(LAYER)
-    if hf.qkv_bias:
-        layer_weights.append(QKV_BIAS)
-    if hf.qk_norm:
-        layer_weights.extend(QK_NORM)
+    biases, norms = (QKV_BIAS,) if hf.qkv_bias else (), QK_NORM if hf.qk_norm else ()
     layers = [
-        Weight(
-            f"decoder.layers.{layer}.{weight.megatron}",
-            tuple(f"model.layers.{layer}.{name}" for name in weight.hf),
-            weight.shapes,
-            weight.axis,
-            weight.form,
-            layer,
+        replace(
+            weight,
+            megatron=f"decoder.layers.{layer}.{weight.megatron}",
+            hf=tuple(f"model.layers.{layer}.{name}" for name in weight.hf),
+            layer=layer,
         )
         for layer in range(hf.num_layers)
-        for weight in layer_weights
+        for weight in (*LAYER, *biases, *norms)
     ]
     return [EMBEDDING, *layers, FINAL_NORM, *([] if hf.tied_embeddings else [OUTPUT])]
 
@@ -144,7 +121,7 @@ def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
         "head": hf.head_dim,
     }
     return {
-        name: tuple(dimensions[dimension] for dimension in shape)
+        name: tuple(dimensions[dimension] for dimension in shape.split())
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
 
@@ -201,7 +178,19 @@ def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=axis)
 
 
-def local_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
+def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight, Tensor]]:
+    """Return this rank's parameters with what they hold, in the order of the layers."""
+    parameters = _local_parameters(chunks)
+    table = weight_table(hf)
+    if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
+        # The last of several stages has a copy of the embedding as its output layer.
+        table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
+    held = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
+    assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
+    return held
+
+
+def _local_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     """Return this rank's parameters by name, with layers counted over the whole model."""
     parameters: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -215,18 +204,6 @@ def local_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     return parameters
 
 
-def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight, Tensor]]:
-    """Return this rank's parameters with what they hold, in the order of the layers."""
-    parameters = local_parameters(chunks)
-    table = weight_table(hf)
-    if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
-        # The last of several stages has a copy of the embedding as its output layer.
-        table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
-    held = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
-    assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
-    return held
-
-
 @torch.no_grad()
 def load_weights(
     chunks: Sequence[GPTModel], hf: HfConfig, model_dir: Path, groups: ProcessGroups
@@ -238,38 +215,43 @@ def load_weights(
     Raises:
         ValueError: Files or tensors are missing, unexpected or of the wrong shape; all are named.
     """
-    files = files_by_tensor(model_dir)
-    check_names(weight_table(hf), files, hf, model_dir)
+    files = find_tensors(hf, model_dir)
     held = local_weights(chunks, hf)
-    wanted = [weight for weight, _ in held]
-    readers = {
-        path: safe_open(path, framework="pt")
-        for path in sorted({files[name] for weight in wanted for name in weight.hf})
-    }
-    check_shapes(wanted, files, readers, hf, model_dir)
+    stored_dtypes([weight for weight, _ in held], files, hf, model_dir)
     for weight, parameter in held:
-        tensors = [readers[files[name]].get_tensor(name) for name in weight.hf]
+        tensors = [read_tensor(files[name], name) for name in weight.hf]
         shard = to_shard(weight, tensors, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
         parameter.copy_(shard)
-        _mark_divided(parameter, weight)
+        if weight.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+            # Mark it as Megatron's initialisation would. Unmarked parameters count as copies: the
+            # gradient norm would take them from rank 0 alone.
+            set_tensor_model_parallel_attributes(parameter, True, weight.axis, 1)
 
 
-def _mark_divided(parameter: Tensor, weight: Weight) -> None:
-    """Mark a parameter that ranks divide, as Megatron's initialisation would.
-
-    Unmarked parameters count as copies: the gradient norm would take them from rank 0 alone.
-    """
-    if weight.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
-        set_tensor_model_parallel_attributes(parameter, True, weight.axis, 1)
-
-
-def files_by_tensor(model_dir: Path) -> dict[str, Path]:
+def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
     """Return the file of every tensor, from the index or from the single file.
 
     Raises:
-        ValueError: A file is missing or not readable; it is named.
+        ValueError: A file is missing or not readable, or tensors are missing or unexpected; all are
+            named.
     """
+    files = _files_by_tensor(model_dir)
+    expected = {name for weight in weight_table(hf) for name in weight.hf}
+    present = {name for name in files if not name.endswith(IGNORED_SUFFIXES)}
+    if hf.tied_embeddings:
+        # Some tools write the tied output layer beside the embedding; it is the same tensor.
+        present -= set(OUTPUT.hf)
+    refuse_differences(
+        expected,
+        present,
+        f"{model_dir}: weights do not fit config.json",
+        "use the weights and the config of one model",
+    )
+    return files
+
+
+def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
     index = model_dir / INDEX_NAME
     single = model_dir / SINGLE_NAME
     if index.is_file():
@@ -300,50 +282,58 @@ def _open(path: Path) -> safe_open:
         ) from error
 
 
-def check_names(
-    table: Sequence[Weight], files: dict[str, Path], hf: HfConfig, model_dir: Path
-) -> None:
-    """Refuse missing and unexpected tensors.
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Read one tensor; the file is mapped for no longer than the tensor lives."""
+    with safe_open(path, framework="pt") as reader:
+        tensor: Tensor = reader.get_tensor(name)
+        return tensor
+
+
+def stored_dtypes(
+    weights: Iterable[Weight], files: dict[str, Path], hf: HfConfig, model_dir: Path
+) -> dict[str, str]:
+    """Return the dtype of each tensor by name, as safetensors calls it.
 
     Raises:
-        ValueError: Names them.
+        ValueError: Tensors have other shapes than config.json describes; they are named.
     """
-    expected = {name for weight in table for name in weight.hf}
-    # Some tools write the tied output layer beside the embedding; it is the same tensor.
-    allowed = expected | (set(OUTPUT.hf) if hf.tied_embeddings else set())
-    problems = []
-    if missing := sorted(expected - set(files)):
-        problems.append(f"missing {listed(missing)}")
-    present = {name for name in files if not name.endswith(IGNORED_SUFFIXES)}
-    if unexpected := sorted(present - allowed):
-        problems.append(f"unexpected {listed(unexpected)}")
-    if problems:
-        raise ValueError(
-            f"{model_dir}: weights do not fit config.json: {'; '.join(problems)}; use the weights "
-            "and the config of one model"
+    shapes = {name: shape for weight in weights for name, shape in hf_shapes(weight, hf).items()}
+    readers = {path: _open(path) for path in sorted({files[name] for name in shapes})}
+    slices = {name: readers[files[name]].get_slice(name) for name in shapes}
+    refuse_shapes(((n, slices[n].get_shape(), shape) for n, shape in shapes.items()), model_dir)
+    return {name: stored.get_dtype() for name, stored in slices.items()}
+
+
+def refuse_differences(
+    expected: Collection[str], present: Collection[str], problem: str, remedy: str
+) -> None:
+    """Refuse missing and unexpected names, with an error that begins and ends as given."""
+    differences = [
+        f"{kind} {listed(sorted(names))}"
+        for kind, names in (
+            ("missing", set(expected) - set(present)),
+            ("unexpected", set(present) - set(expected)),
         )
+        if names
+    ]
+    if differences:
+        raise ValueError(f"{problem}: {'; '.join(differences)}; {remedy}")
 
 
-def check_shapes(
-    wanted: Iterable[Weight],
-    files: dict[str, Path],
-    readers: dict[Path, safe_open],
-    hf: HfConfig,
-    model_dir: Path,
+def refuse_shapes(
+    shapes: Iterable[tuple[str, Sequence[int], Sequence[int]]], directory: Path
 ) -> None:
     """Refuse tensors of other shapes than config.json describes.
 
-    Raises:
-        ValueError: Names them.
+    ``shapes`` has the name, the found and the expected shape of each; repeated names count once.
     """
-    problems = []
-    for weight in wanted:
-        for name, expected in hf_shapes(weight, hf).items():
-            found = tuple(readers[files[name]].get_slice(name).get_shape())
-            if found != expected:
-                problems.append(f"{name} is {list(found)}, config.json asks for {list(expected)}")
+    problems = [
+        f"{name} is {list(found)}, config.json asks for {list(expected)}"
+        for name, found, expected in shapes
+        if list(found) != list(expected)
+    ]
     if problems:
-        raise ValueError(f"{model_dir}: wrong shapes: {listed(problems)}")
+        raise ValueError(f"{directory}: wrong shapes: {listed(list(dict.fromkeys(problems)))}")
 
 
 def listed(names: Sequence[str]) -> str:

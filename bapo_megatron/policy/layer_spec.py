@@ -1,11 +1,11 @@
-"""Which modules a transformer layer is made of.
+"""The modules of a transformer layer.
 
 On a GPU with Transformer Engine installed: Megatron's own Transformer Engine layer. Elsewhere:
 Megatron's parallel linears with PyTorch twins of the two Transformer Engine modules that have no
 equivalent in Megatron-core. The twins bear **Transformer Engine's parameter names**
-(``linear_qkv.layer_norm_weight``), so that weight mapping and packing are one code path.
-Checkpoints are too, but Transformer Engine asks for states of its own in them, so that those of one
-kind of layers do not load into the other; the Hugging Face export does.
+(``linear_qkv.layer_norm_weight``), so that weight mapping and packing are one code path. So are
+checkpoints, but Transformer Engine asks for states of its own in them: those of one kind of layers
+do not load into the other; the Hugging Face export does.
 
 Shape legend: N = packed tokens on this rank, S = those of one sequence, C = context-parallel ranks,
 H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
@@ -14,7 +14,7 @@ H = heads on this rank, G = key/value groups on this rank, D = channels of a hea
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,33 +23,28 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from bapo_megatron.data.micro_batch import context_positions
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def layer_spec(
     config: TransformerConfig, device: torch.device, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of the decoder's layers for ``device``.
+    """Return the spec of the decoder's layers on ``device``.
 
-    Args:
-        config: The model.
-        device: Where it lives.
-        vp_stage: Which of this rank's chunks of layers; None where it has one.
+    ``vp_stage`` is the number of this rank's chunk of layers; None where it has only one.
     """
     if uses_transformer_engine(device, config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

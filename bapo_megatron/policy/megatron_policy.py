@@ -2,41 +2,52 @@
 
 Every method is a collective: all ranks call it, in the same order. Micro-batches of a forward pass
 are this rank's own: the ranks of a tensor group and all pipeline stages give the same ones, those
-of a context group the parts that ``data.context`` makes of them. Their number is equal on all
+of a context group the parts that ``data.micro_batch`` makes of them. Their number is equal on all
 ranks, and with interleaved stages a multiple of the number of stages.
 
-Shape legend: N = packed tokens of a micro-batch, V = columns of the padded vocabulary on this rank.
-
-Messages of one shape between pipeline stages, for micro-batches of different lengths.
-
-Every stage knows the lengths of all micro-batches, so what travels is padded to the longest one and
-cut where it arrives: nothing is computed on padding. Megatron's own way (``variable_seq_lengths``)
+Messages between pipeline stages have one shape, though micro-batches have different lengths. Every
+stage knows the lengths of all micro-batches, so what travels is padded to the longest one and cut
+where it arrives: nothing is computed on padding. Megatron's own way (``variable_seq_lengths``)
 sends the shape ahead of each message and waits for it on the host, and hangs with interleaved
 stages, where a stage waits for the shape of a gradient before it sends the activations that lead to
 it.
 
-Shape legend: N = tokens of a micro-batch on this rank, M = tokens of the longest, H = hidden size.
-
-A GPTModel that ends before its language-model head, and that head for whoever applies it.
+Shape legend: N = packed tokens of a micro-batch on this rank, M = tokens of the longest one, H =
+hidden size, V = columns of the padded vocabulary on this rank.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
-from torch import Tensor
+from torch import Tensor, nn
 
-from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.config.megatron import (
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from bapo_megatron.distributed import ProcessGroups, fail_together
+from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.policy import hf_weights, weight_export
-from bapo_megatron.policy.hf_config import read_hf_config
+from bapo_megatron.policy import weight_export
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
+from bapo_megatron.policy.hf_weights import load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import (
     OptimizerStep,
@@ -45,77 +56,7 @@ from bapo_megatron.policy.optimizer import (
     step_optimizer,
     wrap_for_data_parallel,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    import torch.distributed as dist
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch import Tensor, nn
-
-    from bapo_megatron.config.megatron import ModelConfig, OptimizerConfig, ParallelConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.ops.chunked import OutputHead
-    from bapo_megatron.policy.hf_config import HfConfig
-    from bapo_megatron.types import MicroBatch
-
-
-def cut_input(model: nn.Module, length: int) -> None:
-    """Cut what the previous stage sent, [M, 1, H], to [N, 1, H]; the first stage got nothing."""
-    decoder = get_attr_wrapped_model(model, "decoder")
-    if not decoder.pre_process:
-        decoder.set_input_tensor(decoder.input_tensor[:length])
-
-
-def pad_output(model: nn.Module, output: Tensor, longest: int) -> Tensor:
-    """Pad what the next stage gets, [N, 1, H], to [M, 1, H]; the last stage's output stays."""
-    padding = longest - len(output)
-    if get_attr_wrapped_model(model, "post_process") or padding == 0:
-        return output
-    return F.pad(output, (0, 0, 0, 0, 0, padding))
-
-
-def return_hidden_states(gpt: GPTModel) -> None:
-    """Make the model return what its output layer is given, instead of logits.
-
-    That is [1, N, H] after the final norm, under sequence parallelism this rank's [1, N / tensor,
-    H]; nothing is copied. The layer stays where it is, with its weight, name and hooks.
-
-    Args:
-        gpt: A model of the last pipeline stage.
-    """
-    assert gpt.post_process, "only the last pipeline stage has an output layer"
-    # These compute more logits, or their gradients, inside the model.
-    assert not gpt.mtp_process, "multi-token prediction is not supported"
-    assert not gpt.config.defer_embedding_wgrad_compute
-
-    def forward(
-        hidden_N1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        del weight, runtime_gather_output
-        return hidden_N1H, None
-
-    gpt.output_layer.forward = forward
-
-
-def output_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead:
-    """Return the head of a model of the last pipeline stage.
-
-    Args:
-        gpt: The model; before or after it is wrapped for data parallelism.
-        tensor_group: The ranks that share its vocabulary.
-    """
-    # The method that finds a shared weight returns the embedding's where nothing is shared, too.
-    tied = gpt.share_embeddings_and_output_weights
-    weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
-    return OutputHead(
-        weight=weight,
-        tensor_group=tensor_group,
-        sequence_parallel=gpt.config.sequence_parallel,
-    )
-
+from bapo_megatron.types import MicroBatch
 
 Result = TypeVar("Result")
 
@@ -125,65 +66,43 @@ ROTATION_TABLE_MULTIPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class LossOutput(Generic[Result]):
-    """What a loss function returns for one micro-batch."""
+    """A loss function's result for one micro-batch."""
 
     loss: Tensor
     """Scalar, already over the update's global denominators: the sum over all micro-batches of all
     data-parallel ranks is the loss of the update."""
     report: Result
-    """What the caller wants back of this micro-batch; it holds no gradient."""
+    """Anything the caller wants back for this micro-batch; it holds no gradient."""
 
 
+@dataclass(eq=False, repr=False)
 class MegatronPolicy:
-    """This rank's part of a model with its optimizer.
+    """This rank's part of a model with its optimizer; made by ``build``."""
 
-    Attributes:
-        hf: The architecture.
-        chunks: This rank's layers: one GPTModel, or several with interleaved stages.
-        groups: This rank's process groups.
-        device: Where inputs and logits live.
-        vocab_size: True size of the vocabulary; logits may have more columns, over all
-            tensor-parallel ranks, and those are padding and mean nothing.
-        head: The language-model head, on the last stage of a model that returns hidden states;
-            else None.
-        num_updates: Optimizer updates made so far.
-    """
+    hf: HfConfig
+    """The architecture."""
+    model_dir: Path
+    """Source of the config.json and tokenizer of an export."""
+    groups: ProcessGroups
+    chunks: list[GPTModel]
+    """This rank's layers: one GPTModel, or several with interleaved stages."""
+    head: OutputHead | None
+    """The language-model head, on the last stage of a model that returns hidden states."""
+    wrapped: list[DistributedDataParallel]
+    """The chunks, wrapped for data parallelism."""
+    optimizer: MegatronOptimizer
+    optimizer_config: OptimizerConfig
+    total_updates: int
+    """Updates of the whole run: where a decaying schedule ends."""
+    num_updates: int = 0
+    """Optimizer updates made so far."""
 
-    def __init__(
-        self,
-        hf: HfConfig,
-        model_dir: Path,
-        chunks: list[GPTModel],
-        optimizer: OptimizerConfig,
-        megatron: MegatronConfig,
-        *,
-        total_updates: int,
-        groups: ProcessGroups,
-        returns_hidden_states: bool = False,
-    ) -> None:
-        """Wrap a model that already holds its weights; use ``build``."""
-        if any(chunk.mtp_process for chunk in chunks):
+    def __post_init__(self) -> None:
+        if any(chunk.mtp_process for chunk in self.chunks):
             raise ValueError(
                 "multi-token prediction adds its loss inside the model, from logits that the loss "
                 "stage overwrites, and is not supported; build the model without it"
             )
-        self.hf = hf
-        self.model_dir = model_dir
-        self.chunks = chunks
-        self.groups = groups
-        self.device = groups.device
-        self.vocab_size = hf.vocab_size
-        self.num_updates = 0
-        self._optimizer_config = optimizer
-        self._total_updates = total_updates
-        self.head: OutputHead | None = None
-        if returns_hidden_states and groups.is_last_stage:
-            return_hidden_states(chunks[-1])
-            self.head = output_head(chunks[-1], groups.tensor)
-        self.wrapped = wrap_for_data_parallel(chunks, megatron)
-        # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
-        self._forward_options = {"fp32_output": False} if self._transformer.bf16 else {}
-        self.optimizer = build_optimizer(self.wrapped, optimizer, megatron)
 
     @classmethod
     def build(
@@ -205,7 +124,7 @@ class MegatronPolicy:
             parallel: How the model is divided.
             optimizer: AdamW, clipping and schedule.
             megatron: Memory against time; None: the defaults.
-            total_updates: Updates of the whole run: where a decaying schedule ends.
+            total_updates: Updates of the whole run.
             seed: Seed of every random stream; ranks derive their own from it.
             groups: From ``init_distributed``.
             returns_hidden_states: The model ends before its language-model head, which the loss
@@ -218,22 +137,40 @@ class MegatronPolicy:
         hf = read_hf_config(model.path)
         seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)
-        hf_weights.load_weights(chunks, hf, model.path, groups)
+        load_weights(chunks, hf, model.path, groups)
+        head = None
+        if returns_hidden_states and groups.is_last_stage:
+            head = _take_off_head(chunks[-1], groups.tensor)
+        wrapped = wrap_for_data_parallel(chunks, megatron)
         return cls(
-            hf,
-            model.path,
-            chunks,
-            optimizer,
-            megatron,
-            total_updates=total_updates,
+            hf=hf,
+            model_dir=model.path,
             groups=groups,
-            returns_hidden_states=returns_hidden_states,
+            chunks=chunks,
+            head=head,
+            wrapped=wrapped,
+            optimizer=build_optimizer(wrapped, optimizer, megatron),
+            optimizer_config=optimizer,
+            total_updates=total_updates,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of inputs and logits."""
+        return self.groups.device
+
+    @property
+    def vocab_size(self) -> int:
+        """True size of the vocabulary.
+
+        Logits may have more columns, over all tensor-parallel ranks: padding that means nothing.
+        """
+        return self.hf.vocab_size
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return learning_rate(self._optimizer_config, self.num_updates, self._total_updates)
+        return learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
 
     def forward_only(
         self,
@@ -299,12 +236,8 @@ class MegatronPolicy:
         Args:
             faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
         """
-        result = step_optimizer(
-            self.optimizer,
-            lr=self.lr,
-            clip_grad=self._optimizer_config.clip_grad,
-            faults=faults,
-        )
+        clip_grad = self.optimizer_config.clip_grad
+        result = step_optimizer(self.optimizer, lr=self.lr, clip_grad=clip_grad, faults=faults)
         if result.applied:
             self.num_updates += 1
         return result
@@ -325,15 +258,26 @@ class MegatronPolicy:
             OSError: ``directory`` cannot be written; raised on every rank.
         """
         self.finish_weights()
-        weight_export.export_hf(
-            self.chunks, self.hf, self.model_dir, directory, self.groups, max_file_bytes
-        )
+        dtype = self._transformer.params_dtype
+        weights = weight_export.gather_weights(self.chunks, self.hf, self.groups)
+        with fail_together(self.groups):
+            try:
+                if self.groups.rank == 0:
+                    with atomic_directory(directory) as temporary:
+                        files = weight_export.plan_files(self.hf, dtype, max_file_bytes)
+                        weight_export.write_weights(weights, files, temporary)
+                        weight_export.copy_companions(self.model_dir, temporary, dtype)
+            finally:
+                # The other ranks of the replica take part in every gather, also after a failure.
+                if self.groups.is_first_replica:
+                    for _ in weights:
+                        pass
 
     def finish_weights(self) -> None:
         """Wait until the last update has reached every weight of this rank.
 
-        With ``megatron.overlap_param_gather`` the forward pass would do that, layer by layer; who
-        reads weights in another way calls this first.
+        With ``megatron.overlap_param_gather`` the forward pass would do that, layer by layer;
+        whoever reads weights in another way calls this first.
         """
         for ddp in self.wrapped:
             if ddp.ddp_config.overlap_param_gather:
@@ -342,8 +286,12 @@ class MegatronPolicy:
 
     @property
     def _transformer(self) -> TransformerConfig:
-        config: TransformerConfig = self.chunks[0].config
-        return config
+        return self.chunks[0].config
+
+    @property
+    def _token_ranks(self) -> int:
+        """Ranks that divide the tokens of a micro-batch between the matrix products."""
+        return self.groups.tensor_size if self._transformer.sequence_parallel else 1
 
     def _run_schedule(
         self,
@@ -353,18 +301,19 @@ class MegatronPolicy:
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
-        pipelined = self.groups.pipeline_size > 1
-        token_ranks = self.groups.tensor_size if self._transformer.sequence_parallel else 1
+        pipelined, token_ranks = self.groups.pipeline_size > 1, self._token_ranks
         longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
+        # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
+        options = {"fp32_output": False} if self._transformer.bf16 else {}
 
         def forward_step(
-            batches: Iterator[MicroBatch], model: torch.nn.Module
+            batches: Iterator[MicroBatch], model: nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
             host_batch = next(batches)
             self._check(host_batch)
             micro_batch = host_batch.to(self.device)
             if pipelined:
-                cut_input(model, host_batch.num_tokens // token_ranks)
+                _cut_input(model, host_batch.num_tokens // token_ranks)
             # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
             # which costs nothing with a batch dimension of 1.
             output = model(
@@ -372,7 +321,7 @@ class MegatronPolicy:
                 position_ids=micro_batch.position_ids_N[None],
                 attention_mask=None,
                 packed_seq_params=self._packed_seq_params(host_batch, micro_batch),
-                **self._forward_options,
+                **options,
             )
 
             def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
@@ -380,7 +329,7 @@ class MegatronPolicy:
                 return on_output(output, micro_batch)
 
             if pipelined:
-                output = pad_output(model, output, longest // token_ranks)
+                output = _pad_output(model, output, longest // token_ranks)
             return output, loss_func
 
         # Each chunk of an interleaved stage walks through the micro-batches by itself.
@@ -399,8 +348,7 @@ class MegatronPolicy:
 
     def _check(self, micro_batch: MicroBatch) -> None:
         """Refuse what the model would compute wrongly or fail on deep inside."""
-        num_tokens = micro_batch.num_tokens
-        multiple = self.groups.tensor_size if self._transformer.sequence_parallel else 1
+        num_tokens, multiple = micro_batch.num_tokens, self._token_ranks
         if num_tokens % multiple:
             raise ValueError(
                 f"a micro-batch of {num_tokens} tokens cannot be divided over {multiple} ranks by "
@@ -433,3 +381,44 @@ class MegatronPolicy:
             max_seqlen_q=max_tokens,
             max_seqlen_kv=max_tokens,
         )
+
+
+def _cut_input(model: nn.Module, length: int) -> None:
+    """Cut what the previous stage sent, [M, 1, H], to [N, 1, H]; the first stage got nothing."""
+    decoder = get_attr_wrapped_model(model, "decoder")
+    if not decoder.pre_process:
+        decoder.set_input_tensor(decoder.input_tensor[:length])
+
+
+def _pad_output(model: nn.Module, output: Tensor, longest: int) -> Tensor:
+    """Pad what the next stage gets, [N, 1, H], to [M, 1, H]; the last stage's output stays."""
+    padding = longest - len(output)
+    if get_attr_wrapped_model(model, "post_process") or padding == 0:
+        return output
+    return F.pad(output, (0, 0, 0, 0, 0, padding))
+
+
+def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead:
+    """Make a last stage's model return what its output layer is given; return that layer's head.
+
+    The model returns [1, N, H] after the final norm, under sequence parallelism this rank's [1, N /
+    tensor, H]; nothing is copied. The layer stays where it is, with its weight, name and hooks.
+    """
+    assert gpt.post_process, "only the last pipeline stage has an output layer"
+    # It would compute gradients of the head inside the model.
+    assert not gpt.config.defer_embedding_wgrad_compute
+
+    def forward(
+        hidden_N1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        del weight, runtime_gather_output
+        return hidden_N1H, None
+
+    gpt.output_layer.forward = forward
+    # The method that finds a shared weight returns the embedding's where nothing is shared, too.
+    tied = gpt.share_embeddings_and_output_weights
+    return OutputHead(
+        weight=gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight,
+        tensor_group=tensor_group,
+        sequence_parallel=gpt.config.sequence_parallel,
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bapo_megatron.policy.hf_config import padded_vocab_size
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.policy.hf_config import HfConfig, Llama3Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,13 +31,14 @@ def build_chunks(
     """Build this rank's part of the model, with weights still to be loaded.
 
     Returns:
-        One GPTModel per chunk of layers: ``parallel.virtual_pipeline`` of them, mostly one. The
+        One GPTModel per chunk of layers: ``parallel.virtual_pipeline`` of them, usually one. The
         first stage's first chunk has the embedding, the last stage's last one the output layer.
 
     Raises:
         ValueError: The model cannot be divided so, or a setting needs what this machine has not.
     """
-    config = transformer_config(hf, model, parallel, megatron, groups)
+    check_division(hf, parallel)
+    config = _transformer_config(hf, model, parallel, megatron, groups)
     return [
         _build_chunk(config, hf, parallel, groups, chunk)
         for chunk in range(parallel.virtual_pipeline)
@@ -68,23 +67,20 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if hf.rope_scaling is not None:
-        _scale_rope(gpt, hf.rope_scaling)
+        # GPTModel's own option fixes all values but the factor.
+        rope = gpt.rotary_pos_emb
+        rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(hf.rope_scaling))
     return gpt.to(groups.device)
 
 
-def transformer_config(
+def _transformer_config(
     hf: HfConfig,
     model: ModelConfig,
     parallel: ParallelConfig,
     megatron: MegatronConfig,
     groups: ProcessGroups,
 ) -> TransformerConfig:
-    """Translate the architecture, the layout and what is traded for memory.
-
-    Raises:
-        ValueError: The model cannot be divided so, or a setting needs what this machine has not.
-    """
-    _check_divisible(hf, parallel)
+    """Translate the architecture, the layout and what is traded for memory."""
     dtype = DTYPES[model.dtype]
     fused = uses_transformer_engine(groups.device, dtype)
     return TransformerConfig(
@@ -191,43 +187,3 @@ def seed_everything(seed: int, groups: ProcessGroups) -> None:
     random.seed(own_seed)
     torch.manual_seed(own_seed)
     model_parallel_cuda_manual_seed(own_seed)
-
-
-def _check_divisible(hf: HfConfig, parallel: ParallelConfig) -> None:
-    sizes = {
-        "num_attention_heads": hf.num_heads,
-        "num_key_value_heads": hf.num_kv_heads,
-        "intermediate_size": hf.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % parallel.tensor:
-            raise ValueError(
-                f"parallel.tensor: {parallel.tensor} must divide the model's {name}, {size}; "
-                "choose a smaller size"
-            )
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    if hf.num_layers % stages:
-        raise ValueError(
-            f"parallel: pipeline × virtual_pipeline = {stages} must divide the model's layers, "
-            f"{hf.num_layers}; choose other sizes"
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        raise ValueError(
-            "parallel.sequence needs parallel.tensor > 1; set parallel.sequence: false"
-        )
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ValueError(
-            "parallel.virtual_pipeline needs parallel.pipeline > 1; set virtual_pipeline: 1"
-        )
-
-
-def _scale_rope(gpt: GPTModel, scaling: Llama3Rope) -> None:
-    """Scale rotary frequencies; GPTModel's own option fixes all values but the factor."""
-    rope = gpt.rotary_pos_emb
-    rope.inv_freq = rope._apply_scaling(
-        rope.inv_freq,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_max_position_embeddings=scaling.original_max_position_embeddings,
-    )

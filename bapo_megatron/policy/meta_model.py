@@ -8,33 +8,27 @@ Parameters are on the meta device: they have names, shapes and types, and no sto
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from bapo_megatron.config.megatron import MegatronConfig
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.distributed import ProcessGroups, megatron_groups
 from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.megatron_setup import build_chunks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
-    from bapo_megatron.policy.hf_config import HfConfig
 
 META = torch.device("meta")
 
 
 def stage_parameters(
-    hf: HfConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    stage: int,
+    hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, stage: int
 ) -> list[dict[str, tuple[int, ...]]]:
     """Return what a rank of a pipeline stage allocates, by building its model.
 
@@ -69,12 +63,9 @@ def stage_parameters(
 def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
     """Be one rank of one data-parallel replica, for the time of a block.
 
-    Args:
-        parallel: The layout. Ranks are numbered tensor first, then context, then pipeline.
-        rank: Which one; its groups name the meta device.
+    Ranks are numbered tensor first, then context, then pipeline. Groups name the meta device.
     """
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     if dist.is_initialized():
         raise RuntimeError("this process is a rank already; build meta models in a process apart")

@@ -1,18 +1,17 @@
 """Gradients over data-parallel ranks, AdamW in Megatron's distributed optimizer, the schedule.
 
-What Megatron's checkpoints assume of optimizer states, and torch's AdamW does otherwise.
-
 Megatron knows Transformer Engine's and apex's Adam, which count steps once per group; torch's
-counts them in the state of every parameter. ``prepare`` makes up for it when the optimizer is
+counts them in the state of every parameter. ``_prepare`` makes up for it when the optimizer is
 built, ``load_state`` when it is loaded, whichever of Megatron's optimizers is around it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -20,27 +19,99 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import MegatronOptimizer
-    from torch import Tensor
-
-    from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
-
+from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
 
 CONFIGURED = ("betas", "eps", "weight_decay", "wd_mult")
 """Entries of a parameter group that follow from the configuration."""
 
 
-def prepare(optimizer: MegatronOptimizer) -> None:
+def wrap_for_data_parallel(
+    chunks: Sequence[GPTModel], megatron: MegatronConfig
+) -> list[DistributedDataParallel]:
+    """Wrap the model so that gradients are summed over data-parallel ranks, in float32."""
+    config = chunks[0].config
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=megatron.distributed_optimizer,
+                overlap_grad_reduce=megatron.overlap_grad_reduce,
+                overlap_param_gather=megatron.overlap_param_gather,
+                grad_reduce_in_fp32=True,
+            ),
+            Float16Module(config, gpt) if config.bf16 else gpt,
+            # The other chunks' messages are behind the work of the first one anyway.
+            disable_bucketing=number > 0,
+        )
+        for number, gpt in enumerate(chunks)
+    ]
+    no_sync = [ddp.no_sync for ddp in wrapped]
+    config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    config.finalize_model_grads_func = _finalize_without_dividing
+    return wrapped
+
+
+def _finalize_without_dividing(
+    model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
+) -> None:
+    """Reduce gradients and divide by nothing: losses hold their denominators already."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+def build_optimizer(
+    wrapped: list[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
+) -> MegatronOptimizer:
+    """Build AdamW; biases and norms are not decayed (Megatron's rule)."""
+    transformer = wrapped[0].config
+    offload: dict[str, Any] = {}
+    if megatron.optimizer_offload_share > 0:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"megatron.optimizer_offload_share: {megatron.optimizer_offload_share} needs a "
+                "GPU; without one the state is in host memory already, so set it to 0"
+            )
+        offload = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": megatron.optimizer_offload_share,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            # The host's optimizer reads gradients where this flag has them put.
+            "use_precision_aware_optimizer": True,
+        }
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            bf16=transformer.bf16,
+            params_dtype=transformer.params_dtype,
+            use_distributed_optimizer=megatron.distributed_optimizer,
+            overlap_param_gather=megatron.overlap_param_gather,
+            **offload,
+        ),
+        wrapped,
+    )
+    for group in optimizer.param_groups:
+        # Megatron leaves that to a scheduler of its own, and decays everything without it.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    _prepare(optimizer)
+    return optimizer
+
+
+def _prepare(optimizer: MegatronOptimizer) -> None:
     """Make an optimizer's state such that it can be saved and loaded at any time.
 
     1. Saving and loading assume that states exist, but Adam makes them in its first step (which may
@@ -60,6 +131,78 @@ def prepare(optimizer: MegatronOptimizer) -> None:
             state["step"] = torch.tensor(0.0)
         if isinstance(inner, DistributedOptimizer):
             inner._set_main_param_and_optimizer_states = MethodType(_set_states_with_step, inner)
+
+
+def _set_states_with_step(
+    self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]
+) -> None:
+    group_index, index = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group_index]["params"][index]
+    step = self.optimizer.state[main_param]["step"]
+    type(self)._set_main_param_and_optimizer_states(self, model_param, {"step": step, **tensors})
+
+
+def _is_torch(inner: MegatronOptimizer) -> bool:
+    return isinstance(inner.optimizer, torch.optim.Adam)  # AdamW is one
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Return the learning rate of an update, counted from 0.
+
+    The warm-up rises linearly and reaches ``lr`` at update ``warmup_updates − 1`` (its first update
+    is not wasted on a rate of 0). A decay starts there and reaches ``min_lr`` at ``total_updates``.
+    """
+    if update < config.warmup_updates:
+        return config.lr * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.lr
+    decay_updates = max(total_updates - config.warmup_updates, 1)
+    progress = min((update - config.warmup_updates) / decay_updates, 1.0)
+    if config.schedule == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Outcome of one optimizer step, equal on every rank."""
+
+    applied: bool
+    """False where the gradient norm was not finite or a fault was counted: weights and optimizer
+    are untouched."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    faults: tuple[float, ...] = ()
+    """The caller's faults, read from the device."""
+
+
+@torch.no_grad()
+def step_optimizer(
+    optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, faults: Tensor | None = None
+) -> OptimizerStep:
+    """Clip by the global norm and step, unless the norm is not finite or there is a fault.
+
+    Megatron's own ``step`` clips by whatever norm it finds, and would write a NaN into all weights.
+    This is where the host waits for the device: for the norm, with the faults [F] ready beside it.
+    """
+    optimizer.prepare_grads()  # its return value is about loss scaling, which bfloat16 does not use
+    grad_norm = float(optimizer.get_grad_norm())
+    counted = () if faults is None else tuple(faults.tolist())
+    if not math.isfinite(grad_norm) or any(count != 0 for count in counted):
+        return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
+    for inner in optimizer.chained_optimizers:
+        clip_grad_by_total_norm_fp32(
+            inner.get_parameters(),
+            clip_grad,
+            grad_norm,
+            use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step_with_ready_grads()
+    return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
 
 
 def sharded_state(
@@ -108,162 +251,6 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 def _parts(
     optimizer: MegatronOptimizer, state: dict[Any, Any]
 ) -> list[tuple[MegatronOptimizer, dict[str, Any]]]:
-    """Pair Megatron's optimizers, mostly one, with their states."""
+    """Pair Megatron's optimizers, usually one, with their states."""
     inner = optimizer.chained_optimizers
     return [(inner[0], state)] if len(inner) == 1 else [(o, state[n]) for n, o in enumerate(inner)]
-
-
-def _is_torch(inner: MegatronOptimizer) -> bool:
-    return isinstance(inner.optimizer, torch.optim.Adam)  # AdamW is one
-
-
-def _set_states_with_step(
-    self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-) -> None:
-    group_index, index = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group_index]["params"][index]
-    step = self.optimizer.state[main_param]["step"]
-    type(self)._set_main_param_and_optimizer_states(self, model_param, {"step": step, **tensors})
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """Outcome of one optimizer step, equal on every rank."""
-
-    applied: bool
-    """False where the gradient norm was not finite or a fault was counted: weights and optimizer
-    are untouched."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    faults: tuple[float, ...] = ()
-    """The caller's faults, read from the device."""
-
-
-def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Return the learning rate of an update, counted from 0.
-
-    The warm-up rises linearly and reaches ``lr`` at update ``warmup_updates − 1`` (its first update
-    is not wasted on a rate of 0). A decay starts there and reaches ``min_lr`` at ``total_updates``.
-    """
-    if update < config.warmup_updates:
-        return config.lr * (update + 1) / config.warmup_updates
-    if config.schedule == "constant":
-        return config.lr
-    decay_updates = max(total_updates - config.warmup_updates, 1)
-    progress = min((update - config.warmup_updates) / decay_updates, 1.0)
-    if config.schedule == "linear":
-        share = 1.0 - progress
-    else:
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr + (config.lr - config.min_lr) * share
-
-
-def wrap_for_data_parallel(
-    chunks: Sequence[GPTModel], megatron: MegatronConfig
-) -> list[DistributedDataParallel]:
-    """Wrap the model so that gradients are summed over data-parallel ranks, in float32."""
-    config = chunks[0].config
-    wrapped = [
-        DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=megatron.distributed_optimizer,
-                overlap_grad_reduce=megatron.overlap_grad_reduce,
-                overlap_param_gather=megatron.overlap_param_gather,
-                grad_reduce_in_fp32=True,
-            ),
-            Float16Module(config, gpt) if config.bf16 else gpt,
-            # The other chunks' messages are behind the work of the first one anyway.
-            disable_bucketing=number > 0,
-        )
-        for number, gpt in enumerate(chunks)
-    ]
-    no_sync = [ddp.no_sync for ddp in wrapped]
-    config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
-    config.finalize_model_grads_func = _finalize_without_dividing
-    return wrapped
-
-
-def build_optimizer(
-    wrapped: list[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
-) -> MegatronOptimizer:
-    """Build AdamW; biases and norms are not decayed (Megatron's rule)."""
-    transformer = wrapped[0].config
-    offload: dict[str, Any] = {}
-    if megatron.optimizer_offload_share > 0:
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"megatron.optimizer_offload_share: {megatron.optimizer_offload_share} needs a "
-                "GPU; without one the state is in host memory already, so set it to 0"
-            )
-        offload = {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": megatron.optimizer_offload_share,
-            "overlap_cpu_optimizer_d2h_h2d": True,
-            # The host's optimizer reads gradients where this flag has them put.
-            "use_precision_aware_optimizer": True,
-        }
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            weight_decay=config.weight_decay,
-            clip_grad=config.clip_grad,
-            bf16=transformer.bf16,
-            params_dtype=transformer.params_dtype,
-            use_distributed_optimizer=megatron.distributed_optimizer,
-            overlap_param_gather=megatron.overlap_param_gather,
-            **offload,
-        ),
-        wrapped,
-    )
-    for group in optimizer.param_groups:
-        # Megatron leaves that to a scheduler of its own, and decays everything without it.
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    prepare(optimizer)
-    return optimizer
-
-
-@torch.no_grad()
-def step_optimizer(
-    optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, faults: Tensor | None = None
-) -> OptimizerStep:
-    """Clip by the global norm and step, unless the norm is not finite or there is a fault.
-
-    Megatron's own ``step`` clips by whatever norm it finds, and would write a NaN into all weights.
-    This is where the host waits for the device: for the norm, with the faults ready beside it.
-
-    Args:
-        optimizer: Holds the reduced gradients.
-        lr: Learning rate.
-        clip_grad: Largest global norm.
-        faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
-    """
-    optimizer.prepare_grads()  # its return value is about loss scaling, which bfloat16 does not use
-    grad_norm = float(optimizer.get_grad_norm())
-    counted = () if faults is None else tuple(faults.tolist())
-    if not math.isfinite(grad_norm) or any(count != 0 for count in counted):
-        return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
-    for inner in optimizer.chained_optimizers:
-        clip_grad_by_total_norm_fp32(
-            inner.get_parameters(),
-            clip_grad,
-            grad_norm,
-            use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-        )
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step_with_ready_grads()
-    return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
-
-
-def _finalize_without_dividing(
-    model: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **options: Any
-) -> None:
-    """Reduce gradients and divide by nothing: losses hold their denominators already."""
-    del num_tokens
-    finalize_model_grads(model, None, **options)

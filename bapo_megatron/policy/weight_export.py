@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.distributed import fail_together
-from bapo_megatron.files import atomic_directory
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.hf_weights import (
     EMBEDDING,
     INDEX_NAME,
     SINGLE_NAME,
+    Weight,
     from_shards,
     hf_shapes,
     local_weights,
@@ -27,29 +31,16 @@ from bapo_megatron.policy.hf_weights import (
     weight_table,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from megatron.core.models.gpt import GPTModel
-
-    from bapo_megatron.distributed import ProcessGroups
-    from bapo_megatron.policy.hf_config import HfConfig
-    from bapo_megatron.policy.hf_weights import Weight
-
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest weight file; it is also what rank 0 holds in host memory."""
 
 COMPANION_PATTERNS = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
+    *("generation_config.json", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template*"),
 )
 """Files of the source directory that belong to the model but hold no weights."""
+
+Item = TypeVar("Item")
 
 
 def gather_weights(
@@ -79,13 +70,9 @@ def gather_tensors(
     groups: ProcessGroups,
     table: Sequence[Weight] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``gather_weights``, for anything of the parameters' shapes, such as their gradients.
+    """Like ``gather_weights``, for tensors of the parameters' shapes, such as their gradients.
 
-    Args:
-        held: This rank's tensors by Megatron's name of the parameter, all of one dtype.
-        hf: The architecture.
-        groups: This rank's groups.
-        table: A part of ``weight_table(hf)``; None: all of it.
+    ``held`` has this rank's tensors by Megatron's name of the parameter, all of one dtype.
     """
     dtype = next(iter(held.values())).dtype
     for weight in weight_table(hf) if table is None else table:
@@ -115,11 +102,11 @@ def _stage_of(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> int:
 
 
 def _send_to_first_stage(shard: Tensor, stage: int, groups: ProcessGroups) -> None:
-    first = dist.get_global_rank(groups.pipeline, 0)
-    holder = dist.get_global_rank(groups.pipeline, stage)
     if groups.is_first_stage:
+        holder = dist.get_global_rank(groups.pipeline, stage)
         dist.recv(shard, src=holder, group=groups.pipeline)
     else:
+        first = dist.get_global_rank(groups.pipeline, 0)
         dist.send(shard, dst=first, group=groups.pipeline)
 
 
@@ -131,29 +118,10 @@ def _all_shards(weight: Weight, shard: Tensor, groups: ProcessGroups) -> list[Te
     return shards
 
 
-def export_hf(
-    chunks: Sequence[GPTModel],
-    hf: HfConfig,
-    source: Path,
-    directory: Path,
-    groups: ProcessGroups,
-    max_file_bytes: int,
-) -> None:
-    """Write the model to ``directory``; see ``MegatronPolicy.export_hf``."""
-    dtype = chunks[0].config.params_dtype
-    weights = gather_weights(chunks, hf, groups)
-    with fail_together(groups):
-        try:
-            if groups.rank == 0:
-                with atomic_directory(directory) as temporary:
-                    write_weights(weights, plan_files(hf, dtype, max_file_bytes), temporary)
-                    write_config(source, temporary, dtype)
-                    copy_companions(source, temporary)
-        finally:
-            # The other ranks of the replica take part in every gather, also after a failure.
-            if groups.is_first_replica:
-                for _ in weights:
-                    pass
+def weight_bytes(weight: Weight, hf: HfConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of each Hugging Face tensor of a parameter."""
+    shapes = hf_shapes(weight, hf).items()
+    return {name: math.prod(shape) * dtype.itemsize for name, shape in shapes}
 
 
 def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[Weight]]:
@@ -161,17 +129,8 @@ def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[
 
     A parameter above the limit has a bucket of its own.
     """
-    buckets: list[list[Weight]] = [[]]
-    filled_bytes = 0
-    for weight in weight_table(hf):
-        num_bytes = sum(math.prod(shape) for shape in hf_shapes(weight, hf).values())
-        num_bytes *= dtype.itemsize
-        if buckets[-1] and filled_bytes + num_bytes > max_bytes:
-            buckets.append([])
-            filled_bytes = 0
-        buckets[-1].append(weight)
-        filled_bytes += num_bytes
-    return buckets
+    sizes = [(weight, sum(weight_bytes(weight, hf, dtype).values())) for weight in weight_table(hf)]
+    return [[weight for weight, _ in bucket] for bucket in _filled(sizes, max_bytes)]
 
 
 def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[dict[str, int]]:
@@ -181,14 +140,23 @@ def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[di
         For each file, the bytes of each of its tensors by name; a tensor above the limit has a file
         of its own.
     """
-    files: list[dict[str, int]] = [{}]
-    for weight in weight_table(hf):
-        for name, shape in hf_shapes(weight, hf).items():
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if files[-1] and sum(files[-1].values()) + num_bytes > max_file_bytes:
-                files.append({})
-            files[-1][name] = num_bytes
-    return files
+    sizes = [
+        item for weight in weight_table(hf) for item in weight_bytes(weight, hf, dtype).items()
+    ]
+    return [dict(file) for file in _filled(sizes, max_file_bytes)]
+
+
+def _filled(sizes: Iterable[tuple[Item, int]], max_bytes: int) -> list[list[tuple[Item, int]]]:
+    """Divide (item, bytes) pairs, in order, into parts as full as the limit allows."""
+    parts: list[list[tuple[Item, int]]] = [[]]
+    filled_bytes = 0
+    for item, num_bytes in sizes:
+        if parts[-1] and filled_bytes + num_bytes > max_bytes:
+            parts.append([])
+            filled_bytes = 0
+        parts[-1].append((item, num_bytes))
+        filled_bytes += num_bytes
+    return parts
 
 
 def write_weights(
@@ -200,9 +168,6 @@ def write_weights(
         weights: Every tensor by name, in the order of ``files``.
         files: From ``plan_files``.
         directory: An existing directory.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     weight_map = {}
     for number, sizes in enumerate(files, start=1):
@@ -234,18 +199,14 @@ def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], pa
     path.chmod(0o644)  # safetensors makes it private; a server may be another user
 
 
-def write_config(source: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Copy config.json with the dtype of the weights beside it."""
+def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Copy config.json with the dtype of the weights, tokenizer, template, generation settings."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers 5 writes "dtype", older ones "torch_dtype".
     key = "torch_dtype" if "torch_dtype" in fields else "dtype"
     fields[key] = str(dtype).removeprefix("torch.")
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-
-
-def copy_companions(source: Path, directory: Path) -> None:
-    """Copy tokenizer, chat template and generation settings."""
     for pattern in COMPANION_PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.is_file():

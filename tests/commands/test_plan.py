@@ -41,6 +41,7 @@ def test_the_tables_are_readable_on_100_columns(config: str) -> None:
         "Estimated time of a step",
         "layouts of 16 GPUs",
         "Assumptions",
+        "Estimates: messages, times and the order of layouts",
     ):
         assert sum(heading in line for line in lines) == 1
     assert sum(line.lstrip().startswith("→") for line in lines) == 1

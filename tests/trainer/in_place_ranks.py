@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.config.megatron import MegatronConfig
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import (
     AlgorithmConfig,
@@ -111,15 +111,7 @@ def refuse_multi_token_prediction(model_dir: Path) -> str:
         )
         policy.chunks[-1].mtp_process = True
         try:
-            MegatronPolicy(
-                policy.hf,
-                model_dir,
-                policy.chunks,
-                OptimizerConfig(lr=0.0),
-                MegatronConfig(),
-                total_updates=1,
-                groups=groups,
-            )
+            replace(policy)
         except ValueError as error:
             return str(error)
         return ""
