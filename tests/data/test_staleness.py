@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.data.staleness import response_age, spans_of, token_ages, trainable_mask
+from bapo_megatron.data.staleness import response_age, spans_of, trainable_mask
 
 SPANS = spans_of([1, 1, 3, 4])
 """At version 5: ages 4, 4, 2 and 1, mean 2.75."""
@@ -29,11 +29,6 @@ def mask_by_loop(versions: list[int], version: int, limit: StalenessConfig) -> l
             age = Fraction(max(version - v for v in versions))
         kept.append(limit.max_age is None or age <= limit.max_age)
     return kept
-
-
-def test_ages_count_updates_since_each_token() -> None:
-    assert token_ages(SPANS, 5).tolist() == [4, 4, 2, 1]
-    assert token_ages(spans_of([5]), 5).tolist() == [0]
 
 
 def test_a_response_is_as_old_as_its_tokens_on_average_or_as_the_oldest() -> None:
