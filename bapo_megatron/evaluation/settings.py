@@ -1,6 +1,7 @@
-"""What the samples of a set were made with: only an evaluation with the same goes on with them.
+"""The evaluation sets of a configuration, and the settings that samples were made with.
 
-The evaluation sets of a configuration, read and rendered.
+The settings stand in a file beside the samples: only an evaluation with the same ones goes on with
+them.
 """
 
 from __future__ import annotations
@@ -22,152 +23,12 @@ if TYPE_CHECKING:
     from bapo_megatron.data.chat import ChatRenderer
     from bapo_megatron.types import Prompt
 
-
 _NUM_CHUNKS = 64
 _CHUNK_BYTES = 1 << 14
-_READ_WHOLE_BYTES = _NUM_CHUNKS * _CHUNK_BYTES
 
 
 class ResultsError(ValueError):
     """Results that cannot be used; one line with file, reason and remedy."""
-
-
-def eval_settings(
-    *,
-    name: str,
-    weights: str,
-    prompts: Sequence[Prompt],
-    sampling: EvalSamplingConfig,
-    reward: RewardConfig,
-    seed: int,
-    environment: str | None = None,
-    max_turns: int | None = None,
-) -> dict[str, Any]:
-    """Everything that decides a sample and its score, as JSON values.
-
-    Args:
-        name: Of the set.
-        weights: What names the weights, such as ``fingerprint`` of their files.
-        prompts: The set.
-        sampling: How it is sampled.
-        reward: How they are graded.
-        seed: Of the samples.
-        environment: What answers the policy's turns, if anything.
-        max_turns: Limit of turns with it.
-    """
-    return {
-        "name": name,
-        "weights": weights,
-        "prompts": prompts_digest(prompts),
-        "num_prompts": len(prompts),
-        **sampling.model_dump(mode="json", exclude={"max_prompts"}),
-        "reward": comparable_reward(reward),
-        "seed": seed,
-        "environment": environment,
-        "max_turns": max_turns,
-    }
-
-
-def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
-    """The reward section without what changes no score of an evaluation, as JSON values."""
-    left_out = {"workers", "truncated", "overlong", "format", "repetition"}
-    return reward.model_dump(
-        mode="json",
-        exclude={**dict.fromkeys(left_out, True), "functions": {"__all__": {"http"}}},
-    )
-
-
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """A hash of ids, tokens, answers and rows: of the data, the chat template and the tokenizer."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        entry: list[Any] = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
-        if prompt.row:  # reward functions may read tests or a budget of tokens there
-            entry.append(prompt.row)
-        digest.update(json.dumps(entry, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()[:16]
-
-
-def fingerprint(model_dir: Path) -> str:
-    """A hash that tells models apart in milliseconds, of whatever size.
-
-    All of config.json; of each weight file its name, its size and 64 pieces of 16 KiB, spread
-    evenly.
-    Training changes nearly every number, so that two steps of a run differ.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for path in sorted(model_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as stream:
-            if size <= _READ_WHOLE_BYTES:
-                digest.update(stream.read())
-                continue
-            for number in range(_NUM_CHUNKS):
-                stream.seek((size - _CHUNK_BYTES) * number // (_NUM_CHUNKS - 1))
-                digest.update(stream.read(_CHUNK_BYTES))
-    return digest.hexdigest()[:16]
-
-
-def settings_path(path: Path) -> Path:
-    """Where the settings of a samples file are."""
-    return path.with_suffix(".settings.json")
-
-
-def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a samples file beside it.
-
-    Raises:
-        OSError: They cannot be written.
-    """
-    atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
-
-
-def check_same(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with samples that other settings made.
-
-    Args:
-        path: The samples file.
-        settings: Those of now.
-
-    Raises:
-        ResultsError: A setting differs, or those of the file are missing.
-    """
-    before = read_settings(settings_path(path))
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise ResultsError(
-                f"{path}: its samples were made with {_described(name, before.get(name))}, now it "
-                f"would be {_described(name, value)}; resume with the same, or change run_dir"
-            )
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read a settings file.
-
-    Raises:
-        ResultsError: It is missing or damaged.
-    """
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ResultsError(
-            f"{path}: is missing, so that nobody knows what the samples beside it were made with; "
-            "put it back, or change run_dir"
-        ) from error
-    except ValueError as error:
-        raise ResultsError(f"{path}: damaged ({error}); put it back, or change run_dir") from error
-    if not isinstance(settings, dict):
-        raise ResultsError(f"{path}: damaged (no JSON object); put it back, or change run_dir")
-    return settings
-
-
-def _described(name: str, value: Any) -> str:
-    what = {"weights": "model", "prompts": "prompts (hash)"}.get(name, name)
-    return f"{what} {value if isinstance(value, str) else json.dumps(value)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +61,136 @@ def load_sets(
         loaded = load_eval_set(dataset, renderer, max_prompt_tokens)
         if warns:
             log_warnings([loaded])
-        kept = loaded.prompts[: sampling.max_prompts]
-        sets.append(EvalSet(dataset.label, kept, sampling))
+        sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))
     return tuple(sets)
+
+
+def eval_settings(
+    *,
+    name: str,
+    weights: str,
+    prompts: Sequence[Prompt],
+    sampling: EvalSamplingConfig,
+    reward: RewardConfig,
+    seed: int,
+    environment: str | None = None,
+    max_turns: int | None = None,
+) -> dict[str, Any]:
+    """Return everything that decides a sample and its score, as JSON values.
+
+    Args:
+        name: The set's name.
+        weights: What names the weights, such as ``fingerprint`` of their files.
+        prompts: The set.
+        sampling: How it is sampled.
+        reward: How the samples are graded.
+        seed: Seed of the samples.
+        environment: What answers the policy's turns, if anything.
+        max_turns: Limit of turns with it.
+    """
+    return {
+        "name": name,
+        "weights": weights,
+        "prompts": prompts_digest(prompts),
+        "num_prompts": len(prompts),
+        **sampling.model_dump(mode="json", exclude={"max_prompts"}),
+        "reward": comparable_reward(reward),
+        "seed": seed,
+        "environment": environment,
+        "max_turns": max_turns,
+    }
+
+
+def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
+    """Return the reward section, as JSON values, without what changes no score of an evaluation."""
+    left_out = dict.fromkeys(("workers", "truncated", "overlong", "format", "repetition"), True)
+    return reward.model_dump(mode="json", exclude={**left_out, "functions": {"__all__": {"http"}}})
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Hash ids, tokens, answers and rows: the data, the chat template and the tokenizer."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        entry: list[Any] = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
+        if prompt.row:  # reward functions may read tests or a budget of tokens there
+            entry.append(prompt.row)
+        digest.update(json.dumps(entry, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Hash what tells models apart, of whatever size, in milliseconds.
+
+    That is all of config.json and, of each weight file, its name, its size and 64 pieces of 16 KiB,
+    spread evenly. Training changes nearly every number, so that two steps of a run differ.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as stream:
+            if size <= _NUM_CHUNKS * _CHUNK_BYTES:
+                digest.update(stream.read())
+                continue
+            for number in range(_NUM_CHUNKS):
+                stream.seek((size - _CHUNK_BYTES) * number // (_NUM_CHUNKS - 1))
+                digest.update(stream.read(_CHUNK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def settings_path(path: Path) -> Path:
+    """Return where the settings of a samples file are."""
+    return path.with_suffix(".settings.json")
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a samples file beside it.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a settings file.
+
+    Raises:
+        ResultsError: It is missing or damaged.
+    """
+    remedy = "put it back, or change run_dir"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ResultsError(
+            f"{path}: is missing, so that nobody knows what the samples beside it were made with; "
+            f"{remedy}"
+        ) from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
+    if not isinstance(settings, dict):
+        raise ResultsError(f"{path}: damaged (no JSON object); {remedy}")
+    return settings
+
+
+def check_same(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with the samples file ``path`` if other settings made it.
+
+    Raises:
+        ResultsError: A setting differs, or those of the file are missing.
+    """
+    before = read_settings(settings_path(path))
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ResultsError(
+                f"{path}: its samples were made with {_described(name, before.get(name))}, now it "
+                f"would be {_described(name, value)}; resume with the same, or change run_dir"
+            )
+
+
+def _described(name: str, value: Any) -> str:
+    what = {"weights": "model", "prompts": "prompts (hash)"}.get(name, name)
+    return f"{what} {value if isinstance(value, str) else json.dumps(value)}"
