@@ -62,7 +62,7 @@ class Prompt:
     """The other columns of its row, as JSON values, for reward functions."""
 
     def tokens(self) -> PromptTokens:
-        """What ranks get of it."""
+        """Return what ranks get of it."""
         return PromptTokens(self.prompt_id, np.array(self.token_ids, np.int32), self.source)
 
 
@@ -155,7 +155,7 @@ class Sample:
         return 1 + len(self.written)
 
     def segments(self) -> list[np.ndarray]:
-        """The tokens of the policy's first turn, what was written after it, the second turn, …."""
+        """Split the tokens into the policy's first turn, what was written after it, and so on."""
         edges = [edge for start, n in self.written for edge in (start, start + n)]
         return np.split(self.response_token_ids, edges)
 
@@ -297,11 +297,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with every tensor on ``device``."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in values if value is not None
-        }
-        return replace(self, **moved)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        kept = {name: value for name, value in values.items() if value is not None}
+        return replace(self, **{n: v.to(device, non_blocking=True) for n, v in kept.items()})
 
     @property
     def num_tokens(self) -> int:
@@ -323,7 +321,7 @@ class UpdateResult:
     maxima: dict[str, float]
     """Largest values by the metric's name."""
     decisions: tuple[dict[str, float], ...]
-    """What the objective reports of each of its decisions, by the metric's name: one for the
+    """What the objective reports about each of its decisions, by the metric's name: one for the
     update, or one per micro-batch."""
     grad_norm: float
     """Global gradient norm before clipping; 0 where the update was skipped."""
@@ -399,10 +397,10 @@ class EvalResult:
     environment_errors: int = 0
     """Episodes that a failure of their environment ended; their reward is 0."""
     grading_errors: int = 0
-    """Samples of which a reward function failed and gave 0 (``reward.on_error: zero``)."""
+    """Samples on which a reward function failed and gave 0 (``reward.on_error: zero``)."""
     reward_means: Mapping[str, float] = field(default_factory=dict)
-    """Of several reward functions what each gave, and of all their metrics, each the mean over the
-    samples that have it."""
+    """Means of what each reward function gave, if there are several, and of all their metrics; each
+    over the samples that have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,7 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> Any:
-        """Start one worker, so that a handler that cannot be built is found now.
-
-        Returns:
-            The handler's ``facts``.
+        """Start one worker, so that a bad handler is found now; return the handler's ``facts``.
 
         Raises:
             WorkersError: The handler cannot be built, no worker starts, or the pool is closed.
@@ -105,9 +102,7 @@ class WorkerPool:
         return self._facts
 
     async def ask(self, request: Any) -> Outcome:
-        """Have a request answered; waits for a free worker.
-
-        Where the worker dies, another one is asked: it may have been ended from outside.
+        """Have a free worker answer; if it dies, another one: it may have been ended from outside.
 
         Raises:
             WorkersError: The handler cannot be built, no worker starts, or the pool is closed.
@@ -122,7 +117,6 @@ class WorkerPool:
             await self._end(worker)
 
     async def _try(self, request: Any) -> Outcome:
-        """What becomes of a request in the next free worker."""
         worker = await self._idle.get()
         try:
             if worker is None or worker.returncode is not None:
@@ -145,7 +139,6 @@ class WorkerPool:
         return outcome
 
     async def _outcome(self, worker: Process, request: Any) -> Outcome:
-        """What becomes of a request in a running worker."""
         asking = asyncio.create_task(_ask(worker, request))
         try:
             # The second look is for a loop that stood still until the time was over, with the reply
@@ -210,7 +203,6 @@ class WorkerPool:
 
 
 def _outcome_of(reply: dict[str, Any] | None) -> Outcome:
-    """A worker's reply, or its death, as an outcome."""
     if reply is None:
         return Outcome("died")
     if "error" in reply:

@@ -176,7 +176,7 @@ class ChatRenderer:
         ]
         text = self._after_answer(plain, asks=True)
         [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
-        if not token_ids or text == self._without_messages:
+        if not token_ids or text == self._after_answer([], asks=True):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
         return token_ids
@@ -187,10 +187,6 @@ class ChatRenderer:
         ended = self._after_answer([], asks=False)
         special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
         return ended[: ended.find(special) + len(special)]
-
-    @cached_property
-    def _without_messages(self) -> str:
-        return self._after_answer([], asks=True)
 
     def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
         """What the template writes after an assistant's message that these messages follow."""

@@ -389,7 +389,7 @@ def _check_batch(batch: RolloutBatch, name: str) -> None:
 
 
 def _problem(sample: Sample) -> str:
-    """What is wrong with a sample; empty if nothing is."""
+    """Describe what is wrong with a sample; empty if nothing is."""
     end = 0
     for start, num_tokens in sample.written:
         if start <= end or num_tokens < 1:

@@ -43,7 +43,7 @@ class PackingRules:
     max_tokens: int
     """Largest micro-batch, padding included."""
     flops: SequenceFlops
-    """What is balanced."""
+    """Operations of a sequence: what is balanced."""
     sequence_multiple: int = 1
     """Every sequence is padded to a multiple of this (context parallelism divides each)."""
     total_multiple: int = 1

@@ -43,7 +43,7 @@ class SetReport:
     num_too_long: int
     max_prompt_tokens: int
     longest_tokens: int
-    """Of all prompts, those that are too long included."""
+    """Length of the longest prompt, those that are too long included."""
     num_duplicates: int
     """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
     duplicates_dropped: bool

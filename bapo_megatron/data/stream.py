@@ -211,7 +211,7 @@ class PromptMixture:
         self._num_drawn = [stream.num_drawn for stream in self._streams]
 
     def _next_set(self) -> int:
-        """Of the sets whose window is open, the one whose window closes first."""
+        """Find the open window that closes first, and return its set."""
         now, total = sum(self._num_drawn), sum(self._units)
         open_sets = [
             (-(-(drawn + 1) * total // units), number)

@@ -105,31 +105,19 @@ class EvalSample:
             return json.dumps(content).encode() + b"\n"
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "prompt_id": str,
-    "index": int,
-    "prompt": str,
-    "answer": str,
-    "response": str,
-    "turns": list,
-    "state": object,
-    "extracted": str,
-    "reward": (int, float),
-    "components": dict,
-    "reason": str,
-    "answer_found": bool,
-    "timed_out": bool,
-    "failed": bool,
-    "metrics": dict,
-    "num_tokens": int,
-    "num_environment_tokens": int,
-    "finish_reason": str,
-    "version": int,
-    "elapsed_s": (int, float),
-    "source": str,
-    "row": dict,
+_KIND_OF: dict[Any, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "FinishReason": str,
+    "tuple[str, ...]": list,
+    "Mapping[str, float]": dict,
+    "Mapping[str, Any]": dict,
+    "Any": object,
 }
-"""What each key of a line holds in JSON."""
+"""What stands in JSON for the annotation of a field."""
+_KINDS = {f.name: _KIND_OF[f.type] for f in fields(EvalSample)}
 _REQUIRED = frozenset(
     f.name for f in fields(EvalSample) if f.default is MISSING and f.default_factory is MISSING
 )

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from bapo_megatron.evaluation.samples import EvalSample
 
 _MAX_TIMEOUTS = 3
-"""Of one problem; after them its answers are compared by their text only."""
+"""After so many, the answers to a problem are compared by their text only."""
 _SLOW_S = 0.5
 _MAX_SLOW_S = 20.0
-"""What the comparisons of one problem that took ``_SLOW_S`` or more may take in all; after it its
+"""What the slow comparisons of one problem (``_SLOW_S`` or more each) may take in all; then its
 answers are compared by their text only."""
 
 

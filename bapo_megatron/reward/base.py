@@ -93,4 +93,4 @@ class RewardError(RuntimeError):
 
 
 class FunctionFailedError(RewardError):
-    """A reward function raised an error, or returned what is no reward."""
+    """A reward function raised an error, or returned something that is no reward."""

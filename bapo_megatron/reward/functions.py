@@ -11,12 +11,12 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
 
 from bapo_megatron.names import LoadError, load_named
-from bapo_megatron.reward.base import GroupFunction, Response, RewardFunction, SampleFacts, Score
+from bapo_megatron.reward.base import GroupFunction, RewardFunction, SampleFacts, Score
 from bapo_megatron.reward.extraction import has_closed_box
 from bapo_megatron.worker import settled
 
@@ -52,6 +52,15 @@ def build(*names: str) -> RewardHandler:
     return RewardHandler(functions)
 
 
+class LoadedFunction(NamedTuple):
+    """A reward function and what it asks for."""
+
+    function: RewardFunction | GroupFunction
+    parameters: tuple[str, ...]
+    sees_groups: bool
+    """Whether it scores the responses to a prompt together."""
+
+
 class RewardHandler:
     """Answers the requests of a ``RewardPool``."""
 
@@ -70,77 +79,42 @@ class RewardHandler:
         if "pattern" in request:
             pattern, text = request["pattern"], request["text"]
             return has_closed_box(text) if pattern is None else bool(re.search(pattern, text))
-        function = self._functions[request["function"]]
-        responses = [
-            Response(
-                given["text"],
-                request["answer"],
-                SampleFacts(**given["sample"]),
-                request["row"],
-                tuple(given["turns"]),
-                given["state"],
-            )
-            for given in request["responses"]
-        ]
-        if "rewards" not in request:
-            return asdict(function.score(self._loop, responses[0]))
-        scores = function.score_group(self._loop, responses, request["rewards"])
-        return [asdict(score) for score in scores]
+        loaded = self._functions[request["function"]]
+        if "rewards" in request:
+            return [asdict(score) for score in self._score_group(loaded, request)]
+        return asdict(self._score(loaded, request))
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedFunction:
-    """A reward function and what it asks for."""
-
-    function: RewardFunction | GroupFunction
-    parameters: tuple[str, ...]
-    sees_groups: bool
-    """Whether it scores the responses to a prompt together."""
-
-    def score(self, loop: asyncio.AbstractEventLoop, response: Response) -> Score:
-        """Score one response; runs the function's coroutine, if it returns one, in ``loop``.
-
-        Raises:
-            ValueError: It returns what is no reward, or sees whole groups.
-        """
-        if self.sees_groups:
+    def _score(self, loaded: LoadedFunction, request: Mapping[str, Any]) -> Score:
+        if loaded.sees_groups:
             raise ValueError(
-                f"it asks for {', '.join(self.parameters)}: it scores a whole group of responses, "
-                "and was given one"
+                f"it asks for {', '.join(loaded.parameters)}: it scores a whole group of "
+                "responses, and was given one"
             )
+        [response] = request["responses"]
         given = {
-            "response": response.text,
-            "answer": response.answer,
-            "sample": response.sample,
-            "row": response.row,
-            "turns": list(response.turns) or [response.text],
-            "state": response.state,
+            "response": response["text"],
+            "answer": request["answer"],
+            "sample": SampleFacts(**response["sample"]),
+            "row": request["row"],
+            "turns": response["turns"] or [response["text"]],
+            "state": response["state"],
         }
-        return as_score(self._call(loop, given))
+        return as_score(self._call(loaded, given))
 
-    def score_group(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        responses: Sequence[Response],
-        rewards: Sequence[float],
-    ) -> list[Score]:
-        """Score the responses to one prompt, in their order, as ``score`` does one.
-
-        Raises:
-            ValueError: It returns what are no rewards, or not one for each response.
-        """
+    def _score_group(self, loaded: LoadedFunction, request: Mapping[str, Any]) -> list[Score]:
+        responses = request["responses"]
         given = {
-            "responses": [response.text for response in responses],
-            "samples": [response.sample for response in responses],
-            "states": [response.state for response in responses],
-            "rewards": list(rewards),
-            "answer": responses[0].answer,
-            "row": responses[0].row,
+            "responses": [response["text"] for response in responses],
+            "samples": [SampleFacts(**response["sample"]) for response in responses],
+            "states": [response["state"] for response in responses],
+            "rewards": request["rewards"],
+            "answer": request["answer"],
+            "row": request["row"],
         }
-        results = self._call(loop, given)
+        results = self._call(loaded, given)
         if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
             raise ValueError(
-                f"it must return a list with one reward for each response, got "
+                "it must return a list with one reward for each response, got "
                 f"{type(results).__name__}"
             )
         if len(results) != len(responses):
@@ -150,8 +124,9 @@ class LoadedFunction:
             )
         return [as_score(result) for result in results]
 
-    def _call(self, loop: asyncio.AbstractEventLoop, given: Mapping[str, Any]) -> Any:
-        return settled(self.function(**{name: given[name] for name in self.parameters}), loop)
+    def _call(self, loaded: LoadedFunction, given: Mapping[str, Any]) -> Any:
+        asked = {name: given[name] for name in loaded.parameters}
+        return settled(loaded.function(**asked), self._loop)
 
 
 def load(name: str) -> LoadedFunction:

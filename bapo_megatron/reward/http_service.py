@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from bapo_megatron.errors import describe_cause
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.functions import as_score
 
@@ -131,7 +132,7 @@ class HttpReward:
         except TimeoutError:
             return f"no answer within {self._config.timeout_s:g} s", None
         except httpx.RequestError as error:
-            return str(error) or type(error).__name__, None
+            return describe_cause(error), None
         if reply.status_code == httpx.codes.OK:
             return "", content
         text = " ".join(content.decode(errors="replace").split())[:_MAX_REASON] or "no text"

@@ -35,9 +35,9 @@ MAX_NESTING = 24
 """Brackets within brackets; the parser's time grows exponentially with them."""
 
 _MAX_DIGITS = 20_000
-"""Of an integer that the comparison would write out."""
+"""Longest integer that the comparison may write out."""
 _MAX_TERMS = 5_000
-"""Of a power of a sum that simplification would expand."""
+"""Largest power of a sum that simplification may expand."""
 _RELATIVE_TOLERANCE = 1e-4
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(

@@ -91,7 +91,7 @@ _MIXED = re.compile(
     r"|\\frac\{(?P<latex_top>\d+)\}\{(?P<latex_bottom>\d+)\})"
 )
 _MAX_DIGITS = 1000
-"""Of a number that is compared exactly; Python refuses far longer ones."""
+"""A number is compared exactly up to this length; Python refuses far longer ones."""
 _MAX_EXPONENT = 1000
 
 _SPELLINGS = {
@@ -158,7 +158,7 @@ _NO_UNIT_WORDS = """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
 _MIN_LETTERS = 2
-"""Of a word outside ``\\text{}``: a single letter is a variable."""
+"""A unit outside ``\\text{}`` has at least so many: a single letter is a variable."""
 
 
 @dataclass(frozen=True, slots=True)
