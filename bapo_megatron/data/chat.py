@@ -26,9 +26,7 @@ _ANSWER = "4ecb5f"
 def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     """Load the tokenizer of a local Hugging Face model directory.
 
-    Args:
-        model_path: The model's directory.
-        chat_template: A Jinja file that replaces the tokenizer's own template.
+    The Jinja file ``chat_template``, if given, replaces the tokenizer's own template.
 
     Raises:
         ValueError: The directory holds no tokenizer, or there is no chat template.
@@ -86,11 +84,8 @@ class ChatRenderer:
     ) -> None:
         """Keep the tokenizer and what is put around each question.
 
-        Args:
-            tokenizer: A Hugging Face tokenizer with a chat template.
-            system_prompt: Put first as a system message, unless empty.
-            prompt_suffix: Appended as it is to the last message, unless empty.
-            template_arguments: Values for the template's variables.
+        ``system_prompt`` goes first as a system message, ``prompt_suffix`` is appended as it is to
+        the last message, each unless empty; ``template_arguments`` are the template's variables.
 
         Raises:
             ValueError: The template is not valid Jinja, or does not know an argument.

@@ -181,12 +181,7 @@ def texts_path(path: Path) -> Path:
 
 
 def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
-    """Write what people read of a batch beside its dump.
-
-    Args:
-        path: The dump of the batch.
-        step: Its step.
-        texts: One per sample, in the order of the dump.
+    """Write what people read of a batch beside its dump ``path``, one text per sample, in order.
 
     Raises:
         OSError: The file cannot be written; nothing is left behind.

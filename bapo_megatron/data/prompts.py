@@ -177,13 +177,8 @@ def load_set(
 ) -> PromptSet:
     """Read and render the prompts of a set, in its order.
 
-    Args:
-        dataset: The set and its columns.
-        renderer: Puts the question into the chat template.
-        max_prompt_tokens: Longest prompt that is kept.
-        on_bad_row: What becomes of a row that cannot be used.
-        on_duplicate: What becomes of a row whose rendered prompt an earlier one has.
-        weight: The set's weight in a mixture.
+    Longer prompts than ``max_prompt_tokens`` are left out; ``on_bad_row`` says what becomes of a
+    row that cannot be used, ``on_duplicate`` of one whose rendered prompt an earlier one has.
 
     Raises:
         DataError: A row cannot be used (``raise``), or no prompt is left.

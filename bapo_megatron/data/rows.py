@@ -57,10 +57,7 @@ class Row:
 
 
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
-    """Read a set row by row.
-
-    Args:
-        dataset: Files, which are read in the order of their names, or an id of the Hub.
+    """Read a set row by row: files in the order of their names, or a set of the Hub.
 
     Raises:
         DataError: A file or set as a whole cannot be read.

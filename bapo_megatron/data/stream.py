@@ -30,11 +30,8 @@ class PromptStream:
     ) -> None:
         """Start at the first prompt of the first epoch.
 
-        Args:
-            prompts: At least one prompt.
-            seed: The run's seed.
-            shuffle: Whether each epoch has an order of its own, or the set's.
-            number: The set's place in its mixture, so that no two sets share an order.
+        With ``shuffle`` each epoch has an order of its own, else the set's; ``number`` is the set's
+        place in its mixture, so that no two sets share an order.
         """
         if not prompts:
             raise ValueError("a prompt stream needs at least one prompt")
@@ -148,13 +145,7 @@ class PromptMixture:
     """
 
     def __init__(self, sets: Sequence[PromptSet], seed: int, shuffle: bool) -> None:
-        """Start at the first prompt of each set.
-
-        Args:
-            sets: At least one set; names differ.
-            seed: The run's seed.
-            shuffle: Whether each epoch of each set has an order of its own.
-        """
+        """Start at the first prompt of each set; there is at least one, and their names differ."""
         self._names = [prompt_set.name for prompt_set in sets]
         self._streams = [
             PromptStream(prompt_set.prompts, seed, shuffle, number=number)

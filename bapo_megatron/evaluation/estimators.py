@@ -72,12 +72,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def candidates(votes: Sequence[int], rewards: Sequence[float]) -> list[Candidate]:
-    """Count the votes for each cluster.
-
-    Args:
-        votes: For each sample the number of its answer's cluster, or ``NO_VOTE``.
-        rewards: For each sample its reward.
-    """
+    """Count the votes for each cluster; a sample votes by its cluster's number or ``NO_VOTE``."""
     pairs = [(vote, is_right(reward)) for vote, reward in zip(votes, rewards, strict=True)]
     return [
         Candidate(

@@ -198,11 +198,9 @@ class SetCost:
 
 
 def describe_cost(sets: Sequence[SetCost], tokens_per_s: float) -> list[str]:
-    """Return lines with the samples, the largest number of tokens, and the time that it takes.
+    """Return lines with the samples, the largest number of tokens, and the time that they take.
 
-    Args:
-        sets: At least one.
-        tokens_per_s: ``eval.assumed_tokens_per_s``.
+    ``tokens_per_s`` is ``eval.assumed_tokens_per_s``; there is at least one set.
     """
     lines = [
         f"{cost.name}: {cost.num_prompts:,} problems × {cost.samples_per_prompt} samples"

@@ -43,13 +43,7 @@ class EvalSet:
 def load_sets(
     config: EvalConfig, renderer: ChatRenderer, max_prompt_tokens: int, *, warns: bool = True
 ) -> tuple[EvalSet, ...]:
-    """Read every set of ``eval.sets``.
-
-    Args:
-        config: The evaluation section.
-        renderer: Puts the questions into the chat template.
-        max_prompt_tokens: ``data.max_prompt_tokens``.
-        warns: Log what a user should know; not where the command ``eval`` did.
+    """Read every set of ``eval.sets``; ``warns``: log what a user should know about them.
 
     Raises:
         DataError: A row cannot be used, or a prompt is too long.

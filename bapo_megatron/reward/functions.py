@@ -1,7 +1,7 @@
 """Reward functions by name, in the worker processes that load and call them.
 
-A name is a key of ``BUILT_IN`` or ``package.module:function``. What a function may ask for and
-return is in ``base``.
+A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``. What
+a function may ask for and return is in ``base``.
 """
 
 from __future__ import annotations
@@ -131,9 +131,6 @@ class RewardHandler:
 
 def load(name: str) -> LoadedFunction:
     """Find a function and check that it can be called.
-
-    Args:
-        name: A key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``.
 
     Raises:
         LoadError: It is not there, cannot be imported, or asks for something unknown.

@@ -44,12 +44,7 @@ class HttpReward:
     """One service; belongs to the event loop that first calls ``score``."""
 
     def __init__(self, name: str, url: str, config: HttpRewardConfig) -> None:
-        """Prepare the connections; nothing is sent.
-
-        Args:
-            name: The component's name, for messages.
-            url: Where batches are posted.
-            config: Sizes, limits, and the variable with the token.
+        """Prepare the connections; nothing is sent. ``name`` is the component's, for messages.
 
         Raises:
             RewardError: The variable that should hold the token is not set.

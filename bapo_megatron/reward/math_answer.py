@@ -88,9 +88,7 @@ _REPORTED_FIRST = (Reason.UNIT_DIFFERS, Reason.TOO_LARGE, Reason.DIFFERENT)
 def grade_math_answer(response: str, answer: str) -> Score:
     """Score 1 if the response's final answer equals the reference, else 0; with a ``Reason``.
 
-    Args:
-        response: The decoded response.
-        answer: The reference, or a JSON list of texts of which any is accepted.
+    The reference may be a JSON list of texts of which any is accepted.
     """
     extracted = extract_answer(response)
     if extracted is None:

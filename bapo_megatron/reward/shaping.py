@@ -41,12 +41,7 @@ class Shaping:
     async def apply(
         self, score: Score, response: Response, token_ids_Q: np.ndarray
     ) -> ShapedReward:
-        """Return the reward of a training sample.
-
-        Args:
-            score: What the functions gave.
-            response: What they scored.
-            token_ids_Q: [Q] those of its tokens that the policy sampled.
+        """Return the reward of a training sample, from the score that the functions gave it.
 
         Raises:
             RewardError: No worker starts.
@@ -87,11 +82,8 @@ def overlong_penalty(num_tokens: int, max_tokens: int, config: OverlongConfig) -
 def repeated_share(token_ids_Q: np.ndarray, ngram_tokens: int) -> float:
     """Return 1 − |distinct n-grams| / |n-grams|; 0 for a response without an n-gram.
 
-    The measure of Yeo et al. (arXiv 2502.03373, Appendix C.2), of tokens instead of words.
-
-    Args:
-        token_ids_Q: [Q].
-        ngram_tokens: n.
+    The measure of Yeo et al. (arXiv 2502.03373, Appendix C.2), of tokens instead of words;
+    n is ``ngram_tokens``.
     """
     num_ngrams = len(token_ids_Q) - ngram_tokens + 1
     if num_ngrams < 1:
