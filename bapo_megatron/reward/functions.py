@@ -1,7 +1,7 @@
 """Reward functions by name, in the worker processes that load and call them.
 
-A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``. What
-a function may ask for and return is in ``base``.
+A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``.
+What a function may ask for and return is in ``base``.
 """
 
 from __future__ import annotations
