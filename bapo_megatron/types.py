@@ -193,7 +193,7 @@ class RolloutStats:
     generation_s: float = 0.0
     """Wall time from the first request to the last complete group, in seconds."""
     resumed_samples: int = 0
-    """Requests that continued a response begun before; one response may need several."""
+    """Requests that continued a response begun earlier; one response may need several."""
     unfinished_samples: int = 0
     """Samples left unfinished in the buffer when the batch was complete."""
     reward_timeouts: int = 0
@@ -201,22 +201,22 @@ class RolloutStats:
     reward_errors: int = 0
     """Answers scored 0 because a reward function failed on them (``reward.on_error: zero``)."""
     environment_errors: dict[str, int] | None = None
-    """Episodes that ended since the batch before because their environment failed, by kind
+    """Episodes that ended since the previous batch because their environment failed, by kind
     (``EnvironmentFailedError.kind``); None without an environment."""
     replayed_groups: int = 0
     """Groups of the batch that an earlier batch held already."""
     equal_reward_groups: int = 0
     """Finished groups left out because all their rewards were equal (dynamic sampling)."""
     filled_groups: int = 0
-    """Such groups that are in the batch nevertheless, because its limit was reached."""
+    """Such groups that are in the batch nevertheless because its limit was reached."""
     dropped_groups: dict[str, int] = field(default_factory=dict)
-    """Groups given up since the batch before, by reason: ``equal_rewards``, ``stale``, ``carried``,
-    ``surplus`` (without ``partial``)."""
+    """Groups given up since the previous batch, by reason: ``equal_rewards``, ``stale``,
+    ``carried``, ``surplus`` (without ``partial``)."""
     regenerated_samples: int = 0
-    """Responses started again since the batch before because they were too old."""
+    """Responses restarted since the previous batch because they were too old."""
     lost_requests: int = 0
-    """Requests continued elsewhere since the batch before, because their server failed; without the
-    time of evaluations."""
+    """Requests continued elsewhere since the previous batch because their server failed; those
+    during evaluations do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,11 +380,11 @@ class EvalResult:
     grading_timeouts: int
     """Samples whose grading was ended by its limit of time or memory; their reward is 0."""
     comparison_timeouts: int
-    """Comparisons of answers with each other that were ended so; they count as different."""
+    """Comparisons of answers with each other that a limit ended; they count as different."""
     generated_tokens: int
     wall_s: float
-    """From the start of the evaluation, of all sets, to the last sample of this one; earlier tries
-    of a resumed one included."""
+    """From the start of the evaluation (of all sets) to the last sample of this one; earlier tries
+    of a resumed one count."""
     tokens_per_s: float
     """``generated_tokens`` over ``wall_s``."""
     version: int

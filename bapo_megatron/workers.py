@@ -76,8 +76,7 @@ class WorkerPool:
         """
         self.num_killed = 0
         """Workers so far that were ended because a request exceeded a limit, or died on one."""
-        self._handler = handler
-        self._arguments = list(arguments)
+        self._handler = handler, json.dumps(list(arguments))
         self._timeout_s = timeout_s
         self._memory_limit_bytes = memory_limit_mb << 20
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
@@ -158,14 +157,9 @@ class WorkerPool:
     async def _start(self) -> Process:
         """Start a worker and wait until it can answer."""
         self._refuse_if_closed()
+        options = str(os.getpid()), str(self._memory_limit_bytes)
         worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "bapo_megatron.worker",
-            self._handler,
-            json.dumps(self._arguments),
-            str(os.getpid()),
-            str(self._memory_limit_bytes),
+            *(sys.executable, "-m", "bapo_megatron.worker", *self._handler, *options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_REPLY_BYTES,

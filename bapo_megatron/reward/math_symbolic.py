@@ -35,9 +35,9 @@ MAX_NESTING = 24
 """Brackets within brackets; the parser's time grows exponentially with them."""
 
 _MAX_DIGITS = 20_000
-"""Longest integer that the comparison may write out."""
+"""Digits of the longest integer that the comparison may write out."""
 _MAX_TERMS = 5_000
-"""Largest power of a sum that simplification may expand."""
+"""Terms of the largest power of a sum that simplification may expand."""
 _RELATIVE_TOLERANCE = 1e-4
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
@@ -57,7 +57,7 @@ _CAPITAL = re.compile(
 _NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
 _ELLIPSIS = re.compile(r"(?:(?<![\d.])\d+|[^\d\s}])\s*\\ldots")
-"""One that the parser would leave out, and that does not continue decimals."""
+"""An ellipsis that the parser would leave out, and that does not continue decimals."""
 _ARITHMETIC = re.compile(
     r"(?:[\d\s+\-*/^().,{}!]|\\(?:frac|sqrt|binom|cdot|times|div|pi)(?![A-Za-z]))+"
 )
