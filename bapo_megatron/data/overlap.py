@@ -12,6 +12,7 @@ import logging
 import re
 import unicodedata
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -143,7 +144,4 @@ def _instructions(texts: Sequence[str]) -> tuple[int, int]:
 
 
 def _common_start(texts: Sequence[str]) -> int:
-    first, last = min(texts), max(texts)  # what these two share, all others do as well
-    pairs = enumerate(zip(first, last, strict=False))
-    num_common = next((place for place, (a, b) in pairs if a != b), min(len(first), len(last)))
-    return first.rfind(" ", 0, num_common) + 1
+    return commonprefix(texts).rfind(" ") + 1  # noqa: RUF071 - characters are meant

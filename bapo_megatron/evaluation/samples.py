@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any, Self
 
 from bapo_megatron.evaluation.settings import (
@@ -217,6 +218,7 @@ async def _lock(path: Path, file: FileIO) -> None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError as error:
             if time.monotonic() > deadline_s:
                 raise ResultsError(
@@ -231,22 +233,12 @@ async def _lock(path: Path, file: FileIO) -> None:
                 path,
             )
             return
-        else:
-            return
 
 
 def _remove_torn_line(path: Path, file: FileIO) -> None:
     """Cut what stands behind the last end of a line."""
-    with path.open("rb") as stream:
-        size = end = stream.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - (1 << 16))
-            stream.seek(start)
-            found = stream.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
+    with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        size, end = len(content), content.rfind(b"\n") + 1
     if end < size:
         _LOG.warning("%s: its last line was torn; that sample is made again", path)
         file.truncate(end)
