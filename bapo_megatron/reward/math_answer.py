@@ -180,10 +180,8 @@ def _reference(text: str) -> tuple[str, Quantity]:
 
 def _compare_letters(given: str, wanted: str) -> Reason | None:
     """Choices and words; none where they are neither."""
-    wanted_letter, given_letter = (
-        choice_letter(wanted),
-        choice_letter(given) or option_letter(given),
-    )
+    wanted_letter = choice_letter(wanted)
+    given_letter = choice_letter(given) or option_letter(given)
     if wanted_letter and given_letter:
         return Reason.EQUAL_TEXT if wanted_letter == given_letter else Reason.DIFFERENT
     if len(wanted) == len(given) == 1 and (wanted + given).isalpha():
