@@ -154,8 +154,8 @@ def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
 
 def _tensor(parts: Sequence[ArrayLike], dtype: type) -> torch.Tensor:
     """Concatenate into one tensor; no parts give an empty one."""
-    arrays = [np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)]
-    return torch.from_numpy(np.concatenate(arrays))
+    flat = np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+    return torch.from_numpy(flat)
 
 
 def _ranges(length_S: np.ndarray) -> np.ndarray:

@@ -139,10 +139,10 @@ def plan_update(
         for i, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
     ]
     if items[0].slots > rules.budget:
-        longest = samples[items[0].index]
+        longest = samples[items[0].sample_index]
         raise ValueError(
             f"sample {longest.index} of group {longest.group_id} ({longest.prompt.prompt_id}) has "
-            f"{lengths[items[0].index]} tokens but train.max_tokens_per_micro_batch × "
+            f"{lengths[items[0].sample_index]} tokens but train.max_tokens_per_micro_batch × "
             f"parallel.context holds {rules.budget}; raise one of them, or lower "
             "data.max_prompt_tokens or rollout.max_response_tokens"
         )
@@ -159,7 +159,7 @@ def plan_update(
 class _Item(NamedTuple):
     """One sample to place."""
 
-    index: int
+    sample_index: int
     slots: int
     flops: int
 
@@ -205,7 +205,7 @@ def _fill_bins(items: Sequence[_Item], num_bins: int, budget: int) -> list[_Bin]
         chosen = bins[number]
         chosen.slots += item.slots
         chosen.flops += item.flops
-        chosen.indices.append(item.index)
+        chosen.indices.append(item.sample_index)
         heapq.heapreplace(heap, (chosen.flops, number))
         for entry in full:
             heapq.heappush(heap, entry)
