@@ -20,7 +20,7 @@ class BrokenConnectionError(ServerGoneError):
 
 
 def describe_cause(error: BaseException) -> str:
-    """The error's text, or its kind where it has none."""
+    """Return the error's text, or its kind where it has none."""
     return str(error) or type(error).__name__
 
 

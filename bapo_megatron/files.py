@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 def atomic_write_bytes(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path`` so that readers see the old file or the new one, never a part.
 
-    Args:
-        path: Destination; missing parent directories are created.
-        content: The whole new content.
+    Missing parent directories are created.
 
     Raises:
         OSError: The file cannot be written (disk full, no permission); ``path`` is unchanged.
@@ -52,15 +50,9 @@ def atomic_write_text(path: Path, content: str) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a directory that appears under ``path`` only when the block ends without an error.
 
-    The block writes into the directory it is given. An existing ``path`` is replaced: for an
-    instant there is none (see ``replaced_directory``), but never a mixture. What an earlier, killed
-    writer left is removed.
-
-    Args:
-        path: Destination; missing parent directories are created.
-
-    Yields:
-        The temporary directory to fill, empty, beside ``path``.
+    The block fills the temporary directory that it is given, empty and beside ``path``. An existing
+    ``path`` is replaced: for an instant there is none (see ``replaced_directory``), but never a
+    mixture. What an earlier, killed writer left is removed. Missing parents are created.
 
     Raises:
         OSError: The directory cannot be written; ``path`` is unchanged.
@@ -86,9 +78,8 @@ def publish_directory(temporary: Path, path: Path) -> None:
             ``replaced_directory(path)``.
     """
     for folder, _, names in os.walk(temporary):
-        for name in names:
+        for name in (*names, ""):  # the folder itself last
             _fsync(Path(folder) / name)
-        _fsync(Path(folder))
     replaced = replaced_directory(path)
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
@@ -104,7 +95,6 @@ def replaced_directory(path: Path) -> Path:
 
 
 def _fsync(path: Path) -> None:
-    """Flush one file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,6 @@ import importlib
 import operator
 from typing import Any
 
-_MAX_TEXT = 200
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """How the loader of libraries tells that the address space is used up."""
 
@@ -44,6 +43,6 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
         ) from error
 
 
-def shown(error: BaseException) -> str:
-    """An error as part of one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]
+def shown(error: BaseException, max_chars: int = 200) -> str:
+    """Return an error's kind and text as part of one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:max_chars]

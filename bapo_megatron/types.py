@@ -62,7 +62,7 @@ class Prompt:
     """The other columns of its row, as JSON values, for reward functions."""
 
     def tokens(self) -> PromptTokens:
-        """What ranks get of it."""
+        """Return what ranks get of it."""
         return PromptTokens(self.prompt_id, np.array(self.token_ids, np.int32), self.source)
 
 
@@ -155,7 +155,7 @@ class Sample:
         return 1 + len(self.written)
 
     def segments(self) -> list[np.ndarray]:
-        """The tokens of the policy's first turn, what was written after it, the second turn, …."""
+        """Split the tokens into the policy's first turn, what was written after it, and so on."""
         edges = [edge for start, n in self.written for edge in (start, start + n)]
         return np.split(self.response_token_ids, edges)
 
@@ -193,7 +193,7 @@ class RolloutStats:
     generation_s: float = 0.0
     """Wall time from the first request to the last complete group, in seconds."""
     resumed_samples: int = 0
-    """Requests that continued a response begun before; one response may need several."""
+    """Requests that continued a response begun earlier; one response may need several."""
     unfinished_samples: int = 0
     """Samples left unfinished in the buffer when the batch was complete."""
     reward_timeouts: int = 0
@@ -201,22 +201,22 @@ class RolloutStats:
     reward_errors: int = 0
     """Answers scored 0 because a reward function failed on them (``reward.on_error: zero``)."""
     environment_errors: dict[str, int] | None = None
-    """Episodes that ended since the batch before because their environment failed, by kind
+    """Episodes that ended since the previous batch because their environment failed, by kind
     (``EnvironmentFailedError.kind``); None without an environment."""
     replayed_groups: int = 0
     """Groups of the batch that an earlier batch held already."""
     equal_reward_groups: int = 0
     """Finished groups left out because all their rewards were equal (dynamic sampling)."""
     filled_groups: int = 0
-    """Such groups that are in the batch nevertheless, because its limit was reached."""
+    """Such groups that are in the batch nevertheless because its limit was reached."""
     dropped_groups: dict[str, int] = field(default_factory=dict)
-    """Groups given up since the batch before, by reason: ``equal_rewards``, ``stale``, ``carried``,
-    ``surplus`` (without ``partial``)."""
+    """Groups given up since the previous batch, by reason: ``equal_rewards``, ``stale``,
+    ``carried``, ``surplus`` (without ``partial``)."""
     regenerated_samples: int = 0
-    """Responses started again since the batch before because they were too old."""
+    """Responses restarted since the previous batch because they were too old."""
     lost_requests: int = 0
-    """Requests continued elsewhere since the batch before, because their server failed; without the
-    time of evaluations."""
+    """Requests continued elsewhere since the previous batch because their server failed; those
+    during evaluations do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +297,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with every tensor on ``device``."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in values if value is not None
-        }
-        return replace(self, **moved)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        kept = {name: value for name, value in values.items() if value is not None}
+        return replace(self, **{n: v.to(device, non_blocking=True) for n, v in kept.items()})
 
     @property
     def num_tokens(self) -> int:
@@ -323,7 +321,7 @@ class UpdateResult:
     maxima: dict[str, float]
     """Largest values by the metric's name."""
     decisions: tuple[dict[str, float], ...]
-    """What the objective reports of each of its decisions, by the metric's name: one for the
+    """What the objective reports about each of its decisions, by the metric's name: one for the
     update, or one per micro-batch."""
     grad_norm: float
     """Global gradient norm before clipping; 0 where the update was skipped."""
@@ -382,11 +380,11 @@ class EvalResult:
     grading_timeouts: int
     """Samples whose grading was ended by its limit of time or memory; their reward is 0."""
     comparison_timeouts: int
-    """Comparisons of answers with each other that were ended so; they count as different."""
+    """Comparisons of answers with each other that a limit ended; they count as different."""
     generated_tokens: int
     wall_s: float
-    """From the start of the evaluation, of all sets, to the last sample of this one; earlier tries
-    of a resumed one included."""
+    """From the start of the evaluation (of all sets) to the last sample of this one; earlier tries
+    of a resumed one count."""
     tokens_per_s: float
     """``generated_tokens`` over ``wall_s``."""
     version: int
@@ -399,10 +397,10 @@ class EvalResult:
     environment_errors: int = 0
     """Episodes that a failure of their environment ended; their reward is 0."""
     grading_errors: int = 0
-    """Samples of which a reward function failed and gave 0 (``reward.on_error: zero``)."""
+    """Samples on which a reward function failed and gave 0 (``reward.on_error: zero``)."""
     reward_means: Mapping[str, float] = field(default_factory=dict)
-    """Of several reward functions what each gave, and of all their metrics, each the mean over the
-    samples that have it."""
+    """Means of what each reward function gave, if there are several, and of all their metrics; each
+    over the samples that have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from bapo_megatron.names import LoadError
+from bapo_megatron.names import LoadError, shown
 from bapo_megatron.processes import end_with_parent
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Handler(Protocol):
         ...
 
     def answer(self, request: Any) -> Any:
-        """The reply to a request, both JSON values; an error is sent to the parent as one line."""
+        """Reply to a request, both JSON values; an error is sent to the parent as one line."""
         ...
 
 
@@ -91,12 +91,11 @@ def _reply(handler: Handler, line: bytes) -> bytes:
         # The parent ends this process: its heap is not to be trusted.
         return _encoded({"memory": True})
     except Exception as error:  # noqa: BLE001 - sent to the parent
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return _encoded({"error": text[:_MAX_ERROR]})
+        return _encoded({"error": shown(error, _MAX_ERROR)})
 
 
 def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """What a user's function returned; its coroutine, if it is one, runs to its end."""
+    """Return what a user's function returned; its coroutine, if it is one, runs to its end."""
 
     async def wait() -> Any:
         return await result

@@ -76,8 +76,7 @@ class WorkerPool:
         """
         self.num_killed = 0
         """Workers so far that were ended because a request exceeded a limit, or died on one."""
-        self._handler = handler
-        self._arguments = list(arguments)
+        self._handler = handler, json.dumps(list(arguments))
         self._timeout_s = timeout_s
         self._memory_limit_bytes = memory_limit_mb << 20
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
@@ -88,10 +87,7 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> Any:
-        """Start one worker, so that a handler that cannot be built is found now.
-
-        Returns:
-            The handler's ``facts``.
+        """Start one worker, so that a bad handler is found now; return the handler's ``facts``.
 
         Raises:
             WorkersError: The handler cannot be built, no worker starts, or the pool is closed.
@@ -105,9 +101,7 @@ class WorkerPool:
         return self._facts
 
     async def ask(self, request: Any) -> Outcome:
-        """Have a request answered; waits for a free worker.
-
-        Where the worker dies, another one is asked: it may have been ended from outside.
+        """Have a free worker answer; if it dies, another one: it may have been ended from outside.
 
         Raises:
             WorkersError: The handler cannot be built, no worker starts, or the pool is closed.
@@ -122,7 +116,6 @@ class WorkerPool:
             await self._end(worker)
 
     async def _try(self, request: Any) -> Outcome:
-        """What becomes of a request in the next free worker."""
         worker = await self._idle.get()
         try:
             if worker is None or worker.returncode is not None:
@@ -145,7 +138,6 @@ class WorkerPool:
         return outcome
 
     async def _outcome(self, worker: Process, request: Any) -> Outcome:
-        """What becomes of a request in a running worker."""
         asking = asyncio.create_task(_ask(worker, request))
         try:
             # The second look is for a loop that stood still until the time was over, with the reply
@@ -165,14 +157,9 @@ class WorkerPool:
     async def _start(self) -> Process:
         """Start a worker and wait until it can answer."""
         self._refuse_if_closed()
+        options = str(os.getpid()), str(self._memory_limit_bytes)
         worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "bapo_megatron.worker",
-            self._handler,
-            json.dumps(self._arguments),
-            str(os.getpid()),
-            str(self._memory_limit_bytes),
+            *(sys.executable, "-m", "bapo_megatron.worker", *self._handler, *options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_REPLY_BYTES,
@@ -210,7 +197,6 @@ class WorkerPool:
 
 
 def _outcome_of(reply: dict[str, Any] | None) -> Outcome:
-    """A worker's reply, or its death, as an outcome."""
     if reply is None:
         return Outcome("died")
     if "error" in reply:

@@ -1,4 +1,4 @@
-"""Rendering questions by a chat template, tokenised exactly once."""
+"""Questions rendered by a chat template, and tokenised exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""
 
-_TOKENIZED_AT_ONCE = 1000
+_TEXTS_PER_CALL = 1000
 _ANSWER = "4ecb5f"
 """An assistant's message that no template writes by itself."""
 
@@ -26,9 +26,7 @@ _ANSWER = "4ecb5f"
 def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     """Load the tokenizer of a local Hugging Face model directory.
 
-    Args:
-        model_path: The model's directory.
-        chat_template: A Jinja file that takes the place of the tokenizer's own template.
+    The Jinja file ``chat_template``, if given, replaces the tokenizer's own template.
 
     Raises:
         ValueError: The directory holds no tokenizer, or there is no chat template.
@@ -59,6 +57,21 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     return tokenizer
 
 
+def make_renderer(tokenizer: Any, data: DataConfig) -> ChatRenderer:
+    """Make the renderer that a run's settings ask for; raises as ``ChatRenderer`` does."""
+    return ChatRenderer(
+        tokenizer, data.system_prompt, data.prompt_suffix, data.chat_template_arguments
+    )
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:
+    """Decode tokens to exactly the text that they stand for; see ``ChatRenderer.decode``."""
+    text: str = tokenizer.decode(
+        list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
 class ChatRenderer:
     """Turns questions into the text and the token ids that the engine is given."""
 
@@ -71,14 +84,11 @@ class ChatRenderer:
     ) -> None:
         """Keep the tokenizer and what is put around each question.
 
-        Args:
-            tokenizer: A Hugging Face tokenizer with a chat template.
-            system_prompt: Put first as a system message, unless empty.
-            prompt_suffix: Appended as it is to the last message, unless empty.
-            template_arguments: Values for the template's variables.
+        ``system_prompt`` goes first as a system message, ``prompt_suffix`` is appended as it is to
+        the last message, each unless empty; ``template_arguments`` are the template's variables.
 
         Raises:
-            ValueError: The template is no valid Jinja, or does not know an argument.
+            ValueError: The template is not valid Jinja, or does not know an argument.
         """
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
@@ -95,10 +105,15 @@ class ChatRenderer:
                 f"{error.message}; correct it"
             ) from error
         except jinja2.TemplateError:
-            pass  # it may refuse this conversation and take those of the data
+            pass  # it may refuse this conversation and accept those of the data
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the tokenizer's largest id."""
+        return len(self._tokenizer)
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
-        """The whole conversation for a question.
+        """Return the whole conversation for a question.
 
         Raises:
             ValueError: The question has a system message and ``system_prompt`` is set as well.
@@ -114,10 +129,10 @@ class ChatRenderer:
         return messages
 
     def text(self, question: str | Sequence[Message]) -> str:
-        """The rendered conversation, ready for the assistant's turn.
+        """Render a question's conversation up to the assistant's turn.
 
         Raises:
-            ValueError: As by ``messages``, or the template refuses the conversation.
+            ValueError: As ``messages``, or the template refuses the conversation.
         """
         try:
             return self._render(self.messages(question))
@@ -125,23 +140,27 @@ class ChatRenderer:
             raise ValueError(f"is refused by the chat template ({error})") from error
 
     def token_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """The token ids of rendered conversations.
+        """Tokenise rendered conversations.
 
         The template writes every special token itself, so tokenisation adds none.
         """
         ids: list[tuple[int, ...]] = []
-        for first in range(0, len(texts), _TOKENIZED_AT_ONCE):
-            chunk = list(texts[first : first + _TOKENIZED_AT_ONCE])
+        for first in range(0, len(texts), _TEXTS_PER_CALL):
+            chunk = list(texts[first : first + _TEXTS_PER_CALL])
             encoded = self._tokenizer(chunk, add_special_tokens=False, verbose=False)
             ids += [tuple(row) for row in encoded["input_ids"]]
         return ids
 
-    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens that lead from the assistant's turn, over further messages, to its next one.
+    def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
+        """Decode tokens as the engine reads them, or without the special ones."""
+        return decode(self._tokenizer, token_ids, skips_special=skips_special)
 
-        They begin after the token that ends a turn, which the policy has sampled. What was said
-        before is not rendered again: the template sees a conversation of its own. Special tokens
-        that the messages spell out are left out, since a message may quote the policy.
+    def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens that lead from the assistant's turn, over messages, to its next one.
+
+        They begin after the token that ends a turn, which the policy has sampled. Earlier turns are
+        not rendered again: the template sees a conversation of its own. Special tokens that the
+        messages spell out are left out, since a message may quote the policy.
 
         Raises:
             ValueError: The template refuses the messages, or leaves them out.
@@ -152,7 +171,7 @@ class ChatRenderer:
         ]
         text = self._after_answer(plain, asks=True)
         [token_ids] = self.token_ids([text.removeprefix(self._end_of_turn)])
-        if not token_ids or text == self._without_messages:
+        if not token_ids or text == self._after_answer([], asks=True):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(f"is left out by the chat template (role {roles})")
         return token_ids
@@ -164,13 +183,8 @@ class ChatRenderer:
         special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
         return ended[: ended.find(special) + len(special)]
 
-    @cached_property
-    def _without_messages(self) -> str:
-        """What the template writes behind an assistant's message where nothing follows."""
-        return self._after_answer([], asks=True)
-
     def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """What the template writes behind an assistant's message."""
+        """What the template writes after an assistant's message that these messages follow."""
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self._render([*begun, *messages], asks=asks)
@@ -182,24 +196,10 @@ class ChatRenderer:
         return rest
 
     def _without_special(self, text: str) -> str:
-        """Until none is left: without one, what stands around it may be another."""
+        # Again and again: without one, the text around it may spell another.
         while found := next((each for each in self._special if each in text), None):
             text = text.replace(found, "")
         return text
-
-    def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
-        """The text of tokens.
-
-        Args:
-            token_ids: Any.
-            skips_special: Leave special tokens out; else it is what the engine reads.
-        """
-        return decode(self._tokenizer, token_ids, skips_special=skips_special)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the tokenizer's largest id."""
-        return len(self._tokenizer)
 
     def _render(self, messages: list[Message], *, asks: bool = True) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -208,27 +208,8 @@ class ChatRenderer:
         return text
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:
-    """The text of tokens, exactly as the tokenizer's bytes say; see ``ChatRenderer.decode``."""
-    text: str = tokenizer.decode(
-        list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
-    )
-    return text
-
-
-def make_renderer(tokenizer: Any, data: DataConfig) -> ChatRenderer:
-    """The renderer that a run's settings ask for.
-
-    Raises:
-        ValueError: The chat template or its arguments cannot be used.
-    """
-    return ChatRenderer(
-        tokenizer, data.system_prompt, data.prompt_suffix, data.chat_template_arguments
-    )
-
-
 def _check_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """A misspelt argument would change nothing, without a word."""
+    """Refuse arguments that would be ignored silently, such as misspelt ones."""
     own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in arguments:
         if name in own:

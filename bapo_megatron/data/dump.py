@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -38,12 +39,12 @@ from bapo_megatron.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 METADATA_KEY = b"bapo_megatron.rollout"
 FORMAT = 3
 _BEFORE_ENVIRONMENTS = 2
-"""A format without the columns ``written_…``: nothing was."""
+"""A format without the columns ``written_…`` and ``turns``."""
 
 _VALUE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "group_id": (pa.int64(), lambda sample: sample.group_id),
@@ -82,11 +83,7 @@ class DumpError(ValueError):
 
 
 def write_batch(path: Path, batch: RolloutBatch) -> None:
-    """Write a batch as a parquet file, complete or not at all.
-
-    Args:
-        path: Destination; missing parent directories are created.
-        batch: Finished samples; groups of equal size.
+    """Write a batch as a parquet file, complete or not at all; parent directories are created.
 
     Raises:
         DumpError: The batch breaks a rule that ``decode_batch`` checks.
@@ -95,88 +92,9 @@ def write_batch(path: Path, batch: RolloutBatch) -> None:
     atomic_write_bytes(path, encode_batch(batch))
 
 
-def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
-    """Write what people read of a batch, beside its dump.
-
-    Args:
-        path: The dump of the batch.
-        step: Its step.
-        texts: One per sample, in the order of the dump.
-
-    Raises:
-        OSError: The file cannot be written; nothing is left behind.
-    """
-    columns = {
-        name: pa.array([getattr(text, name) for text in texts], kind)
-        for name, kind in _TEXT_COLUMNS.items()
-    }
-    about = {"format": FORMAT, "step": step}
-    content = _parquet(pa.table(columns), about, use_dictionary=["prompt_text", "answer"])
-    atomic_write_bytes(texts_path(path), content)
-
-
-def read_texts(path: Path) -> tuple[SampleText, ...]:
-    """Read what ``write_texts`` wrote.
-
-    Args:
-        path: The dump of the batch.
-
-    Raises:
-        DumpError: The file is damaged, or no texts of a dump.
-        OSError: There is none.
-    """
-    encoded = read_encoded(texts_path(path))
-    name = encoded.name
-    file = _open(encoded)
-    about = _metadata(file, name)
-    if "version" in about:
-        raise DumpError(f"{name}: a dump where its texts should be; move it to {path.parent}")
-    table = _read_table(file, name)
-    columns = {
-        column: _read_values(table, column, kind, name)
-        for column, kind in _TEXT_COLUMNS.items()
-        if column != "turns" or about["format"] != _BEFORE_ENVIRONMENTS
-    }
-    columns["turns"] = [tuple(turns) for turns in columns.get("turns", [()] * table.num_rows)]
-    return tuple(
-        SampleText(**dict(zip(columns, values, strict=True)))
-        for values in zip(*columns.values(), strict=True)
-    )
-
-
-def texts_path(path: Path) -> Path:
-    """Where the texts of a dump are."""
-    return path.parent / "texts" / path.name
-
-
-def encode_batch(batch: RolloutBatch) -> bytes:
-    """The content of a dump.
-
-    Raises:
-        DumpError: The batch breaks a rule that ``decode_batch`` checks.
-    """
-    _check_batch(batch, f"batch of step {batch.step}")
-    samples = batch.samples
-    columns = {
-        name: pa.array([value_of(sample) for sample in samples], kind)
-        for name, (kind, value_of) in _VALUE_COLUMNS.items()
-    }
-    for name, (kind, values_of) in _LIST_COLUMNS.items():
-        columns[name] = _list_column([values_of(sample) for sample in samples], kind)
-    about = {
-        "format": FORMAT,
-        "step": batch.step,
-        "version": batch.version,
-        "stats": asdict(batch.stats),
-    }
-    # Byte planes of ids and log-probs are smaller than their values or a dictionary, and faster.
-    return _parquet(
-        pa.table(columns),
-        about,
-        use_dictionary=["prompt_id", "source", "finish_reason"],
-        write_statistics=list(_VALUE_COLUMNS),
-        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LIST_COLUMNS},
-    )
+def read_batch(path: Path) -> RolloutBatch:
+    """Read and decode a dump; raises what ``read_encoded`` and ``decode_batch`` do."""
+    return decode_batch(read_encoded(path))
 
 
 def read_encoded(path: Path) -> EncodedBatch:
@@ -191,19 +109,29 @@ def read_encoded(path: Path) -> EncodedBatch:
     return EncodedBatch(str(path), content)
 
 
-def read_batch(path: Path) -> RolloutBatch:
-    """Read and decode a dump; raises what ``read_encoded`` and ``decode_batch`` do."""
-    return decode_batch(read_encoded(path))
-
-
-def step_of(encoded: EncodedBatch) -> int:
-    """The step that a dump belongs to; its samples are not read.
+def encode_batch(batch: RolloutBatch) -> bytes:
+    """Encode a batch as the content of a dump.
 
     Raises:
-        DumpError: It is cut short, or no dump of this format.
+        DumpError: The batch breaks a rule that ``decode_batch`` checks.
     """
-    step: int = _about(_open(encoded), encoded.name)["step"]
-    return step
+    _check_batch(batch, f"batch of step {batch.step}")
+    samples = batch.samples
+    columns = {
+        name: pa.array([value_of(sample) for sample in samples], kind)
+        for name, (kind, value_of) in _VALUE_COLUMNS.items()
+    }
+    for name, (kind, values_of) in _LIST_COLUMNS.items():
+        columns[name] = _list_column([values_of(sample) for sample in samples], kind)
+    about = {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)}
+    # Byte planes of ids and log-probs are smaller than their values or a dictionary, and faster.
+    return _parquet(
+        columns,
+        about,
+        use_dictionary=["prompt_id", "source", "finish_reason"],
+        write_statistics=list(_VALUE_COLUMNS),
+        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LIST_COLUMNS},
+    )
 
 
 def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
@@ -213,14 +141,13 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
     finite: the trainer reports those with sample and position.
 
     Raises:
-        DumpError: It is damaged, no dump of this format, or inconsistent.
+        DumpError: It is damaged, not a dump of this format, or inconsistent.
     """
     name = encoded.name
-    file = _open(encoded)
-    about = _about(file, name)
+    file, about = _open(encoded)
     table = _read_table(file, name)
     columns = {
-        column: _read_values(table, column, kind, name)
+        column: _read_column(table, column, kind, name).to_pylist()
         for column, (kind, _) in _VALUE_COLUMNS.items()
     }
     for column, (kind, _) in _LIST_COLUMNS.items():
@@ -228,7 +155,6 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
             columns[column] = [np.empty(0, dtype=np.int32)] * table.num_rows
         else:
             columns[column] = _read_lists(table, column, kind, name)
-    columns["reward_components"] = _parse_json(columns, "reward_components", name)
     batch = RolloutBatch(
         step=about["step"],
         version=about["version"],
@@ -239,12 +165,60 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
     return batch
 
 
-def _parquet(table: Any, about: dict[str, Any], **settings: Any) -> bytes:
-    """A table as parquet with checksums; what belongs to all of it is JSON in the metadata."""
-    metadata = {METADATA_KEY: json.dumps(about).encode()}
+def step_of(encoded: EncodedBatch) -> int:
+    """Return the step that a dump belongs to, without reading its samples.
+
+    Raises:
+        DumpError: It is cut short, or not a dump of this format.
+    """
+    step: int = _open(encoded)[1]["step"]
+    return step
+
+
+def texts_path(path: Path) -> Path:
+    """Return where the texts of a dump are."""
+    return path.parent / "texts" / path.name
+
+
+def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
+    """Write what people read of a batch beside its dump ``path``, one text per sample, in order.
+
+    Raises:
+        OSError: The file cannot be written; nothing is left behind.
+    """
+    columns = {
+        name: pa.array([getattr(text, name) for text in texts], kind)
+        for name, kind in _TEXT_COLUMNS.items()
+    }
+    content = _parquet(columns, {"step": step}, use_dictionary=["prompt_text", "answer"])
+    atomic_write_bytes(texts_path(path), content)
+
+
+def read_texts(path: Path) -> tuple[SampleText, ...]:
+    """Read the texts that ``write_texts`` wrote beside the dump ``path``.
+
+    Raises:
+        DumpError: The file is damaged, or does not hold the texts of a dump.
+        OSError: There is none.
+    """
+    encoded = read_encoded(texts_path(path))
+    file, about = _open(encoded, holds_texts=True)
+    table = _read_table(file, encoded.name)
+    columns = {
+        column: _read_column(table, column, kind, encoded.name).to_pylist()
+        for column, kind in _TEXT_COLUMNS.items()
+        if column != "turns" or about["format"] != _BEFORE_ENVIRONMENTS
+    }
+    columns["turns"] = [tuple(turns) for turns in columns.get("turns", [()] * table.num_rows)]
+    return tuple(SampleText(**row) for row in _rows(columns))
+
+
+def _parquet(columns: dict[str, Any], about: dict[str, Any], **settings: Any) -> bytes:
+    """Encode columns with checksums; what belongs to all rows is JSON in the metadata."""
+    metadata = {METADATA_KEY: json.dumps({"format": FORMAT, **about}).encode()}
     stream = io.BytesIO()
     pq.write_table(
-        table.replace_schema_metadata(metadata),
+        pa.table(columns).replace_schema_metadata(metadata),
         stream,
         compression="zstd",
         compression_level=1,
@@ -262,21 +236,42 @@ def _list_column(rows: Sequence[Any], kind: Any) -> Any:
     return pa.ListArray.from_arrays(offsets, pa.array(flat, kind))
 
 
-def _open(encoded: EncodedBatch) -> Any:
-    content = pa.BufferReader(encoded.content)
-    return _readable(lambda: pq.ParquetFile(content, page_checksum_verification=True), encoded.name)
-
-
-def _read_table(file: Any, name: str) -> Any:
-    # Without Arrow's threads: one that lets go of the content, a Python object, while the
-    # interpreter ends (a short command) aborts the process. They are no faster.
-    return _readable(lambda: file.read(use_threads=False), name)
-
-
-def _readable(read: Callable[[], Any], name: str) -> Any:
-    """What ``read`` returns."""
+def _open(encoded: EncodedBatch, *, holds_texts: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The parquet file, and what its metadata say about all of it."""
+    name, key = encoded.name, METADATA_KEY.decode()
+    with _readable(name):
+        content = pa.BufferReader(encoded.content)
+        file = pq.ParquetFile(content, page_checksum_verification=True)
+    metadata = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
+    if metadata is None:
+        raise DumpError(
+            f"{name}: a parquet file but no rollout dump (metadata '{key}' is missing); give a "
+            "file that a run wrote"
+        )
     try:
-        return read()
+        about: dict[str, Any] = json.loads(metadata)
+        found = about["format"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DumpError(
+            f"{name}: its metadata '{key}' cannot be read ({error!r}); write the dump again"
+        ) from error
+    if found not in (FORMAT, _BEFORE_ENVIRONMENTS):
+        raise DumpError(
+            f"{name}: dump format {found}, this version reads {_BEFORE_ENVIRONMENTS} and {FORMAT}; "
+            "read it with the version that wrote it"
+        )
+    if holds_texts and "version" in about:
+        above = Path(name).parent.parent
+        raise DumpError(f"{name}: a dump where its texts should be; move it to {above}")
+    if not holds_texts and "version" not in about:
+        raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
+    return file, about
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise DumpError(
@@ -284,43 +279,18 @@ def _readable(read: Callable[[], Any], name: str) -> Any:
         ) from error
 
 
-def _about(file: Any, name: str) -> dict[str, Any]:
-    """Step, version and statistics from the file's metadata."""
-    about = _metadata(file, name)
-    if "version" not in about:
-        raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
-    return about
-
-
-def _metadata(file: Any, name: str) -> dict[str, Any]:
-    """What a dump or its texts say of themselves."""
-    encoded = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
-    if encoded is None:
-        raise DumpError(
-            f"{name}: a parquet file but no rollout dump (metadata "
-            f"'{METADATA_KEY.decode()}' is missing); give a file that a run wrote"
-        )
-    try:
-        about: dict[str, Any] = json.loads(encoded)
-        found = about["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DumpError(
-            f"{name}: its metadata '{METADATA_KEY.decode()}' cannot be read ({error!r}); "
-            "write the dump again"
-        ) from error
-    if found not in (FORMAT, _BEFORE_ENVIRONMENTS):
-        raise DumpError(
-            f"{name}: dump format {found}, this version reads {_BEFORE_ENVIRONMENTS} and {FORMAT}; "
-            "read it with the version that wrote it"
-        )
-    return about
+def _read_table(file: Any, name: str) -> Any:
+    # Without Arrow's threads: one that lets go of the content, a Python object, while the
+    # interpreter ends (a short command) aborts the process. They are no faster.
+    with _readable(name):
+        return file.read(use_threads=False)
 
 
 def _read_column(table: Any, column: str, kind: Any, name: str) -> Any:
     if column not in table.column_names:
         raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
     chunks = table[column]
-    # One chunk is combined by a copy, too.
+    # ``combine_chunks`` copies a single chunk, too.
     stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     if stored.type != kind or stored.null_count:
         raise DumpError(
@@ -328,11 +298,6 @@ def _read_column(table: Any, column: str, kind: Any, name: str) -> Any:
             f"{stored.null_count} nulls; write the dump again"
         )
     return stored
-
-
-def _read_values(table: Any, column: str, kind: Any, name: str) -> list[Any]:
-    values: list[Any] = _read_column(table, column, kind, name).to_pylist()
-    return values
 
 
 def _read_lists(table: Any, column: str, kind: Any, name: str) -> list[np.ndarray]:
@@ -343,33 +308,27 @@ def _read_lists(table: Any, column: str, kind: Any, name: str) -> list[np.ndarra
     return np.split(flat, offsets[1:-1] - offsets[0]) if len(stored) else []
 
 
-def _parse_json(columns: dict[str, list[Any]], column: str, name: str) -> list[Any]:
-    try:
-        return [json.loads(value) for value in columns[column]]
-    except ValueError as error:
-        raise DumpError(
-            f"{name}: column '{column}' must hold JSON ({error}); write the dump again"
-        ) from error
+def _rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
 
 
 def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
-    """Samples of consecutive rows with one ``group_id``; they share one prompt."""
-    rows = [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    """Groups of the consecutive rows with one ``group_id``, whose samples share one prompt."""
     groups = []
-    for group_id, members in groupby(rows, key=lambda row: row["group_id"]):
-        group_rows = list(members)
-        first = group_rows[0]
+    for group_id, members in groupby(_rows(columns), key=lambda row: row["group_id"]):
+        rows = list(members)
+        first = rows[0]
         # Copied: a view would keep the prompts of all rows, the same one for every row of a group.
         prompt = PromptTokens(first["prompt_id"], first["prompt_token_ids"].copy(), first["source"])
-        for row in group_rows:
+        for row in rows:
             if row["prompt_id"] != prompt.prompt_id:
                 raise DumpError(
                     f"{name}: group {group_id} mixes prompts '{prompt.prompt_id}' and "
                     f"'{row['prompt_id']}'; write the dump again"
                 )
-        groups.append(Group(group_id, tuple(_sample(row, prompt, name) for row in group_rows)))
+        groups.append(Group(group_id, tuple(_sample(row, prompt, name) for row in rows)))
     return tuple(groups)
 
 
@@ -377,9 +336,10 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
     place = f"{name}: sample {row['index']} of group {row['group_id']}"
     try:
         finish_reason = FinishReason(row["finish_reason"])
+        reward_components = json.loads(row["reward_components"])
     except ValueError as error:
         raise DumpError(
-            f"{place}: unknown finish_reason '{row['finish_reason']}'; write the dump again"
+            f"{place}: unusable finish_reason or reward_components ({error}); write the dump again"
         ) from error
     versions, counts = row["versions"].tolist(), row["version_tokens"].tolist()
     starts, written = row["written_starts"].tolist(), row["written_tokens"].tolist()
@@ -399,18 +359,16 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         written=tuple(map(WrittenSpan, starts, written)),
         finish_reason=finish_reason,
         reward=row["reward"],
-        reward_components=row["reward_components"],
+        reward_components=reward_components,
         answer_found=row["answer_found"],
     )
 
 
 def _check_batch(batch: RolloutBatch, name: str) -> None:
-    """Hold the rules of an intact batch."""
     if not batch.groups:
         raise DumpError(f"{name}: the batch has no samples; collect at least one group")
     group_size = len(batch.groups[0].samples)
-    group_ids = [group.group_id for group in batch.groups]
-    if len(set(group_ids)) != len(group_ids):
+    if len({group.group_id for group in batch.groups}) != len(batch.groups):
         raise DumpError(f"{name}: a group_id occurs twice; its rows must stand together")
     for group in batch.groups:
         indices = [sample.index for sample in group.samples]
@@ -420,31 +378,32 @@ def _check_batch(batch: RolloutBatch, name: str) -> None:
                 f"{group_size - 1} as in the first group; write the dump again"
             )
         for sample in group.samples:
-            _check_sample(sample, name)
+            if problem := _problem(sample):
+                place = f"{name}: sample {sample.index} of group {sample.group_id}"
+                raise DumpError(f"{place}: {problem}; write the dump again")
 
 
-def _check_sample(sample: Sample, name: str) -> None:
-    place = f"{name}: sample {sample.index} of group {sample.group_id}"
+def _problem(sample: Sample) -> str:
+    """Describe what is wrong with a sample; empty if nothing is."""
     end = 0
     for start, num_tokens in sample.written:
         if start <= end or num_tokens < 1:
-            raise DumpError(
-                f"{place}: what the environment wrote must stand between turns of the policy, got "
-                f"{num_tokens} tokens from {start}; write the dump again"
+            return (
+                "what the environment wrote must stand between turns of the policy, got "
+                f"{num_tokens} tokens from {start}"
             )
         end = start + num_tokens
     if sample.written and end >= len(sample.response_token_ids):
-        raise DumpError(
-            f"{place}: must end with a turn of the policy, got {len(sample.response_token_ids)} "
-            f"tokens of which the environment wrote those up to {end}; write the dump again"
+        return (
+            f"must end with a turn of the policy, got {len(sample.response_token_ids)} tokens of "
+            f"which the environment wrote those up to {end}"
         )
     lengths = sample.num_sampled, len(sample.behaviour_logprobs), num_spanned(sample.versions)
     if len(set(lengths)) != 1:
-        raise DumpError(
-            f"{place}: {lengths[0]} sampled tokens, {lengths[1]} behaviour log-probs and "
-            f"{lengths[2]} tokens with a version must be equally many; write the dump again"
+        return (
+            f"{lengths[0]} sampled tokens, {lengths[1]} behaviour log-probs and {lengths[2]} "
+            "tokens with a version must be equally many"
         )
     if any(span.num_tokens < 1 for span in sample.versions):
-        raise DumpError(f"{place}: a weights version without tokens; write the dump again")
-    if not len(sample.prompt.token_ids):
-        raise DumpError(f"{place}: the prompt has no tokens; write the dump again")
+        return "a weights version without tokens"
+    return "" if len(sample.prompt.token_ids) else "the prompt has no tokens"

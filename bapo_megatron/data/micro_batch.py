@@ -1,16 +1,18 @@
 """Packed tensors of one forward pass, from the samples that share it.
 
-Shape legend: B = samples of the batch, R = tokens of a response, Q = those of them that the policy
-sampled, N = packed tokens of a micro-batch (prompts, responses and padding), T = those of them that
-the policy sampled, S = sequences of a micro-batch.
+A packed sequence is simply the prompt and the response, though its last token predicts nothing that
+is used. Response token j of a sequence that starts at offset o with P prompt tokens is predicted by
+row o + P − 1 + j; tokens that an environment wrote have no such row. Padding tokens are 0. Those at
+the end of a sequence change nothing before them, since attention is causal; those at the end of the
+micro-batch are a sequence of their own. A micro-batch without samples is such a sequence, T = 0.
 
-Which tokens of a packed micro-batch each context-parallel rank holds.
+Context parallelism divides a sequence of 2C equal chunks over C ranks so that all have the same
+causal attention to compute: rank c holds chunk c and, counted from the end, chunk c again.
+Transformer Engine expects this division.
 
-A sequence of 2C equal chunks is divided over C ranks so that all have the same causal attention to
-compute: rank c holds chunk c and, of the chunks, the c-th from the end. Transformer Engine expects
-this division.
-
-Shape legend: N = packed tokens of the whole micro-batch, T = its response tokens.
+Shape legend: B = samples of the batch, Q = tokens of a response that the policy sampled,
+N = packed tokens of a micro-batch (prompts, responses and padding), T = those of them that the
+policy sampled, S = sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from bapo_megatron.data.staleness import num_spanned, token_versions
+from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -33,51 +35,8 @@ if TYPE_CHECKING:
     from bapo_megatron.data.packing import PackingRules, UpdatePlan
     from bapo_megatron.types import Sample
 
-
 TOKEN_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name.endswith("_T"))
-"""The fields with one entry per response token."""
-
-
-def context_positions(length: int, rank: int, size: int) -> np.ndarray:
-    """Positions within a sequence that a rank holds, ascending, [length / size] int64.
-
-    Args:
-        length: Tokens of the sequence; a multiple of 2 · ``size``, or anything for ``size`` 1.
-        rank: Context-parallel rank.
-        size: Context-parallel size, C.
-    """
-    if size == 1:
-        return np.arange(length, dtype=np.int64)
-    chunk, rest = divmod(length, 2 * size)
-    assert rest == 0, f"a sequence of {length} tokens has no {2 * size} equal chunks"
-    own = np.arange(chunk, dtype=np.int64)
-    return np.concatenate([own + rank * chunk, own + (2 * size - 1 - rank) * chunk])
-
-
-def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """Return the part of a micro-batch that one context-parallel rank holds.
-
-    Tokens, positions and response tokens are the rank's own, with ``rows_T`` counted in its part;
-    a response token belongs to the rank whose row predicts it. ``cu_seqlens`` stays that of the
-    whole: attention needs it.
-    """
-    if size == 1:
-        return micro_batch
-    offsets = micro_batch.cu_seqlens.tolist()
-    parts = [start + context_positions(end - start, rank, size) for start, end in pairwise(offsets)]
-    own_N = torch.from_numpy(np.concatenate(parts))
-    place_N = torch.full((micro_batch.num_tokens,), -1, dtype=torch.int64)
-    place_N[own_N] = torch.arange(len(own_N))
-    row_T = place_N[micro_batch.rows_T]
-    own_T = row_T >= 0
-    values = {name: getattr(micro_batch, name) for name in TOKEN_FIELDS}
-    kept = {name: value[own_T] for name, value in values.items() if value is not None}
-    return replace(
-        micro_batch,
-        token_ids_N=micro_batch.token_ids_N[own_N],
-        position_ids_N=micro_batch.position_ids_N[own_N],
-        **kept | {"rows_T": row_T[own_T]},
-    )
+"""The fields with one entry per sampled token."""
 
 
 def build_micro_batches(
@@ -114,38 +73,25 @@ def build_micro_batch(
     """Pack samples into the tensors of one forward pass.
 
     Both log-probs of the tokens are the engine's; with ``behaviour: recomputed`` the caller
-    replaces ``behaviour_logprob_T``. Response token j of a sequence that starts at offset o with P
-    prompt tokens is predicted by row o + P − 1 + j; tokens that an environment wrote have no such
-    row. The last response token predicts nothing that is used; it stays in, so that a packed
-    sequence is simply the prompt and the response.
-
-    Padding tokens are 0. Those at the end of a sequence change nothing before them, since attention
-    is causal; those at the end of the micro-batch are a sequence of their own. A micro-batch
-    without samples is such a sequence, with T = 0.
+    replaces ``behaviour_logprob_T``.
 
     Args:
-        samples: All samples of the batch, [B].
+        samples: All samples of the batch, [B], as ``dump.decode_batch`` checked them.
         sample_indices: The samples to pack, in this order; may be empty.
         advantages_B: [B] advantage of each sample, for all its tokens.
-        loss_weights_B: [B] weight of each token of the sample that trains: 1 over the global
-            denominator.
+        loss_weights_B: [B] weight of each token that trains: 1 over the global denominator.
         rules: What sequences and micro-batches are padded to.
-        masks_B: For each sample, which of its sampled tokens train, [Q] bool; None: all of them.
-
-    Raises:
-        ValueError: A prompt is empty, or the arrays of a sample differ in length.
+        masks_B: For each sample, which of its tokens train, [Q] bool; None: all of them.
     """
     chosen = [samples[i] for i in sample_indices]
     packed = _pack(chosen, rules)
     index_S = np.asarray(sample_indices, dtype=np.int64)
-    rollout_logprob_T = _concatenate([s.behaviour_logprobs for s in chosen], np.float32)
-
-    mask_T = torch.ones(len(packed.position_T), dtype=torch.float32)
-    trained_S = packed.sampled_S
+    mask_T, trained_S = torch.ones(len(packed.rows_T), dtype=torch.float32), packed.sampled_S
     if masks_B is not None:
         masks_S = [masks_B[i] for i in sample_indices]
-        mask_T = torch.from_numpy(_concatenate(masks_S, np.float32))
+        mask_T = _tensor(masks_S, np.float32)
         trained_S = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_S], dtype=np.int64)
+    logprob_T = _tensor([s.behaviour_logprobs for s in chosen], np.float32)
 
     def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), packed.sampled_S))
@@ -155,39 +101,34 @@ def build_micro_batch(
         position_ids_N=torch.from_numpy(_ranges(packed.slots_S)),
         cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(packed.slots_S)).astype(np.int32)),
         rows_T=torch.from_numpy(packed.rows_T),
-        target_T=torch.from_numpy(_concatenate([s.sampled_token_ids for s in chosen], np.int64)),
-        behaviour_logprob_T=torch.from_numpy(rollout_logprob_T),
-        rollout_logprob_T=torch.from_numpy(rollout_logprob_T),
+        target_T=_tensor([s.sampled_token_ids for s in chosen], np.int64),
+        behaviour_logprob_T=logprob_T,
+        rollout_logprob_T=logprob_T,
         advantage_T=per_token(np.asarray(advantages_B)[index_S], np.float32),
-        reward_T=per_token([sample.reward for sample in chosen], np.float32),
+        reward_T=per_token([s.reward for s in chosen], np.float32),
         mask_T=mask_T,
         importance_T=torch.ones_like(mask_T),
         loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
         sample_T=per_token(index_S, np.int64),
         response_tokens_T=per_token(trained_S, np.float32),
         position_T=torch.from_numpy(packed.position_T),
-        version_T=torch.from_numpy(
-            _concatenate([token_versions(s.versions) for s in chosen], np.int64)
-        ),
+        version_T=_tensor([token_versions(s.versions) for s in chosen], np.int64),
     )
 
 
 class _Packed(NamedTuple):
-    """Where the tokens of a micro-batch lie; the padding sequence at its end is one of S."""
+    """Where the tokens of a micro-batch lie; the fields are named as in ``MicroBatch``."""
 
     token_ids_N: np.ndarray
     slots_S: np.ndarray
+    """Positions of each sequence, the padding sequence included."""
     sampled_S: np.ndarray
-    """Tokens that the policy sampled, without the padding sequence."""
+    """Sampled tokens of each sample."""
     position_T: np.ndarray
-    """In its response."""
     rows_T: np.ndarray
-    """That predict each sampled token."""
 
 
 def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
-    for sample in chosen:
-        _check_sample(sample)
     prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
     response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
     slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
@@ -211,25 +152,56 @@ def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
     )
 
 
-def _check_sample(sample: Sample) -> None:
-    place = f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id})"
-    if not len(sample.prompt.token_ids):
-        raise ValueError(f"{place}: the prompt has no tokens, so nothing predicts the response")
-    lengths = sample.num_sampled, len(sample.behaviour_logprobs), num_spanned(sample.versions)
-    if len(set(lengths)) != 1:
-        raise ValueError(
-            f"{place}: {lengths[0]} sampled tokens but {lengths[1]} behaviour log-probs and "
-            f"{lengths[2]} with a version; the rollout that made this sample is faulty"
-        )
-
-
-def _concatenate(parts: Sequence[ArrayLike], dtype: type) -> np.ndarray:
-    """Concatenate into one array of ``dtype``; no parts give an empty array."""
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+def _tensor(parts: Sequence[ArrayLike], dtype: type) -> torch.Tensor:
+    """Concatenate into one tensor; no parts give an empty one."""
+    flat = np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+    return torch.from_numpy(flat)
 
 
 def _ranges(length_S: np.ndarray) -> np.ndarray:
-    """``0 … length − 1`` for each length, one after the other, as int64."""
+    """``0 … length − 1`` for each length in turn, as int64."""
     starts = np.cumsum(length_S) - length_S
     total = int(length_S.sum())
     return np.arange(total, dtype=np.int64) - np.repeat(starts, length_S).astype(np.int64)
+
+
+def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """Return the part of a micro-batch that one context-parallel rank holds.
+
+    Tokens, positions and sampled tokens are the rank's own, with ``rows_T`` counted in its part; a
+    sampled token belongs to the rank whose row predicts it. ``cu_seqlens`` stays that of the whole:
+    attention needs it.
+    """
+    if size == 1:
+        return micro_batch
+    offsets = micro_batch.cu_seqlens.tolist()
+    parts = [start + context_positions(end - start, rank, size) for start, end in pairwise(offsets)]
+    own_N = torch.from_numpy(np.concatenate(parts))
+    place_N = torch.full((micro_batch.num_tokens,), -1, dtype=torch.int64)
+    place_N[own_N] = torch.arange(len(own_N))
+    row_T = place_N[micro_batch.rows_T]
+    own_T = row_T >= 0
+    values = {name: getattr(micro_batch, name) for name in TOKEN_FIELDS}
+    kept = {name: value[own_T] for name, value in values.items() if value is not None}
+    return replace(
+        micro_batch,
+        token_ids_N=micro_batch.token_ids_N[own_N],
+        position_ids_N=micro_batch.position_ids_N[own_N],
+        **kept | {"rows_T": row_T[own_T]},
+    )
+
+
+def context_positions(length: int, rank: int, size: int) -> np.ndarray:
+    """Return the positions of a sequence that a rank holds, ascending, [length / size] int64.
+
+    Args:
+        length: Tokens of the sequence; a multiple of 2 · ``size``, or anything for ``size`` 1.
+        rank: Context-parallel rank.
+        size: Context-parallel size, C.
+    """
+    if size == 1:
+        return np.arange(length, dtype=np.int64)
+    chunk, rest = divmod(length, 2 * size)
+    assert rest == 0, f"a sequence of {length} tokens has no {2 * size} equal chunks"
+    own = np.arange(chunk, dtype=np.int64)
+    return np.concatenate([own + rank * chunk, own + (2 * size - 1 - rank) * chunk])

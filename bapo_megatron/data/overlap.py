@@ -12,6 +12,7 @@ import logging
 import re
 import unicodedata
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 _LOG = logging.getLogger(__name__)
-_FEWEST_WORDS = 8
+_MIN_WORDS = 8
 """A shorter question without its instructions says too little: "3 + 4" is no theorem."""
 
 _SAME_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
@@ -54,7 +55,7 @@ class Overlap:
     first_train_id: str
 
     def warning(self) -> str:
-        """The overlap on one line."""
+        """Describe the overlap on one line."""
         return (
             f"{self.num_eval_prompts} of {self.of_eval_prompts} prompts of evaluation set "
             f"'{self.eval_name}' are in training set '{self.train_name}' too "
@@ -63,30 +64,31 @@ class Overlap:
         )
 
 
+def log_overlaps(
+    train_sets: Sequence[PromptSet], eval_sets: Sequence[tuple[str, Sequence[Prompt]]]
+) -> None:
+    """Log a warning for every pair of sets that ``find_overlaps`` finds."""
+    for overlap in find_overlaps(train_sets, eval_sets):
+        _LOG.warning("%s", overlap.warning())
+
+
 def find_overlaps(
     train_sets: Sequence[PromptSet], eval_sets: Sequence[tuple[str, Sequence[Prompt]]]
 ) -> list[Overlap]:
-    """Every pair of a training and an evaluation set with a prompt in common.
-
-    Args:
-        train_sets: Training sets.
-        eval_sets: Name and prompts of each evaluation set.
-    """
+    """Find every pair of a training set and a (named) evaluation set with a prompt in common."""
     if not eval_sets:
         return []
-    prompts_by_set = [*(prompts for _, prompts in eval_sets), *(s.prompts for s in train_sets)]
-    keys_by_set = _keys(prompts_by_set)
-    keys_of_eval, keys_of_train = keys_by_set[: len(eval_sets)], keys_by_set[len(eval_sets) :]
+    keys_by_set = _keys([*(prompts for _, prompts in eval_sets), *(s.prompts for s in train_sets)])
     found = []
-    for train_set, keys_of_set in zip(train_sets, keys_of_train, strict=True):
+    for train_set, train_keys in zip(train_sets, keys_by_set[len(eval_sets) :], strict=True):
         rows_of: dict[str, list[int]] = {}
-        for row, keys in enumerate(keys_of_set):
+        for row, keys in enumerate(train_keys):
             for key in keys:
                 rows_of.setdefault(key, []).append(row)
-        for (name, prompts), keys_of in zip(eval_sets, keys_of_eval, strict=True):
+        for (name, prompts), eval_keys in zip(eval_sets, keys_by_set, strict=False):
             matches = [
                 (eval_row, rows)
-                for eval_row, keys in enumerate(keys_of)
+                for eval_row, keys in enumerate(eval_keys)
                 if (rows := sorted({row for key in keys for row in rows_of.get(key, ())}))
             ]
             if matches:
@@ -105,16 +107,8 @@ def find_overlaps(
     return found
 
 
-def log_overlaps(
-    train_sets: Sequence[PromptSet], eval_sets: Sequence[tuple[str, Sequence[Prompt]]]
-) -> None:
-    """Log a warning for every pair of sets with a prompt in common; see ``find_overlaps``."""
-    for overlap in find_overlaps(train_sets, eval_sets):
-        _LOG.warning("%s", overlap.warning())
-
-
 def normalise(text: str) -> str:
-    """The words and signs of a text, one space between them."""
+    """Return the words and signs of a text, one space between them."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     if "\\" in text:
@@ -139,7 +133,7 @@ def _keys(prompts_by_set: Sequence[Sequence[Prompt]]) -> list[list[set[str]]]:
         keys_of = {}
         for text, whole in normalised_of.items():
             parts = {whole[before : max(before, len(whole) - after)] for before, after in limits}
-            keys_of[text] = {whole, *(part for part in parts if len(part.split()) >= _FEWEST_WORDS)}
+            keys_of[text] = {whole, *(part for part in parts if len(part.split()) >= _MIN_WORDS)}
         keys_by_set.append([keys_of[prompt.text] for prompt in prompts])
     return keys_by_set
 
@@ -150,7 +144,4 @@ def _instructions(texts: Sequence[str]) -> tuple[int, int]:
 
 
 def _common_start(texts: Sequence[str]) -> int:
-    first, last = min(texts), max(texts)  # what these two share, all others do as well
-    pairs = enumerate(zip(first, last, strict=False))
-    num_common = next((place for place, (a, b) in pairs if a != b), min(len(first), len(last)))
-    return first.rfind(" ", 0, num_common) + 1
+    return commonprefix(texts).rfind(" ") + 1  # noqa: RUF071 - characters are meant

@@ -2,8 +2,8 @@
 
 A batch is split into optimizer updates of whole groups, and the samples of an update are divided
 over data-parallel ranks and micro-batches so that all have about the same to compute. Every
-function is deterministic, so each rank computes the same plan from the same batch and no rank has
-to be told.
+function is deterministic: each rank computes the same plan from the same batch, and none has to be
+told.
 
 Shape legend: B = samples of the batch.
 """
@@ -11,10 +11,8 @@ Shape legend: B = samples of the batch.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +30,7 @@ class SequenceFlops:
     """Operations of causal attention, over the square of the length."""
 
     def of(self, num_tokens: int) -> int:
-        """Operations for a sequence of this length."""
+        """Count the operations for a sequence of this length."""
         return self.per_token * num_tokens + self.per_pair * num_tokens**2
 
 
@@ -45,7 +43,7 @@ class PackingRules:
     max_tokens: int
     """Largest micro-batch, padding included."""
     flops: SequenceFlops
-    """What is balanced."""
+    """Operations of a sequence: what is balanced."""
     sequence_multiple: int = 1
     """Every sequence is padded to a multiple of this (context parallelism divides each)."""
     total_multiple: int = 1
@@ -59,12 +57,16 @@ class PackingRules:
         return self.max_tokens - self.max_tokens % self.total_multiple
 
     def slots(self, num_tokens: int) -> int:
-        """Positions that a sequence of this length takes."""
+        """Count the positions that a sequence of this length takes."""
         return _padded(num_tokens, self.sequence_multiple)
 
     def padded_total(self, slots: int) -> int:
-        """Positions of a micro-batch; never 0, since a forward pass needs a token."""
+        """Count the positions of a micro-batch; never 0, since a forward pass needs a token."""
         return max(_padded(slots, self.total_multiple), self.total_multiple)
+
+
+def _padded(num_tokens: int, multiple: int) -> int:
+    return -(-num_tokens // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,6 @@ class UpdatePlan:
 def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]]:
     """Divide a batch into equal updates of whole groups, in the batch's order.
 
-    Args:
-        batch: The step's batch.
-        updates_per_batch: Updates that one pass over the batch is divided into.
-
     Returns:
         ``updates_per_batch`` lists of ascending indices into ``batch.samples``, which together
         hold every sample exactly once.
@@ -102,12 +100,14 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
             f"algorithm.updates_per_batch is {updates_per_batch} but the batch of step "
             f"{batch.step} has {num_groups} groups; choose a divisor of the number of groups"
         )
-    sizes = np.array([len(group.samples) for group in batch.groups])
-    ends = np.cumsum(sizes)[num_groups // updates_per_batch - 1 :: num_groups // updates_per_batch]
-    return [
-        list(range(start, end))
-        for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
-    ]
+    groups_each = num_groups // updates_per_batch
+    updates: list[list[int]] = []
+    end = 0
+    for first in range(0, num_groups, groups_each):
+        start = end
+        end += sum(len(group.samples) for group in batch.groups[first : first + groups_each])
+        updates.append(list(range(start, end)))
+    return updates
 
 
 def plan_update(
@@ -130,14 +130,22 @@ def plan_update(
     """
     if not sample_indices:
         raise ValueError("an update needs at least one sample")
-    lengths = {i: _num_tokens(samples[i]) for i in sample_indices}
-    longest = max(sample_indices, key=lambda i: (lengths[i], -i))
-    if rules.slots(lengths[longest]) > rules.budget:
-        raise ValueError(_too_long(samples[longest], lengths[longest], rules))
+    lengths = {
+        i: len(samples[i].prompt.token_ids) + len(samples[i].response_token_ids)
+        for i in sample_indices
+    }
     items = [
         _Item(i, rules.slots(length), rules.flops.of(length))
         for i, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
     ]
+    if items[0].slots > rules.budget:
+        longest = samples[items[0].sample_index]
+        raise ValueError(
+            f"sample {longest.index} of group {longest.group_id} ({longest.prompt.prompt_id}) has "
+            f"{lengths[items[0].sample_index]} tokens but train.max_tokens_per_micro_batch × "
+            f"parallel.context holds {rules.budget}; raise one of them, or lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens"
+        )
     bins = _fewest_bins(items, rules)
     ranks = _assign_to_ranks(bins, rules.data_size)
     return UpdatePlan(
@@ -148,11 +156,10 @@ def plan_update(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """One sample to place."""
 
-    index: int
+    sample_index: int
     slots: int
     flops: int
 
@@ -161,27 +168,9 @@ class _Item:
 class _Bin:
     """One micro-batch that is being filled."""
 
-    number: int
-    slots: int
-    flops: int
-    indices: list[int]
-
-
-def _too_long(sample: Sample, num_tokens: int, rules: PackingRules) -> str:
-    return (
-        f"sample {sample.index} of group {sample.group_id} ({sample.prompt.prompt_id}) has "
-        f"{num_tokens} tokens but train.max_tokens_per_micro_batch × parallel.context holds "
-        f"{rules.budget}; raise one of them, or lower data.max_prompt_tokens or "
-        "rollout.max_response_tokens"
-    )
-
-
-def _num_tokens(sample: Sample) -> int:
-    return len(sample.prompt.token_ids) + len(sample.response_token_ids)
-
-
-def _padded(num_tokens: int, multiple: int) -> int:
-    return -(-num_tokens // multiple) * multiple
+    slots: int = 0
+    flops: int = 0
+    indices: list[int] = field(default_factory=list)
 
 
 def _fewest_bins(items: Sequence[_Item], rules: PackingRules) -> list[_Bin]:
@@ -203,8 +192,8 @@ def _fewest_bins(items: Sequence[_Item], rules: PackingRules) -> list[_Bin]:
 
 
 def _fill_bins(items: Sequence[_Item], num_bins: int, budget: int) -> list[_Bin] | None:
-    """Put items, longest first, into the cheapest bin with room; None where there is none."""
-    bins = [_Bin(number, 0, 0, []) for number in range(num_bins)]
+    """Put items, longest first, into the cheapest bin with room; None where one has none."""
+    bins = [_Bin() for _ in range(num_bins)]
     heap = [(0, number) for number in range(num_bins)]
     for item in items:
         full = []
@@ -212,11 +201,12 @@ def _fill_bins(items: Sequence[_Item], num_bins: int, budget: int) -> list[_Bin]
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        chosen = bins[heap[0][1]]
+        number = heap[0][1]
+        chosen = bins[number]
         chosen.slots += item.slots
         chosen.flops += item.flops
-        chosen.indices.append(item.index)
-        heapq.heapreplace(heap, (chosen.flops, chosen.number))
+        chosen.indices.append(item.sample_index)
+        heapq.heapreplace(heap, (chosen.flops, number))
         for entry in full:
             heapq.heappush(heap, entry)
     return bins

@@ -1,7 +1,7 @@
 """From a data set to rendered prompts, and a report of what was left out or looks wrong.
 
 A set is read, checked and rendered once, at the start: a bad row is reported before anything else
-is started, and the number of prompts that are too long is known.
+is started, and the number of prompts that are too long is known. Loading logs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from bapo_megatron.data.rows import DataError, bad_field, read_rows, recognise
+from bapo_megatron.data.rows import DataError, read_rows, recognise
 from bapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bapo_megatron.config.data import DataConfig, DatasetConfig
-    from bapo_megatron.data.chat import ChatRenderer, Message
+    from bapo_megatron.data.chat import ChatRenderer
     from bapo_megatron.data.rows import Row, RowFormat
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class SetReport:
     num_too_long: int
     max_prompt_tokens: int
     longest_tokens: int
-    """Of all prompts, those that are too long included."""
+    """Length of the longest prompt, those that are too long included."""
     num_duplicates: int
     """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
     duplicates_dropped: bool
@@ -55,51 +55,35 @@ class SetReport:
     """Columns that reward functions do not get, because they hold bytes."""
 
     def warnings(self) -> list[str]:
-        """What a user should know, one line each."""
+        """Return what a user should know, one line each."""
         lines = []
         if self.num_bad:
             lines.append(
-                f"{self.place}: {self.num_bad} of {self.num_rows} rows are bad and were left out "
+                f"{self.num_bad} of {self.num_rows} rows are bad and were left out "
                 f"(data.on_bad_row), the first: {self.first_bad}"
             )
         if self.num_too_long:
-            lines.append(
-                f"{self.place}: {self._too_long()} and were left out (data.max_prompt_tokens)"
-            )
+            lines.append(f"{self.too_long()} and were left out (data.max_prompt_tokens)")
         if self.num_duplicates:
             action = "were left out" if self.duplicates_dropped else "stay (data.on_duplicate)"
             lines.append(
-                f"{self.place}: {self.num_duplicates} of {self.num_rows} rows repeat the prompt of "
-                f"an earlier one and {action}"
+                f"{self.num_duplicates} of {self.num_rows} rows repeat the prompt of an earlier "
+                f"one and {action}"
             )
         if self.num_contradictions:
             lines.append(
-                f"{self.place}: {self.num_contradictions} prompts have rows with different "
-                f"answers, the first: {self.first_contradiction}"
+                f"{self.num_contradictions} prompts have rows with different answers, the first: "
+                f"{self.first_contradiction}"
             )
         if self.dropped_columns:
             lines.append(
-                f"{self.place}: reward functions do not get the columns "
-                f"{', '.join(self.dropped_columns)}: bytes are no JSON"
+                f"reward functions do not get the columns {', '.join(self.dropped_columns)}: "
+                "bytes are no JSON"
             )
-        return lines
+        return [f"{self.place}: {line}" for line in lines]
 
-    def refusal(self) -> str:
-        """The error of a set without any prompt left."""
-        bad = f", {self.num_bad} rows are bad (the first: {self.first_bad})" if self.num_bad else ""
-        return (
-            f"{self.place}: no prompt is left: {self._too_long()}{bad}; raise "
-            "data.max_prompt_tokens, or give a file with prompts"
-        )
-
-    def refusal_to_evaluate(self) -> str:
-        """The error of an evaluation set whose score would lack problems."""
-        return (
-            f"{self.place}: {self._too_long()}, the longest has {self.longest_tokens}, and an "
-            "evaluation leaves none out; raise data.max_prompt_tokens"
-        )
-
-    def _too_long(self) -> str:
+    def too_long(self) -> str:
+        """Return how many prompts are too long, as part of a message."""
         return (
             f"{self.num_too_long} of {self.num_rows - self.num_bad} prompts are longer than "
             f"{self.max_prompt_tokens} tokens"
@@ -119,28 +103,24 @@ class PromptSet:
 def load_eval_set(
     dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
 ) -> PromptSet:
-    """Read and render every prompt of an evaluation set, without a word about it.
-
-    Args:
-        dataset: The set and its columns.
-        renderer: Puts the question into the chat template.
-        max_prompt_tokens: Longest prompt; none is left out.
-
-    Returns:
-        The prompts in the set's order; ``prompt_id`` is the file's name and the row, from 0.
+    """Read and render an evaluation set, of which no prompt may be left out.
 
     Raises:
         DataError: A row cannot be read, or a prompt is too long.
         OSError: A file cannot be opened.
     """
     loaded = load_set(dataset, renderer, max_prompt_tokens)
-    if loaded.report.num_too_long:
-        raise DataError(loaded.report.refusal_to_evaluate())
+    report = loaded.report
+    if report.num_too_long:
+        raise DataError(
+            f"{report.place}: {report.too_long()}, the longest has {report.longest_tokens}, and an "
+            "evaluation leaves none out; raise data.max_prompt_tokens"
+        )
     return loaded
 
 
 def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]:
-    """Read and render every training set, in the order of the configuration, without a word.
+    """Read and render every training set, in the order of the configuration.
 
     Raises:
         DataError: A row cannot be read (``on_bad_row: raise``), or no prompt of a set is left.
@@ -161,15 +141,13 @@ def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
     """Log what a user should know about the sets of a mixture, a record per line."""
-    for prompt_set in prompt_sets:
-        for line in prompt_set.report.warnings():
-            _LOG.warning("%s", line)
-    for line in shared_prompts(prompt_sets):
+    lines = [line for prompt_set in prompt_sets for line in prompt_set.report.warnings()]
+    for line in (*lines, *shared_prompts(prompt_sets)):
         _LOG.warning("%s", line)
 
 
 def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
-    """A line for each set with prompts that an earlier set of the mixture has, as rendered."""
+    """Return a line for each set with rendered prompts that an earlier set of the mixture has."""
     lines = []
     first_of: dict[str, tuple[str, str]] = {}
     for prompt_set in prompt_sets:
@@ -197,15 +175,10 @@ def load_set(
     on_duplicate: Literal["keep", "drop"] = "keep",
     weight: float = 1.0,
 ) -> PromptSet:
-    """Read and render the prompts of a set, without a word about it.
+    """Read and render the prompts of a set, in its order.
 
-    Args:
-        dataset: The set and its columns.
-        renderer: Puts the question into the chat template.
-        max_prompt_tokens: Longest prompt that is kept.
-        on_bad_row: What becomes of a row that cannot be used.
-        on_duplicate: What becomes of a row whose rendered prompt an earlier one has.
-        weight: The set's weight in a mixture.
+    Longer prompts than ``max_prompt_tokens`` are left out; ``on_bad_row`` says what becomes of a
+    row that cannot be used, ``on_duplicate`` of one whose rendered prompt an earlier one has.
 
     Raises:
         DataError: A row cannot be used (``raise``), or no prompt is left.
@@ -236,14 +209,10 @@ class _Loading:
     text_of: dict[str, str] = field(default_factory=dict)
     """Rendered text by question (as JSON)."""
     read: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
-    """Of each good row: prompt id, text, answer, the other columns."""
+    """Prompt id, text, answer and the other columns of each good row."""
 
     def add(self, row: Row) -> None:
-        """Read a row.
-
-        Raises:
-            DataError: It cannot be used.
-        """
+        """Read a row; raises DataError where it cannot be used."""
         self.num_rows += 1
         if row.fields is None:
             raise DataError(f"{row.place}: {row.problem}; correct or remove it")
@@ -254,22 +223,24 @@ class _Loading:
                 "format; set prompt_column and answer_column (docs/data.md)"
             )
         self.row_format = row_format
-        example = row_format.read(row, self.dataset.row_columns, self.dropped_columns)
-        num_texts = len(self.text_of)
-        text = self._text(row, example.question, row_format.prompt_column)
-        is_dropped = self.drops_duplicates and len(self.text_of) == num_texts
-        rest = {} if is_dropped else example.rest  # a gigabyte in a set that repeats its prompts
-        self.read.append((row.prompt_id, text, example.answer, rest))
+        question, answer, rest = row_format.read(
+            row, self.dataset.row_columns, self.dropped_columns
+        )
+        key = json.dumps(question)
+        is_new = key not in self.text_of
+        if is_new:
+            try:
+                self.text_of[key] = self.renderer.text(question)
+            except ValueError as error:
+                raise row.bad_field(row_format.prompt_column, error) from error
+        if self.drops_duplicates and not is_new:
+            rest = {}  # a gigabyte in a set that repeats its prompts
+        self.read.append((row.prompt_id, self.text_of[key], answer, rest))
 
     def finish(self, max_prompt_tokens: int, weight: float) -> PromptSet:
-        """The set.
-
-        Raises:
-            DataError: No prompt is left.
-        """
+        """Make the set; raises DataError where no prompt is left."""
         texts = list(dict.fromkeys(text for _, text, _, _ in self.read))
         token_ids_of = dict(zip(texts, self.renderer.token_ids(texts), strict=True))
-        name = self.dataset.label
         prompts: list[Prompt] = []
         num_too_long = num_duplicates = 0
         first_of: dict[str, Prompt] = {}
@@ -279,12 +250,13 @@ class _Loading:
             if len(token_ids) > max_prompt_tokens:
                 num_too_long += 1
                 continue
-            prompt = Prompt(prompt_id, token_ids, answer, text, source=name, row=rest)
+            prompt = Prompt(prompt_id, token_ids, answer, text, self.dataset.label, rest)
             first = first_of.setdefault(text, prompt)
             if first is not prompt:
                 num_duplicates += 1
                 if first.answer != answer:
-                    contradictions.setdefault(text, _contradiction(first, prompt))
+                    both = f"{first.prompt_id} has '{first.answer}', {prompt_id} has '{answer}'"
+                    contradictions.setdefault(text, both)
                 if self.drops_duplicates:
                     continue
             prompts.append(prompt)
@@ -293,7 +265,7 @@ class _Loading:
             row_format=self.row_format.name if self.row_format else self.dataset.row_format,
             num_rows=self.num_rows,
             num_bad=len(self.bad),
-            first_bad=self.bad[0] if self.bad else "",
+            first_bad=next(iter(self.bad), ""),
             num_too_long=num_too_long,
             max_prompt_tokens=max_prompt_tokens,
             longest_tokens=max(map(len, token_ids_of.values()), default=0),
@@ -304,18 +276,10 @@ class _Loading:
             dropped_columns=tuple(sorted(self.dropped_columns)),
         )
         if not prompts:
-            raise DataError(report.refusal())
-        return PromptSet(name, tuple(prompts), report, weight)
-
-    def _text(self, row: Row, question: str | Sequence[Message], column: str) -> str:
-        key = json.dumps(question)
-        if key not in self.text_of:
-            try:
-                self.text_of[key] = self.renderer.text(question)
-            except ValueError as error:
-                raise bad_field(row, column, error) from error
-        return self.text_of[key]
-
-
-def _contradiction(first: Prompt, other: Prompt) -> str:
-    return f"{first.prompt_id} has '{first.answer}', {other.prompt_id} has '{other.answer}'"
+            first_bad = f" (the first: {report.first_bad})"
+            bad = f", {report.num_bad} rows are bad{first_bad}" if self.bad else ""
+            raise DataError(
+                f"{report.place}: no prompt is left: {report.too_long()}{bad}; raise "
+                "data.max_prompt_tokens, or give a file with prompts"
+            )
+        return PromptSet(self.dataset.label, tuple(prompts), report, weight)

@@ -1,6 +1,7 @@
-"""From files and the Hugging Face Hub to rows: the fields of each, and its place for messages.
+"""From files and the Hugging Face Hub to rows, and from a row's columns to question and answer.
 
-From the columns of a row to question and answer (docs/data.md describes each format).
+``read_rows`` reads the rows of a set, each with its place for messages; ``recognise`` finds out
+which columns hold what (docs/data.md describes each format).
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from bapo_megatron.config.data import DatasetConfig
     from bapo_megatron.data.chat import Message
 
-
-_LONGEST_VALUE = 60
-_LONGEST_REASON = 300
+_MAX_QUOTED = 60
+_MAX_REASON = 300
 _BATCH_ROWS = 1024
 """Rows that are held as Python values at a time; a row may have columns of megabytes."""
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_NOT_JSON = object()
 
 
 class DataError(ValueError):
@@ -48,12 +51,13 @@ class Row:
     problem: str = ""
     """Why it cannot be read."""
 
+    def bad_field(self, column: str, error: ValueError) -> DataError:
+        """Return the error of a row whose ``column`` cannot be used."""
+        return DataError(f"{self.place}: column '{column}' {error}; correct or remove this row")
+
 
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
-    """Read a set row by row.
-
-    Args:
-        dataset: Files, which are read in the order of their names, or an id of the Hub.
+    """Read a set row by row: files in the order of their names, or a set of the Hub.
 
     Raises:
         DataError: A file or set as a whole cannot be read.
@@ -62,19 +66,11 @@ def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
     if dataset.path is None:
         yield from _read_hub(dataset)
         return
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     for path in dataset.files():
-        reader = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}.get(
-            path.suffix
-        )
-        if reader is None:
+        if path.suffix not in readers:
             raise DataError(f"{path}: must end in .jsonl, .json or .parquet; convert the file")
-        yield from reader(path)
-
-
-def shown(value: Any) -> str:
-    """A value for a message: as JSON, cut where it is long."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+        yield from readers[path.suffix](path)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -82,23 +78,20 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines):
             if line.strip():
-                prompt_id, place = f"{path.name}:{number}", f"{path}:{number + 1}"
                 try:
                     record = _parse_json(line)
                 except ValueError as error:
-                    yield Row(prompt_id, place, None, str(error))
-                else:
-                    yield _row(prompt_id, place, record)
+                    record = error
+                yield _row(f"{path.name}:{number}", f"{path}:{number + 1}", record)
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """A JSON list of objects."""
     try:
         records = _parse_json(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path}: {error}; correct the file") from error
     if not isinstance(records, list):
-        raise DataError(f"{path}: must be a JSON list of objects, got {shown(records)}")
+        raise DataError(f"{path}: must be a JSON list of objects, got {_quoted(records)}")
     for number, record in enumerate(records):
         yield _row(f"{path.name}:{number}", f"{path}: entry {number}", record)
 
@@ -107,7 +100,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     with path.open("rb") as stream:
         try:
             batches = pq.ParquetFile(stream).iter_batches(batch_size=_BATCH_ROWS)
-            yield from _rows_of_batches(batches, path.name, f"{path}: row ")
+            yield from _rows_of_batches(batches, path.name, str(path))
         except (pa.ArrowException, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise DataError(
@@ -125,7 +118,7 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
             dataset.hub, name=dataset.subset or None, split=dataset.split
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         remedy = "check hub, subset and split"
         if isinstance(error, ConnectionError):
             cache = datasets.config.HF_DATASETS_CACHE
@@ -136,7 +129,7 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
         raise DataError(f"{place}: cannot be loaded ({reason}); {remedy}") from error
     # As arrow, so that images and sound are not decoded.
     batches = loaded.with_format("arrow").iter(batch_size=_BATCH_ROWS)
-    yield from _rows_of_batches(batches, dataset.hub, f"{place}: row ")
+    yield from _rows_of_batches(batches, dataset.hub, place)
 
 
 def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[Row]:
@@ -146,27 +139,26 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
         try:
             records = batch.to_pylist()
         except UnicodeDecodeError:
-            records = [_arrow_record(batch, number) for number in range(batch.num_rows)]
+            records = [_record(batch.slice(number, 1)) for number in range(batch.num_rows)]
         for number, record in enumerate(records, start=first):
-            if isinstance(record, dict):
-                yield Row(f"{name}:{number}", f"{place}{number}", record)
-            else:
-                yield Row(f"{name}:{number}", f"{place}{number}", None, record)
+            yield _row(f"{name}:{number}", f"{place}: row {number}", record)
         first += batch.num_rows
 
 
-def _arrow_record(batch: Any, number: int) -> Any:
-    """One row's fields, or why it has none."""
+def _record(row: Any) -> Any:
     try:
-        return batch.slice(number, 1).to_pylist()[0]
+        return row.to_pylist()[0]
     except UnicodeDecodeError as error:
-        return f"not UTF-8 ({error.reason})"
+        return ValueError(f"not UTF-8 ({error.reason})")
 
 
 def _row(prompt_id: str, place: str, record: Any) -> Row:
+    """A row from its fields, or from the error that they cannot be read with."""
     if isinstance(record, dict):
         return Row(prompt_id, place, record)
-    problem = f"must be an object with named fields, got {shown(record)}"
+    if isinstance(record, ValueError):
+        return Row(prompt_id, place, None, str(record))
+    problem = f"must be an object with named fields, got {_quoted(record)}"
     return Row(prompt_id, place, None, problem)
 
 
@@ -175,31 +167,14 @@ def _parse_json(content: bytes) -> Any:
         return json.loads(content)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg})") from error
     except RecursionError as error:
         raise ValueError("not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise ValueError(f"not valid JSON ({error})") from error
-
-
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """What a row says."""
-
-    question: str | list[Message]
-    """As text, or as chat messages that end before the assistant's turn."""
-    answer: str
-    rest: dict[str, Any]
-    """The other columns, as JSON values."""
+    except ValueError as error:  # an integer of thousands of digits has no ``msg``
+        raise ValueError(f"not valid JSON ({getattr(error, 'msg', error)})") from error
 
 
 def parse_answer(value: Any) -> str:
-    """The reference answer in a data file's answer field, as text.
+    """Return the reference answer in a data file's answer field, as text.
 
     GSM8K's worked solutions end in ``#### 42``, of which 42 is taken. A list of accepted answers
     (Skywork writes it as JSON inside a string) stays a JSON list, or becomes its only element.
@@ -218,28 +193,25 @@ def parse_answer(value: Any) -> str:
     if isinstance(value, list) and value:
         answers = [parse_answer(entry) for entry in value]
         return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float | decimal.Decimal)
-        or not math.isfinite(value)
-    ):
-        raise ValueError(f"must be a text, a number or a list of them, got {shown(value)}")
+    is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f"must be a text, a number or a list of them, got {_quoted(value)}")
     return str(value)
 
 
 def worked_answer(value: Any) -> str:
-    """The answer behind the ``####`` that ends a worked solution of GSM8K.
+    """Return the answer behind the ``####`` that ends a worked solution of GSM8K.
 
     Raises:
         ValueError: There is none.
     """
-    if not _ends_in_answer(value):
-        raise ValueError(f"must be a text that ends in '#### answer', got {shown(value)}")
+    if not _marked_answer(value):
+        raise ValueError(f"must be a text that ends in '#### answer', got {_quoted(value)}")
     return parse_answer(value)
 
 
 def boxed_answer(value: Any) -> str:
-    r"""What the last ``\boxed{…}`` of a worked solution holds; braces within it are balanced.
+    r"""Return what the last ``\boxed{…}`` of a worked solution holds; its braces are balanced.
 
     ``\fbox{…}`` and ``\boxed 5`` are read as well: MATH has some.
 
@@ -248,12 +220,12 @@ def boxed_answer(value: Any) -> str:
     """
     boxes = list(_BOX.finditer(value)) if isinstance(value, str) else []
     if not boxes:
-        raise ValueError(f"must be a text with a \\boxed answer, got {shown(value)}")
+        raise ValueError(f"must be a text with a \\boxed answer, got {_quoted(value)}")
     box = boxes[-1]
     answer = box["bare"] or _up_to_closing_brace(value[box.end() :])
     if answer is None or not answer.strip():
         problem = "never closed" if answer is None else "empty"
-        raise ValueError(f"has a last \\boxed that is {problem}: {shown(value[box.start() :])}")
+        raise ValueError(f"has a last \\boxed that is {problem}: {_quoted(value[box.start() :])}")
     return _utf8(answer.strip())
 
 
@@ -267,13 +239,19 @@ class RowFormat:
     answer_column: str
     parse_answer: Callable[[Any], str] = parse_answer
 
-    def read(self, row: Row, row_columns: tuple[str, ...] | None, dropped: set[str]) -> Example:
-        """Question, answer and the other columns of a row, whose fields are used up.
+    def read(
+        self, row: Row, row_columns: tuple[str, ...] | None, dropped: set[str]
+    ) -> tuple[str | list[Message], str, dict[str, Any]]:
+        """Read question, answer and the other columns of a row, whose fields are used up.
 
         Args:
             row: A readable row.
-            row_columns: The other columns to keep; all of them if none.
-            dropped: Gets the names of columns whose values are no JSON.
+            row_columns: The other columns to keep; None: all of them.
+            dropped: Gets the names of columns whose values have no form in JSON.
+
+        Returns:
+            The question as text, or as chat messages that end before the assistant's turn; the
+            answer; the other columns as JSON values.
 
         Raises:
             DataError: A field is missing or cannot be used.
@@ -282,28 +260,29 @@ class RowFormat:
         fields, present = row.fields, ", ".join(row.fields) or "none"
         answer_value = _take(row, self.answer_column, "answer_column", present)
         question_value = _take(row, self.prompt_column, "prompt_column", present)
+        column = self.answer_column
         try:
             answer = self.parse_answer(answer_value)
-        except ValueError as error:
-            raise bad_field(row, self.answer_column, error) from error
-        try:
+            column = self.prompt_column
             question = _parse_question(question_value)
         except ValueError as error:
-            raise bad_field(row, self.prompt_column, error) from error
-        kept = fields if row_columns is None else _chosen(row, row_columns)
-        rest = {}
-        for name, value in kept.items():
-            converted = _to_json(value, name, dropped)
-            if converted is not _DROPPED:
-                rest[name] = converted
-        return Example(question, answer, rest)
+            raise row.bad_field(column, error) from error
+        names = tuple(fields) if row_columns is None else row_columns
+        missing = [name for name in names if name not in fields]
+        if missing:
+            raise DataError(
+                f"{row.place}: no column '{missing[0]}', only {', '.join(fields) or 'none'} beside "
+                "question and answer; correct the data, or row_columns"
+            )
+        values = {name: _to_json(fields[name], name, dropped) for name in names}
+        return question, answer, _without_dropped(values)
 
 
 def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | None:
-    """The format of a set, by its settings and the columns of a row.
+    """Find the format of a set by its settings and the columns of a row.
 
     Returns:
-        The format, or none where ``row_format`` is ``auto`` and the columns are of no known one.
+        The format; None where ``row_format`` is ``auto`` and the columns are of no known one.
     """
     if dataset.row_format == "columns" or dataset.prompt_column or dataset.answer_column:
         return RowFormat(
@@ -320,7 +299,7 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
     truth = fields.get("reward_model")
     if "prompt" in fields and isinstance(truth, dict) and "ground_truth" in truth:
         return verl
-    if "question" in fields and _ends_in_answer(fields.get("answer")):
+    if "question" in fields and _marked_answer(fields.get("answer")):
         return gsm8k
     if "problem" in fields and (has_answer or "solution" in fields):
         return math_format
@@ -328,11 +307,6 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
     if question and "answer" in fields:
         return RowFormat("columns", question, "answer")
     return None
-
-
-def bad_field(row: Row, column: str, error: ValueError) -> DataError:
-    """The error of a row whose ``column`` cannot be used."""
-    return DataError(f"{row.place}: column '{column}' {error}; correct or remove this row")
 
 
 def _take(row: Row, column: str, setting: str, present: str) -> Any:
@@ -351,24 +325,24 @@ def _take(row: Row, column: str, setting: str, present: str) -> Any:
 
 
 def _parse_question(value: Any) -> str | list[Message]:
-    """A question as text, or as chat messages."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("must be a question, got an empty text")
         return _utf8(value)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"must be a text or a list of chat messages, got {shown(value)}")
+        raise ValueError(f"must be a text or a list of chat messages, got {_quoted(value)}")
     messages = []
     for message in value:
         role = message.get("role") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"must hold messages with role and content, got {shown(message)}")
+            raise ValueError(f"must hold messages with role and content, got {_quoted(message)}")
         messages.append({"role": _utf8(role), "content": _utf8(content)})
-    if messages[-1]["role"] in ("assistant", "system"):
+    last = messages[-1]
+    if last["role"] in ("assistant", "system"):
         raise ValueError(
             "must end before the assistant's turn, got a last message by the "
-            f"{messages[-1]['role']}: {shown(messages[-1]['content'])}"
+            f"{last['role']}: {_quoted(last['content'])}"
         )
     return messages
 
@@ -377,14 +351,19 @@ def _utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"holds half of a surrogate pair, which is no text: {shown(text)}") from (
-            error
-        )
+        problem = f"holds half of a surrogate pair, which is no text: {_quoted(text)}"
+        raise ValueError(problem) from error
     return text
 
 
+def _quoted(value: Any) -> str:
+    """A value for a message: as JSON, cut where it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
+
+
 def _list_of_texts(text: str) -> list[str] | None:
-    """The texts of a JSON list of texts; none for anything else, such as the interval [1, 2]."""
+    """The texts of a JSON list of texts; None for anything else, such as the interval [1, 2]."""
     if not text.lstrip().startswith('["'):
         return None
     try:
@@ -394,21 +373,19 @@ def _list_of_texts(text: str) -> list[str] | None:
     return values if all(isinstance(value, str) for value in values) else None
 
 
-def _ends_in_answer(value: Any) -> bool:
-    return isinstance(value, str) and bool(_marked_answer(value))
-
-
-def _marked_answer(solution: str) -> str:
-    """What follows the first ``####`` of the last line; empty where there is none.
+def _marked_answer(solution: Any) -> str:
+    """What follows the first ``####`` of a text's last line; empty where there is none.
 
     Linear in the length; a regular expression is not.
     """
+    if not isinstance(solution, str):
+        return ""
     last_line = solution.rstrip().rpartition("\n")[2]
     return last_line.partition("####")[2].lstrip(" \t")
 
 
 def _up_to_closing_brace(text: str) -> str | None:
-    """What stands before the brace that closes an open one; none if there is no such brace."""
+    """What stands before the brace that closes an open one; None if there is no such brace."""
     depth = 1
     for brace in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -417,22 +394,8 @@ def _up_to_closing_brace(text: str) -> str | None:
     return None
 
 
-def _chosen(row: Row, row_columns: tuple[str, ...]) -> dict[str, Any]:
-    assert row.fields is not None, "unreadable rows have no fields"
-    missing = [name for name in row_columns if name not in row.fields]
-    if missing:
-        raise DataError(
-            f"{row.place}: no column '{missing[0]}', only {', '.join(row.fields) or 'none'} beside "
-            "question and answer; correct the data, or row_columns"
-        )
-    return {name: row.fields[name] for name in row_columns}
-
-
-_DROPPED = object()
-
-
 def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
-    """A column's value as JSON, or ``_DROPPED``: bytes (images, sound) have no such form."""
+    """A column's value as JSON, or ``_NOT_JSON``: bytes (images, sound) have no such form."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
     if value is None or isinstance(value, bool | int):
@@ -440,13 +403,12 @@ def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        entries = {
-            str(key): _to_json(entry, f"{name}.{key}", dropped) for key, entry in value.items()
-        }
-        return {key: entry for key, entry in entries.items() if entry is not _DROPPED}
+        return _without_dropped(
+            {str(key): _to_json(entry, f"{name}.{key}", dropped) for key, entry in value.items()}
+        )
     if isinstance(value, list | tuple):
         items = [_to_json(entry, name, dropped) for entry in value]
-        return [item for item in items if item is not _DROPPED]
+        return [item for item in items if item is not _NOT_JSON]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -454,4 +416,8 @@ def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     dropped.add(name)
-    return _DROPPED
+    return _NOT_JSON
+
+
+def _without_dropped(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not _NOT_JSON}

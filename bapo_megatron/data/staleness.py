@@ -1,16 +1,12 @@
-"""How old the tokens of a response are, and which of them are too old to be trained on.
+"""Which weights sampled the tokens of a response, and which tokens are too old to train on.
+
+The weights versions of a response are stored as runs of equal ones: engines answer piece by piece
+with one version each, so a response of tens of thousands of tokens has as many spans as weight
+syncs fell into it, plus one.
 
 The age of a token is the number of optimizer updates since the weights that sampled it: the version
-of its batch (updates at the weight sync when the batch was formed) minus its own.
-
-Tokens that an environment wrote have no age.
-
-Shape legend: Q = tokens of one response that the policy sampled.
-
-Weights versions of the tokens of a response, as runs of equal ones.
-
-Engines answer piece by piece with one version each, so a response of tens of thousands of tokens
-has as many spans as weight syncs fell into it, plus one.
+of its batch (updates at the weight sync when the batch was formed) minus its own. Tokens that an
+environment wrote have neither version nor age.
 
 Shape legend: Q = tokens of one response that the policy sampled.
 """
@@ -29,23 +25,18 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from bapo_megatron.config.rollout import StalenessConfig
-    from bapo_megatron.types import VersionSpans
 
 
-def spans_of(versions_R: ArrayLike) -> VersionSpans:
-    """Find the runs of equal versions.
-
-    Args:
-        versions_R: [Q] weights version that sampled each token.
-    """
-    versions_R = np.asarray(versions_R, dtype=np.int64)
-    starts = np.flatnonzero(np.diff(versions_R, prepend=versions_R[:1] - 1))
-    counts = np.diff(starts, append=len(versions_R))
-    return tuple(map(VersionSpan, versions_R[starts].tolist(), counts.tolist()))
+def spans_of(versions_Q: ArrayLike) -> VersionSpans:
+    """Find the runs of equal versions in [Q] weights versions, one per token."""
+    versions_Q = np.asarray(versions_Q, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(versions_Q, prepend=versions_Q[:1] - 1))
+    counts = np.diff(starts, append=len(versions_Q))
+    return tuple(map(VersionSpan, versions_Q[starts].tolist(), counts.tolist()))
 
 
 def join_spans(parts: Iterable[VersionSpans]) -> VersionSpans:
-    """The spans of a response from those of its pieces; neighbours of one version become one."""
+    """Join the spans of a response's pieces; neighbours of one version become one."""
     joined: list[VersionSpan] = []
     for span in (span for part in parts for span in part):
         if joined and joined[-1].version == span.version:
@@ -55,33 +46,23 @@ def join_spans(parts: Iterable[VersionSpans]) -> VersionSpans:
 
 
 def num_spanned(spans: VersionSpans) -> int:
-    """How many tokens the spans cover: Q."""
+    """Count the tokens that the spans cover: Q."""
     return sum(span.num_tokens for span in spans)
 
 
 def token_versions(spans: VersionSpans) -> np.ndarray:
-    """Weights version of every sampled token, [Q] int64."""
+    """Return the weights version of every sampled token, [Q] int64."""
     versions, counts = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     return np.repeat(versions, counts)
 
 
-def token_ages(spans: VersionSpans, version: int) -> np.ndarray:
-    """Age of every token, [Q] int64.
-
-    Args:
-        spans: Which weights version sampled which tokens.
-        version: Weights version of now: that of the batch, or what the engines hold.
-    """
-    return version - token_versions(spans)
-
-
 def response_age(spans: VersionSpans, version: int, measure: Literal["mean", "oldest"]) -> float:
-    """Age of a whole response; that of one without tokens is 0.
+    """Return the age of a whole response; 0 if it has no tokens.
 
     Args:
         spans: Which weights version sampled which tokens.
-        version: Weights version of now.
-        measure: The ``mean`` over its tokens, or that of its ``oldest`` one.
+        version: The current weights version: that of the batch, or what the engines hold.
+        measure: The ``mean`` over its tokens, or the age of its ``oldest`` one.
     """
     if not spans:
         return 0.0
@@ -92,15 +73,15 @@ def response_age(spans: VersionSpans, version: int, measure: Literal["mean", "ol
 
 
 def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) -> np.ndarray:
-    """Which tokens stay in the loss, [Q] bool; all of them unless ``action: mask`` has a limit.
+    """Return which tokens stay in the loss, [Q] bool; all of them unless ``action: mask`` limits.
 
     Args:
         spans: Which weights version sampled which tokens.
         version: Weights version of the batch.
-        limit: ``measure: token`` masks every token older than ``max_age`` by itself, the other
-            measures all tokens of a response that is older.
+        limit: ``measure: token`` masks each token that is older than ``max_age``; the other
+            measures mask all tokens of a response that is older.
     """
-    age_Q = token_ages(spans, version)
+    age_Q = version - token_versions(spans)
     if limit.max_age is None or limit.action != "mask":
         return np.ones(age_Q.shape, dtype=bool)
     if limit.measure == "token":

@@ -10,12 +10,13 @@ import hashlib
 import json
 import math
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from bapo_megatron.data.prompts import PromptSet
     from bapo_megatron.types import Prompt
@@ -29,11 +30,8 @@ class PromptStream:
     ) -> None:
         """Start at the first prompt of the first epoch.
 
-        Args:
-            prompts: At least one prompt.
-            seed: The run's seed.
-            shuffle: Whether each epoch has an order of its own, or the set's.
-            number: The set's place in its mixture, so that no two sets share an order.
+        With ``shuffle`` each epoch has an order of its own, else the set's; ``number`` is the set's
+        place in its mixture, so that no two sets share an order.
         """
         if not prompts:
             raise ValueError("a prompt stream needs at least one prompt")
@@ -44,13 +42,12 @@ class PromptStream:
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
-        self._digest = self._rows_digest = ""
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
-        """The next prompt; the stream never ends."""
+        """Draw the next prompt; the stream never ends."""
         if self._position == len(self._prompts):
             self._epoch += 1
             self._position = 0
@@ -60,24 +57,19 @@ class PromptStream:
         return prompt
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the latest prompt, from 0."""
-        return self._epoch
-
-    @property
     def num_drawn(self) -> int:
         """Prompts drawn so far."""
         return self._epoch * len(self._prompts) + self._position
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON values for a checkpoint."""
+        """Return the position, as JSON values for a checkpoint."""
         return {
             "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "digest": self._digest_of_prompts(),
-            "rows_digest": self._digest_of_rows(),
+            "digest": self._digest,
+            "rows_digest": self._rows_digest,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -86,20 +78,22 @@ class PromptStream:
         Raises:
             ValueError: The state belongs to other prompts, another seed or another order.
         """
-        for name, mine in (("seed", self._seed), ("data.shuffle", self._shuffle)):
-            saved = state[name.rpartition(".")[2]]
-            if saved != mine:
+        for key, name, mine in (
+            ("seed", "seed", self._seed),
+            ("shuffle", "data.shuffle", self._shuffle),
+        ):
+            if state[key] != mine:
                 raise ValueError(
-                    f"cannot resume the data position: {name} was {saved} when it was saved and "
-                    f"is {mine} now; resume with the same value"
+                    f"cannot resume the data position: {name} was {state[key]} when it was saved "
+                    f"and is {mine} now; resume with the same value"
                 )
-        if state["digest"] != self._digest_of_prompts():
+        if state["digest"] != self._digest:
             raise ValueError(
                 "cannot resume the data position: the training prompts differ from those it was "
                 "saved with; restore the data file, chat template and data settings"
             )
         # Positions that were saved without it stay good.
-        if "rows_digest" in state and state["rows_digest"] != self._digest_of_rows():
+        if "rows_digest" in state and state["rows_digest"] != self._rows_digest:
             raise ValueError(
                 "cannot resume the data position: the columns that reward functions get of the "
                 "training prompts differ from those it was saved with; restore the data file and "
@@ -116,21 +110,23 @@ class PromptStream:
         rng = np.random.default_rng([self._seed, self._epoch, self._number])
         return rng.permutation(len(self._prompts))
 
-    def _digest_of_prompts(self) -> str:
-        if not self._digest:  # seconds for a million prompts, which never change
-            digest = hashlib.sha256()
-            for prompt in self._prompts:
-                digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.answer)).encode())
-            self._digest = digest.hexdigest()
-        return self._digest
+    # Cached: seconds for a million prompts, which never change.
+    @cached_property
+    def _digest(self) -> str:
+        return _digest_of(
+            repr((prompt.prompt_id, prompt.token_ids, prompt.answer)) for prompt in self._prompts
+        )
 
-    def _digest_of_rows(self) -> str:
-        if not self._rows_digest:
-            digest = hashlib.sha256()
-            for prompt in self._prompts:
-                digest.update(json.dumps(prompt.row, sort_keys=True).encode() + b"\n")
-            self._rows_digest = digest.hexdigest()
-        return self._rows_digest
+    @cached_property
+    def _rows_digest(self) -> str:
+        return _digest_of(json.dumps(prompt.row, sort_keys=True) + "\n" for prompt in self._prompts)
+
+
+def _digest_of(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
+    return digest.hexdigest()
 
 
 class PromptMixture:
@@ -149,27 +145,21 @@ class PromptMixture:
     """
 
     def __init__(self, sets: Sequence[PromptSet], seed: int, shuffle: bool) -> None:
-        """Start at the first prompt of each set.
-
-        Args:
-            sets: At least one set; names differ.
-            seed: The run's seed.
-            shuffle: Whether each epoch of each set has an order of its own.
-        """
+        """Start at the first prompt of each set; there is at least one, and their names differ."""
         self._names = [prompt_set.name for prompt_set in sets]
         self._streams = [
             PromptStream(prompt_set.prompts, seed, shuffle, number=number)
             for number, prompt_set in enumerate(sets)
         ]
         self._weights = [float(prompt_set.weight) for prompt_set in sets]
-        self._units, self._total_units = _in_units(self._weights)
+        self._units = _in_units(self._weights)
         self._num_drawn = [0] * len(sets)
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
-        """The next prompt; the stream never ends."""
+        """Draw the next prompt; the stream never ends."""
         number = self._next_set()
         self._num_drawn[number] += 1
         return next(self._streams[number])
@@ -177,35 +167,31 @@ class PromptMixture:
     @property
     def shares(self) -> dict[str, float]:
         """Each set's share of the draws."""
-        return {
-            name: units / self._total_units
-            for name, units in zip(self._names, self._units, strict=True)
-        }
+        total = sum(self._units)
+        return {name: units / total for name, units in zip(self._names, self._units, strict=True)}
 
     def state(self) -> dict[str, Any]:
-        """The position in every set, as JSON values for a checkpoint."""
+        """Return the position in every set, as JSON values for a checkpoint."""
+        sets = zip(self._names, self._weights, self._streams, strict=True)
         return {
             "sets": [
-                {"name": name, "weight": weight, **stream.state()}
-                for name, weight, stream in zip(
-                    self._names, self._weights, self._streams, strict=True
-                )
+                {"name": name, "weight": weight, **stream.state()} for name, weight, stream in sets
             ]
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned, or that of a lone ``PromptStream``.
+        """Continue from what ``state`` of this class or of a lone ``PromptStream`` returned.
 
         Raises:
             ValueError: The state belongs to other sets, weights, prompts, or another seed or order.
         """
-        mine = self._described(zip(self._names, self._weights, strict=True))
+        mine = _described(list(zip(self._names, self._weights, strict=True)))
         if "sets" in state:
             entries = state["sets"]
-            saved = self._described((entry["name"], entry["weight"]) for entry in entries)
+            saved = _described([(entry["name"], entry["weight"]) for entry in entries])
         else:  # saved before there were mixtures
             entries = [state]
-            saved = mine if len(self._streams) == 1 else "one set"
+            saved = "one set"
         if saved != mine:
             raise ValueError(
                 f"cannot resume the data position: data.train was {saved} when it was saved and is "
@@ -216,29 +202,26 @@ class PromptMixture:
         self._num_drawn = [stream.num_drawn for stream in self._streams]
 
     def _next_set(self) -> int:
-        """Of the sets whose window is open, the one whose window closes first."""
-        now, total = sum(self._num_drawn), self._total_units
-        best, best_deadline = -1, 0
-        for number, (drawn, units) in enumerate(zip(self._num_drawn, self._units, strict=True)):
-            if drawn * total // units > now:
-                continue
-            deadline = -(-(drawn + 1) * total // units)
-            if best < 0 or deadline < best_deadline:
-                best, best_deadline = number, deadline
-        assert best >= 0, "some set is not ahead of its share"
-        return best
-
-    @staticmethod
-    def _described(sets: Any) -> str:
-        """Such as ``a:1, b:0.5``; name and weight of a lone set mean nothing."""
-        pairs = list(sets)
-        if len(pairs) == 1:
-            return "one set"
-        return ", ".join(f"{name}:{weight:g}" for name, weight in pairs)
+        """Find the open window that closes first, and return its set."""
+        now, total = sum(self._num_drawn), sum(self._units)
+        open_sets = [
+            (-(-(drawn + 1) * total // units), number)
+            for number, (drawn, units) in enumerate(zip(self._num_drawn, self._units, strict=True))
+            if drawn * total // units <= now
+        ]
+        assert open_sets, "some set is not ahead of its share"
+        return min(open_sets)[1]
 
 
-def _in_units(weights: Sequence[float]) -> tuple[list[int], int]:
-    """Weights as whole numbers in the same proportions, and their sum.
+def _described(sets: Sequence[tuple[str, float]]) -> str:
+    """Such as ``a:1, b:0.5``; name and weight of a lone set mean nothing."""
+    if len(sets) == 1:
+        return "one set"
+    return ", ".join(f"{name}:{weight:g}" for name, weight in sets)
+
+
+def _in_units(weights: Sequence[float]) -> list[int]:
+    """Weights as the smallest whole numbers in the same proportions.
 
     They are taken as they are written: 0.1 is 1/10, not the nearest binary fraction.
     """
@@ -246,4 +229,4 @@ def _in_units(weights: Sequence[float]) -> tuple[list[int], int]:
     denominator = math.lcm(*(weight.denominator for weight in exact))
     units = [int(weight * denominator) for weight in exact]
     common = math.gcd(*units)
-    return [unit // common for unit in units], sum(units) // common
+    return [unit // common for unit in units]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bapo_megatron.types import EvalProblem, EvalResult
 
 COMPARISON_HEADINGS = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
-
-
 _COMPARED_SETTINGS = ("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward")
 
 
@@ -46,7 +44,7 @@ class Comparison:
     scores: tuple[ScoreDifference, ...]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row for each score, under ``COMPARISON_HEADINGS``."""
+        """Return a row for each score, under ``COMPARISON_HEADINGS``."""
         return [
             (
                 self.set_name,
@@ -61,7 +59,7 @@ class Comparison:
         ]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -79,9 +77,9 @@ def compare_results(
     Args:
         first: A.
         second: B; differences are B − A.
-        k_values: Of pass@k and maj@k, beside the n of both.
-        num_resamples: Of the bootstrap.
-        seed: Of the bootstrap.
+        k_values: k of pass@k and maj@k, beside the n of both.
+        num_resamples: Resamples of the bootstrap.
+        seed: Decides the resamples.
         common_only: Leave out problems that only one of them has, instead of refusing.
 
     Raises:
@@ -93,55 +91,24 @@ def compare_results(
         by_name = {result.name: result for result in second}
         pairs = [(result, by_name[result.name]) for result in first if result.name in by_name]
     if not pairs:
+        names = (", ".join(result.name for result in each) or "none" for each in (first, second))
         raise ResultsError(
-            f"the results have no set in common: {_names(first)} against {_names(second)}; compare "
-            "results on the same data"
+            f"the results have no set in common: {' against '.join(names)}; compare results on the "
+            "same data"
         )
-    return [
-        _compare(a, b, k_values, num_resamples, seed, common_only=common_only) for a, b in pairs
-    ]
-
-
-def _compare(
-    first: EvalResult,
-    second: EvalResult,
-    k_values: Sequence[int],
-    num_resamples: int,
-    seed: int,
-    *,
-    common_only: bool,
-) -> Comparison:
-    pairs, num_left_out = _common(first, second, common_only=common_only)
-    most = min(first.samples_per_prompt, second.samples_per_prompt)
-    sizes = [
-        k for k in {*k_values, first.samples_per_prompt, second.samples_per_prompt} if k <= most
-    ]
-    names, first_PM = values_by_problem([a for a, _ in pairs], sizes)
-    others, second_PM = values_by_problem([b for _, b in pairs], sizes)
-    scores = []
-    for column, name in enumerate(names):
-        # avg@k is the first of both, whatever the number of samples.
-        other = 0 if column == 0 else others.index(name) if name in others else None
-        if other is None:
-            continue
-        a_P, b_P = first_PM[:, column], second_PM[:, other]
-        paired = paired_difference(b_P - a_P, num_resamples, seed)
-        shown = name if column or name == others[0] else f"{name}, {others[0]}"
-        scores.append(ScoreDifference(shown, float(a_P.mean()), float(b_P.mean()), paired))
-    name = first.name if first.name == second.name else f"{first.name}, {second.name}"
-    return Comparison(
-        name, len(pairs), num_left_out, _different_settings(first, second), tuple(scores)
-    )
-
-
-def _different_settings(first: EvalResult, second: EvalResult) -> tuple[str, ...]:
-    """Such as ``temperature 0.6 and 1.0``; nothing where they are not known."""
-    a, b = first.settings, second.settings
-    return tuple(
-        f"{name} {json.dumps(a[name])} and {json.dumps(b[name])}"
-        for name in _COMPARED_SETTINGS
-        if name in a and name in b and a[name] != b[name]
-    )
+    compared = []
+    for a, b in pairs:
+        problems, num_left_out = _common(a, b, common_only=common_only)
+        compared.append(
+            Comparison(
+                set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
+                num_problems=len(problems),
+                num_left_out=num_left_out,
+                different_settings=_different_settings(a, b),
+                scores=_differences(problems, k_values, num_resamples, seed),
+            )
+        )
+    return compared
 
 
 def _common(
@@ -158,14 +125,41 @@ def _common(
                 "data under the same names; compare results on the same data"
             )
     if not pairs or (num_left_out and not common_only):
-        remedy = " or compare these with --common" if pairs else ""
         raise ResultsError(
             f"A has {len(first.problems)} problems of {first.name}, B {len(second.problems)} of "
             f"{second.name}, {len(pairs)} in common; compare results on the same data"
-            f"{',' if remedy else ''}{remedy}"
+            + (", or compare these with --common" if pairs else "")
         )
     return pairs, num_left_out
 
 
-def _names(results: Sequence[EvalResult]) -> str:
-    return ", ".join(result.name for result in results) or "none"
+def _differences(
+    pairs: Sequence[tuple[EvalProblem, EvalProblem]],
+    k_values: Sequence[int],
+    num_resamples: int,
+    seed: int,
+) -> tuple[ScoreDifference, ...]:
+    first, second = zip(*pairs, strict=True)
+    num_first, num_second = len(first[0].rewards), len(second[0].rewards)
+    sizes = [k for k in {*k_values, num_first, num_second} if k <= min(num_first, num_second)]
+    names, first_PM = values_by_problem(first, sizes)
+    others, second_PM = values_by_problem(second, sizes)
+    # avg@k is the first score of both, whatever the number of samples.
+    shown = names[0] if names[0] == others[0] else f"{names[0]}, {others[0]}"
+    shared = [(name, names.index(name), others.index(name)) for name in names[1:] if name in others]
+    differences = []
+    for name, column, other in [(shown, 0, 0), *shared]:
+        a_P, b_P = first_PM[:, column], second_PM[:, other]
+        paired = paired_difference(b_P - a_P, num_resamples, seed)
+        differences.append(ScoreDifference(name, float(a_P.mean()), float(b_P.mean()), paired))
+    return tuple(differences)
+
+
+def _different_settings(first: EvalResult, second: EvalResult) -> tuple[str, ...]:
+    """Such as ``temperature 0.6 and 1.0``; nothing where they are not known."""
+    a, b = first.settings, second.settings
+    return tuple(
+        f"{name} {json.dumps(a[name])} and {json.dumps(b[name])}"
+        for name in _COMPARED_SETTINGS
+        if name in a and name in b and a[name] != b[name]
+    )

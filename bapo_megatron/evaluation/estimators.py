@@ -1,18 +1,16 @@
-"""avg@k, pass@k and maj@k of one problem from its n samples: pure functions, without chance.
+"""avg@k, pass@k and maj@k of one problem, and confidence intervals of their means over problems.
 
-Each is the expectation over all subsets of k of the n samples, drawn without replacement, so that
-none depends on the order of the samples. The value of a set is the mean over its problems.
+Each estimate is the expectation over all subsets of k of a problem's n samples, drawn without
+replacement, so that none depends on chance or on the order of the samples. The value of a set is
+the mean over its problems.
 
-Shape legend: K = k + 1 (sizes of a subset), J = clusters that share the most votes, and 0.
+Intervals come from resampling the problems. A resample draws as many problems as there are, with
+replacement, each with all its samples; the 95 % interval reaches from the 2.5th to the 97.5th
+percentile of the means of all resamples. It is about problems like these: with the same problems
+and new samples, results scatter less. docs/evaluation.md says how often it covers.
 
-Confidence intervals of means over problems, by resampling the problems.
-
-Every estimate of an evaluation is a mean over its problems. A resample draws as many problems as
-there are, with replacement, each with all its samples; the 95 % interval reaches from the 2.5th to
-the 97.5th percentile of the means of all resamples. It is about problems like these: with the same
-problems and new samples, results scatter less. docs/evaluation.md says how often it covers.
-
-Shape legend: P = problems, M = estimates, B = resamples.
+Shape legend: K = k + 1 (sizes of a subset), J = clusters that share the most votes, and 0,
+P = problems, M = estimates, B = resamples.
 """
 
 from __future__ import annotations
@@ -24,14 +22,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-
-RIGHT_REWARD = 1.0 - 1e-9
-"""A sample with at least this reward is right; below 1, since 0.7 + 0.2 + 0.1 is."""
+    from collections.abc import Sequence
 
 NO_VOTE = -1
 """The vote of a sample without an answer."""
+_RIGHT_REWARD = 1.0 - 1e-9
+"""A sample with at least this reward is right; below 1, since 0.7 + 0.2 + 0.1 is."""
+_TAIL = 0.025
+"""Share of the resamples beyond each end of an interval."""
+_ROUNDING = 1e-12
+"""A mean difference this small is 0."""
+_CHUNK_ENTRIES = 1 << 20
+"""Draws held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +52,17 @@ class Candidate:
 
 
 def is_right(reward: float) -> bool:
-    """Whether a sample with this reward counts as right in pass@k and maj@k."""
-    return reward >= RIGHT_REWARD
+    """Return whether a sample with this reward counts as right in pass@k and maj@k."""
+    return reward >= _RIGHT_REWARD
 
 
 def average(rewards: Sequence[float]) -> float:
-    """avg@k of one problem: the mean reward of its samples, whatever k.
-
-    Args:
-        rewards: At least one.
-    """
+    """Return avg@k of one problem: the mean reward of its samples, whatever k."""
     return math.fsum(rewards) / len(rewards)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The unbiased estimate 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374, Eq. 1).
+    """Return the unbiased estimate 1 − C(n − c, k) / C(n, k) (arXiv 2107.03374, Eq. 1).
 
     Raises:
         ValueError: k does not lie in 1 … n.
@@ -74,12 +72,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def candidates(votes: Sequence[int], rewards: Sequence[float]) -> list[Candidate]:
-    """Count the votes for each cluster.
-
-    Args:
-        votes: For each sample the number of its answer's cluster, or ``NO_VOTE``.
-        rewards: For each sample its reward.
-    """
+    """Count the votes for each cluster; a sample votes by its cluster's number or ``NO_VOTE``."""
     pairs = [(vote, is_right(reward)) for vote, reward in zip(votes, rewards, strict=True)]
     return [
         Candidate(
@@ -91,7 +84,7 @@ def candidates(votes: Sequence[int], rewards: Sequence[float]) -> list[Candidate
 
 
 def majority_at_k(num_samples: int, clusters: Sequence[Candidate], k: int) -> float:
-    """maj@k of one problem: the probability that the vote of k samples is right.
+    """Return maj@k of one problem: the probability that the vote of k samples is right.
 
     The cluster with most votes wins. Clusters that share the most votes win equally often, and the
     winner answers with one of its samples, each equally often. Samples without an answer have no
@@ -115,12 +108,11 @@ def majority_at_k(num_samples: int, clusters: Sequence[Candidate], k: int) -> fl
     if not clusters:
         return 0.0
     num_silent = num_samples - sum(cluster.num_votes for cluster in clusters)
+    most = max(cluster.num_votes for cluster in clusters)
     if k == num_samples:
-        most = max(cluster.num_votes for cluster in clusters)
         tied = [cluster.right_share for cluster in clusters if cluster.num_votes == most]
         return math.fsum(tied) / len(tied)
-    most = min(k, max(cluster.num_votes for cluster in clusters))
-    won = [_won_with(votes, num_silent, clusters, k) for votes in range(1, most + 1)]
+    won = [_won_with(votes, num_silent, clusters, k) for votes in range(1, min(k, most) + 1)]
     return math.fsum(won) / math.comb(num_samples, k)
 
 
@@ -134,14 +126,9 @@ def _won_with(num_votes: int, num_silent: int, clusters: Sequence[Candidate], k:
     for size in range(min(num_silent, k) + 1):
         subsets_KJ[size, 0] = math.comb(num_silent, size)
     for cluster in clusters:
-        below_K = [
-            math.comb(cluster.num_votes, v)
-            for v in range(min(num_votes - 1, cluster.num_votes) + 1)
-        ]
-        grown_KJ, grown_right_KJ = (
-            _shifted_sum(subsets_KJ, below_K),
-            _shifted_sum(right_KJ, below_K),
-        )
+        most_below = min(num_votes - 1, cluster.num_votes)
+        below_K = [math.comb(cluster.num_votes, v) for v in range(most_below + 1)]
+        grown_KJ, grown_right_KJ = (_shifted_sum(t, below_K) for t in (subsets_KJ, right_KJ))
         if cluster.num_votes >= num_votes:
             ways = math.comb(cluster.num_votes, num_votes)
             rest = k + 1 - num_votes
@@ -168,14 +155,6 @@ def _check_k(name: str, num_samples: int, k: int) -> None:
         )
 
 
-TAIL = 0.025
-"""Share of the resamples beyond each end of an interval."""
-_ROUNDING = 1e-12
-"""A mean difference this small is 0."""
-_CHUNK_ENTRIES = 1 << 20
-"""Draws held at a time."""
-
-
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
     """The mean difference of two results on the same problems."""
@@ -189,18 +168,15 @@ class PairedDifference:
 
 
 def intervals(values_PM: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
-    """The 95 % intervals of means over problems.
+    """Return the 95 % intervals of means over problems, [2, M]: low and high ends.
 
     Args:
         values_PM: [P, M] float64, each problem's estimates; all columns share the resamples.
         num_resamples: B.
         seed: Decides the resamples.
-
-    Returns:
-        [2, M]: low and high ends.
     """
-    means_BM = np.concatenate(list(_resampled_means(values_PM, num_resamples, seed)))
-    ends_2M: np.ndarray = np.quantile(means_BM, [TAIL, 1 - TAIL], axis=0)
+    means_BM = _resampled_means(values_PM, num_resamples, seed)
+    ends_2M: np.ndarray = np.quantile(means_BM, [_TAIL, 1 - _TAIL], axis=0)
     return ends_2M
 
 
@@ -212,9 +188,8 @@ def paired_difference(differences_P: np.ndarray, num_resamples: int, seed: int) 
         num_resamples: B; the smallest p-value is 2 / (B + 1).
         seed: Decides the resamples.
     """
-    means_BM = np.concatenate(list(_resampled_means(differences_P[:, None], num_resamples, seed)))
-    means_B = means_BM[:, 0]
-    low, high = np.quantile(means_B, [TAIL, 1 - TAIL])
+    means_B = _resampled_means(differences_P[:, None], num_resamples, seed)[:, 0]
+    low, high = np.quantile(means_B, [_TAIL, 1 - _TAIL])
     beyond = min(int((means_B <= _ROUNDING).sum()), int((means_B >= -_ROUNDING).sum()))
     return PairedDifference(
         difference=float(differences_P.mean()),
@@ -224,13 +199,15 @@ def paired_difference(differences_P: np.ndarray, num_resamples: int, seed: int) 
     )
 
 
-def _resampled_means(values_PM: np.ndarray, num_resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Means of all resamples, some rows [., M] at a time."""
+def _resampled_means(values_PM: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
+    """Means of all resamples, [B, M]."""
     rng = np.random.default_rng(seed)
     num_problems = len(values_PM)
     rows = max(1, _CHUNK_ENTRIES // num_problems)
     equal_P = np.full(num_problems, 1 / num_problems)
+    means = []
     for start in range(0, num_resamples, rows):
         # How often each problem is drawn.
         counts = rng.multinomial(num_problems, equal_P, size=min(rows, num_resamples - start))
-        yield counts @ values_PM / num_problems
+        means.append(counts @ values_PM / num_problems)
+    return np.concatenate(means)

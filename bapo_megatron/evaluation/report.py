@@ -1,6 +1,6 @@
 """Results as tables on the terminal and in markdown, and as JSON that can be read back.
 
-What an evaluation will cost, told before it starts.
+``describe_cost`` tells what an evaluation will cost before it starts.
 """
 
 from __future__ import annotations
@@ -16,86 +16,89 @@ from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EvalProblem, EvalResult, EvalScore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
 
-
-SCORE_HEADINGS = ("set", "score", "value", "95 % interval")
-SAMPLE_HEADINGS = (
-    "set",
-    "problems",
-    "samples",
-    "tokens mean",
-    "median",
-    "p95",
-    "truncated",
-    "no answer",
-    "grading time-outs",
-    "tokens",
-    "time",
-    "tokens/s",
-)
-
-
-SETTING_HEADINGS = ("set", "model", "n", "temperature", "top_p", "top_k", "longest response")
-
-
-def setting_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
-    """A row for each set whose settings are known, under ``SETTING_HEADINGS``."""
-    return [
-        (
-            result.name,
-            str(result.settings["weights"]),
-            str(result.samples_per_prompt),
-            str(result.settings["temperature"]),
-            str(result.settings["top_p"]),
-            str(result.settings["top_k"]),
-            f"{result.settings['max_response_tokens']:,}",
-        )
-        for result in results
-        if result.settings
-    ]
+_SCORE_HEADINGS = ("set", "score", "value", "95 % interval")
+_SAMPLE_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
+    "set": lambda r: r.name,
+    "problems": lambda r: f"{r.num_prompts:,}",
+    "samples": lambda r: f"{r.num_prompts * r.samples_per_prompt:,}",
+    "tokens mean": lambda r: f"{r.response_tokens_mean:,.1f}",
+    "median": lambda r: f"{r.response_tokens_median:,.1f}",
+    "p95": lambda r: f"{r.response_tokens_p95:,.1f}",
+    "truncated": lambda r: f"{r.truncated_share:.1%}",
+    "no answer": lambda r: f"{r.missing_answers:,} ({1 - r.answer_found_share:.1%})",
+    "grading time-outs": lambda r: f"{r.grading_timeouts:,}",
+    "tokens": lambda r: f"{r.generated_tokens:,}",
+    "time": lambda r: f"{r.wall_s:,.1f} s",
+    "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}",
+}
+_SETTING_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
+    "set": lambda r: r.name,
+    "model": lambda r: str(r.settings["weights"]),
+    "n": lambda r: str(r.samples_per_prompt),
+    "temperature": lambda r: str(r.settings["temperature"]),
+    "top_p": lambda r: str(r.settings["top_p"]),
+    "top_k": lambda r: str(r.settings["top_k"]),
+    "longest response": lambda r: f"{r.settings['max_response_tokens']:,}",
+}
+_MINUTE_S = 60.0
+_HOUR_S = 3600.0
 
 
-def score_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
-    """A row for each score, under ``SCORE_HEADINGS``."""
-    return [
-        (
-            result.name,
-            score.name,
-            f"{score.value:.2%}",
-            f"{score.low:.2%} … {score.high:.2%}",
-        )
-        for result in results
-        for score in result.scores
-    ]
+def print_results(results: Sequence[EvalResult], console: Console) -> None:
+    """Print scores and samples as tables, and ``scoring_lines``."""
+    console.print(rich_table("Scores", _SCORE_HEADINGS, _score_rows(results), num_left=1))
+    rows = _rows(_SAMPLE_COLUMNS, results)
+    console.print(rich_table("Samples", list(_SAMPLE_COLUMNS), rows, num_left=1))
+    for line in scoring_lines(results):
+        console.print(line, markup=False, highlight=False)
 
 
-def sample_rows(results: Sequence[EvalResult]) -> list[tuple[str, ...]]:
-    """A row for each set, under ``SAMPLE_HEADINGS``."""
-    return [
-        (
-            result.name,
-            f"{result.num_prompts:,}",
-            f"{result.num_prompts * result.samples_per_prompt:,}",
-            f"{result.response_tokens_mean:,.1f}",
-            f"{result.response_tokens_median:,.1f}",
-            f"{result.response_tokens_p95:,.1f}",
-            f"{result.truncated_share:.1%}",
-            f"{result.missing_answers:,} ({1 - result.answer_found_share:.1%})",
-            f"{result.grading_timeouts:,}",
-            f"{result.generated_tokens:,}",
-            f"{result.wall_s:,.1f} s",
-            f"{result.tokens_per_s:,.0f}",
-        )
-        for result in results
-    ]
+def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
+    """Write the results as JSON, and as markdown beside it.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    entries = ",\n".join(map(_json_of, results))
+    atomic_write_text(json_path, f"[\n{entries}\n]\n")
+    known = [result for result in results if result.settings]
+    tables = (
+        _markdown_table(_SCORE_HEADINGS, _score_rows(results), num_left=2),
+        _markdown_table(list(_SAMPLE_COLUMNS), _rows(_SAMPLE_COLUMNS, results), num_left=1),
+        _markdown_table(list(_SETTING_COLUMNS), _rows(_SETTING_COLUMNS, known), num_left=2),
+    )
+    text = "# Evaluation\n\n" + "\n".join(tables)
+    text += "".join(f"\n{line}\n" for line in scoring_lines(results))
+    text += (
+        "\nIntervals: percentile bootstrap over problems. A response counts as truncated where it "
+        "reached the limit of tokens. Definitions: docs/evaluation.md.\n"
+    )
+    atomic_write_text(json_path.with_suffix(".md"), text)
+
+
+def read_results(path: Path) -> list[EvalResult]:
+    """Read what ``write_results`` wrote.
+
+    Raises:
+        ResultsError: It is no such file.
+        OSError: It cannot be read.
+    """
+    try:
+        return [_result_of(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ResultsError(
+            f"{path}: holds no results that this version reads ({error}); give the eval.json of "
+            "an evaluation, or a .jsonl of its samples"
+        ) from error
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
-    """Of each set whose score is not that of one function what it is, and failures of functions."""
+    """Return what each score is made of, unless it is one function's, and failures of functions."""
     sums = [
         f"{result.name}: scored by {_sum_of(functions)}"
         for result in results
@@ -119,21 +122,24 @@ def _sum_of(functions: Sequence[Mapping[str, Any]]) -> str:
     return " + ".join(terms)
 
 
-def print_results(results: Sequence[EvalResult], console: Console) -> None:
-    """Print both tables."""
-    for title, headings, rows in (
-        ("Scores", SCORE_HEADINGS, score_rows(results)),
-        ("Samples", SAMPLE_HEADINGS, sample_rows(results)),
-    ):
-        console.print(rich_table(title, headings, rows, num_left=1))
-    for line in scoring_lines(results):
-        console.print(line, markup=False, highlight=False)
+def _score_rows(results: Sequence[EvalResult]) -> list[list[str]]:
+    return [
+        [result.name, score.name, f"{score.value:.2%}", f"{score.low:.2%} … {score.high:.2%}"]
+        for result in results
+        for score in result.scores
+    ]
+
+
+def _rows(
+    columns: Mapping[str, Callable[[EvalResult], str]], results: Sequence[EvalResult]
+) -> list[list[str]]:
+    return [[cell_of(result) for cell_of in columns.values()] for result in results]
 
 
 def rich_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
 ) -> Table:
-    """A table for the terminal; the first ``num_left`` columns are aligned to the left."""
+    """Make a table for the terminal; the first ``num_left`` columns are aligned to the left."""
     table = Table(title=title)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < num_left else "right")
@@ -142,59 +148,12 @@ def rich_table(
     return table
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
-    """The same in markdown."""
+def _markdown_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
+) -> str:
     marks = ["---" if number < num_left else "---:" for number in range(len(headings))]
     lines = [headings, marks, *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
-    """Write the results as JSON, and as markdown beside it.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
-    entries = ",\n".join(map(_json_of, results))
-    atomic_write_text(json_path, f"[\n{entries}\n]\n")
-    text = "# Evaluation\n\n"
-    text += markdown_table(SCORE_HEADINGS, score_rows(results), num_left=2)
-    text += "\n" + markdown_table(SAMPLE_HEADINGS, sample_rows(results), num_left=1)
-    text += "\n" + markdown_table(SETTING_HEADINGS, setting_rows(results), num_left=2)
-    text += "".join(f"\n{line}\n" for line in scoring_lines(results))
-    text += (
-        "\nIntervals: percentile bootstrap over problems. A response counts as truncated where it "
-        "reached the limit of tokens. Definitions: docs/evaluation.md.\n"
-    )
-    atomic_write_text(json_path.with_suffix(".md"), text)
-
-
-def read_results(path: Path) -> list[EvalResult]:
-    """Read what ``write_results`` wrote.
-
-    Raises:
-        ResultsError: It is no such file.
-        OSError: It cannot be read.
-    """
-    try:
-        return [result_from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ResultsError(
-            f"{path}: holds no results that this version reads ({error}); give the eval.json of "
-            "an evaluation, or a .jsonl of its samples"
-        ) from error
-
-
-def result_from_json(entry: dict[str, Any]) -> EvalResult:
-    """A result from its fields as JSON values."""
-    scores = tuple(EvalScore(**score) for score in entry["scores"])
-    problems = tuple(
-        EvalProblem(
-            **{**problem, "rewards": tuple(problem["rewards"]), "votes": tuple(problem["votes"])}
-        )
-        for problem in entry["problems"]
-    )
-    return EvalResult(**{**entry, "scores": scores, "problems": problems})
 
 
 def _json_of(result: EvalResult) -> str:
@@ -205,8 +164,15 @@ def _json_of(result: EvalResult) -> str:
     return f'{head},\n  "problems": [\n{problems}\n  ]\n}}'
 
 
-_MINUTE_S = 60.0
-_HOUR_S = 3600.0
+def _result_of(entry: dict[str, Any]) -> EvalResult:
+    scores = tuple(EvalScore(**score) for score in entry["scores"])
+    problems = tuple(
+        EvalProblem(
+            **{**problem, "rewards": tuple(problem["rewards"]), "votes": tuple(problem["votes"])}
+        )
+        for problem in entry["problems"]
+    )
+    return EvalResult(**{**entry, "scores": scores, "problems": problems})
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +198,9 @@ class SetCost:
 
 
 def describe_cost(sets: Sequence[SetCost], tokens_per_s: float) -> list[str]:
-    """Lines with the samples, the tokens at most, and the time that follows from a rate.
+    """Return lines with the samples, the largest number of tokens, and the time that they take.
 
-    Args:
-        sets: At least one.
-        tokens_per_s: ``eval.assumed_tokens_per_s``.
+    ``tokens_per_s`` is ``eval.assumed_tokens_per_s``; there is at least one set.
     """
     lines = [
         f"{cost.name}: {cost.num_prompts:,} problems × {cost.samples_per_prompt} samples"
@@ -256,7 +220,7 @@ def describe_cost(sets: Sequence[SetCost], tokens_per_s: float) -> list[str]:
 
 
 def describe_duration(seconds: float) -> str:
-    """Such as ``4.4 hours``."""
+    """Return a text such as ``4.4 hours``."""
     if seconds < 2 * _MINUTE_S:
         return f"{seconds:.0f} seconds"
     if seconds < 2 * _HOUR_S:

@@ -18,7 +18,8 @@ import logging
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any, Self
 
 from bapo_megatron.evaluation.settings import (
@@ -97,7 +98,7 @@ class EvalSample:
         return self.prompt_id, self.index
 
     def to_line(self) -> bytes:
-        """One line of JSON, with its end."""
+        """Encode it as one line of JSON, with its end."""
         content = asdict(self)
         try:
             return json.dumps(content, ensure_ascii=False).encode() + b"\n"
@@ -105,47 +106,27 @@ class EvalSample:
             return json.dumps(content).encode() + b"\n"
 
 
+_KIND_OF: dict[Any, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "FinishReason": str,
+    "tuple[str, ...]": list,
+    "Mapping[str, float]": dict,
+    "Mapping[str, Any]": dict,
+    "Any": object,
+}
+"""What stands in JSON for the annotation of a field."""
+_KINDS = {f.name: _KIND_OF[f.type] for f in fields(EvalSample)}
+_REQUIRED = frozenset(
+    f.name for f in fields(EvalSample) if f.default is MISSING and f.default_factory is MISSING
+)
+
+
 def score_fields(score: Score) -> dict[str, Any]:
-    """What a score says of an ``EvalSample``, by the names of its fields."""
-    return {
-        "extracted": score.extracted,
-        "reward": score.reward,
-        "components": dict(score.components),
-        "reason": score.reason,
-        "answer_found": score.answer_found,
-        "timed_out": score.timed_out,
-        "failed": score.failed,
-        "metrics": dict(score.metrics),
-    }
-
-
-_NAMES = {f.name for f in fields(EvalSample)}
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "prompt_id": str,
-    "index": int,
-    "answer": str,
-    "response": str,
-    "reward": (int, float),
-    "answer_found": bool,
-    "num_tokens": int,
-    "finish_reason": str,
-}
-"""Keys that every line has."""
-_OPTIONAL_KINDS: dict[str, type | tuple[type, ...]] = {
-    "prompt": str,
-    "turns": list,
-    "num_environment_tokens": int,
-    "extracted": str,
-    "components": dict,
-    "reason": str,
-    "timed_out": bool,
-    "failed": bool,
-    "metrics": dict,
-    "version": int,
-    "elapsed_s": (int, float),
-    "source": str,
-    "row": dict,
-}
+    """Return what a score says of an ``EvalSample``, by the names of its fields."""
+    return asdict(score)
 
 
 class SampleJournal:
@@ -208,18 +189,18 @@ class SampleJournal:
         if not self._is_syncing and time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
             self._is_syncing = True
             try:
-                await asyncio.to_thread(os.fsync, self._file.fileno())
+                await asyncio.to_thread(self.sync)
             finally:
                 self._is_syncing = False
                 self._synced_s = time.monotonic()
 
     def sync(self) -> None:
-        """Flush everything to the disk.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Flush everything to the disk; raises OSError where it cannot be written."""
         os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let others have the file."""
+        self._file.close()
 
     def _write(self, line: bytes) -> None:
         """Write a whole line, or nothing: what follows a part of one could not be read."""
@@ -231,13 +212,81 @@ class SampleJournal:
             self._file.truncate(end)
             raise
 
-    def close(self) -> None:
-        """Let others have the file."""
-        self._file.close()
+
+async def _lock(path: Path, file: FileIO) -> None:
+    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline_s:
+                raise ResultsError(
+                    f"{path}: another process writes it; wait until it ends, or change run_dir"
+                ) from error
+            await asyncio.sleep(_LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _LOG.warning(
+                "%s: its file system has no locks; do not start two evaluations in one run_dir",
+                path,
+            )
+            return
+
+
+def _remove_torn_line(path: Path, file: FileIO) -> None:
+    """Cut what stands behind the last end of a line."""
+    with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        size, end = len(content), content.rfind(b"\n") + 1
+    if end < size:
+        _LOG.warning("%s: its last line was torn; that sample is made again", path)
+        file.truncate(end)
+
+
+def _without_texts(sample: EvalSample) -> EvalSample:
+    return replace(sample, prompt="", response="", turns=(), state=None, row={})
+
+
+def in_order(
+    samples: Mapping[tuple[str, int], EvalSample], prompt_ids: Sequence[str], num_each: int
+) -> list[list[EvalSample]]:
+    """Return the samples of each prompt, by index, in the order of ``prompt_ids``."""
+    return [[samples[prompt_id, index] for index in range(num_each)] for prompt_id in prompt_ids]
+
+
+def read_samples(path: Path) -> list[list[EvalSample]]:
+    """Read a complete file.
+
+    Returns:
+        For each prompt, in the order of their first lines, its samples by index.
+
+    Raises:
+        ResultsError: It holds no sample, or one is missing.
+        OSError: The file cannot be read.
+    """
+    by_prompt: dict[str, list[EvalSample]] = {}
+    for sample in iterate_samples(path):
+        by_prompt.setdefault(sample.prompt_id, []).append(sample)
+    if not by_prompt:
+        raise ResultsError(f"{path}: holds no sample; give a file that an evaluation wrote")
+    if settings_path(path).exists():
+        settings = read_settings(settings_path(path))
+        num_prompts, num_each = settings["num_prompts"], settings["samples_per_prompt"]
+    else:
+        num_prompts = len(by_prompt)
+        num_each = max(sample.index + 1 for group in by_prompt.values() for sample in group)
+    num_missing = num_prompts * num_each - sum(map(len, by_prompt.values()))
+    if num_missing:
+        raise ResultsError(
+            f"{path}: {num_missing} of {num_prompts * num_each} samples are missing; finish the "
+            "evaluation with eval --resume"
+        )
+    return [sorted(group, key=lambda sample: sample.index) for group in by_prompt.values()]
 
 
 def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSample]:
-    """Read the lines of a samples file, one after the other.
+    """Read the lines of a samples file in order.
 
     Args:
         path: The file.
@@ -267,47 +316,6 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
             yield sample
 
 
-def read_samples(path: Path) -> list[list[EvalSample]]:
-    """Read a complete file.
-
-    Returns:
-        For each prompt, in the order of their first lines, its samples by index.
-
-    Raises:
-        ResultsError: It holds no sample, or one is missing.
-        OSError: The file cannot be read.
-    """
-    by_prompt: dict[str, list[EvalSample]] = {}
-    for sample in iterate_samples(path):
-        by_prompt.setdefault(sample.prompt_id, []).append(sample)
-    if not by_prompt:
-        raise ResultsError(f"{path}: holds no sample; give a file that an evaluation wrote")
-    settings = read_settings(settings_path(path)) if settings_path(path).exists() else None
-    if settings is not None:
-        num_prompts, num_each = settings["num_prompts"], settings["samples_per_prompt"]
-    else:
-        num_prompts = len(by_prompt)
-        num_each = max(sample.index + 1 for group in by_prompt.values() for sample in group)
-    num_missing = num_prompts * num_each - sum(map(len, by_prompt.values()))
-    if num_missing:
-        raise ResultsError(
-            f"{path}: {num_missing} of {num_prompts * num_each} samples are missing; finish the "
-            "evaluation with eval --resume"
-        )
-    return [sorted(group, key=lambda sample: sample.index) for group in by_prompt.values()]
-
-
-def _without_texts(sample: EvalSample) -> EvalSample:
-    return replace(sample, prompt="", response="", turns=(), state=None, row={})
-
-
-def in_order(
-    samples: Mapping[tuple[str, int], EvalSample], prompt_ids: Sequence[str], num_each: int
-) -> list[list[EvalSample]]:
-    """The samples of each prompt, by index, in the order of ``prompt_ids``."""
-    return [[samples[prompt_id, index] for index in range(num_each)] for prompt_id in prompt_ids]
-
-
 def _parse(line: bytes, place: str) -> EvalSample:
     try:
         content = json.loads(line)
@@ -315,13 +323,13 @@ def _parse(line: bytes, place: str) -> EvalSample:
         raise ResultsError(f"{place}: no JSON ({error}); remove the line") from error
     if not isinstance(content, dict):
         raise ResultsError(f"{place}: must be a JSON object; remove the line")
-    for name in [*_KINDS, *(name for name in _OPTIONAL_KINDS if name in content)]:
-        if not _is_fit(name, content.get(name)):
+    for name in _KINDS:
+        if (name in content or name in _REQUIRED) and not _is_fit(name, content.get(name)):
             raise ResultsError(
                 f"{place}: needs '{name}' as an evaluation writes it, got "
                 f"{json.dumps(content.get(name))[:60]}; give a file that an evaluation wrote"
             )
-    known = {name: value for name, value in content.items() if name in _NAMES}
+    known = {name: value for name, value in content.items() if name in _KINDS}
     try:
         known["finish_reason"] = FinishReason(known["finish_reason"])
     except ValueError as error:
@@ -332,7 +340,9 @@ def _parse(line: bytes, place: str) -> EvalSample:
 
 def _is_fit(name: str, value: object) -> bool:
     """Whether a line may have this value: of its kind, finite, and no number of samples below 0."""
-    kind = _KINDS.get(name) or _OPTIONAL_KINDS[name]
+    kind = _KINDS[name]
+    if kind is object:
+        return True
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     if isinstance(value, dict):
@@ -345,44 +355,3 @@ def _is_fit(name: str, value: object) -> bool:
         least = -sys.float_info.max if name in ("reward", "version") else 0
         return least <= value <= sys.float_info.max  # not NaN
     return True
-
-
-def _remove_torn_line(path: Path, file: FileIO) -> None:
-    """Cut what stands behind the last end of a line."""
-    with path.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        end = size
-        while end:
-            start = max(0, end - (1 << 16))
-            stream.seek(start)
-            found = stream.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-    if end < size:
-        _LOG.warning("%s: its last line was torn; that sample is made again", path)
-        file.truncate(end)
-
-
-async def _lock(path: Path, file: FileIO) -> None:
-    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > deadline_s:
-                raise ResultsError(
-                    f"{path}: another process writes it; wait until it ends, or change run_dir"
-                ) from error
-            await asyncio.sleep(_LOCK_POLL_S)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            _LOG.warning(
-                "%s: its file system has no locks; do not start two evaluations in one run_dir",
-                path,
-            )
-            return
-        else:
-            return

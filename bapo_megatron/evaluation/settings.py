@@ -1,6 +1,7 @@
-"""What the samples of a set were made with: only an evaluation with the same goes on with them.
+"""The evaluation sets of a configuration, and the settings that samples were made with.
 
-The evaluation sets of a configuration, read and rendered.
+The settings stand in a file beside the samples: only an evaluation with the same ones goes on with
+them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,40 @@ if TYPE_CHECKING:
     from bapo_megatron.data.chat import ChatRenderer
     from bapo_megatron.types import Prompt
 
-
 _NUM_CHUNKS = 64
 _CHUNK_BYTES = 1 << 14
-_READ_WHOLE_BYTES = _NUM_CHUNKS * _CHUNK_BYTES
 
 
 class ResultsError(ValueError):
     """Results that cannot be used; one line with file, reason and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """A named list of prompts, and how they are sampled."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    sampling: EvalSamplingConfig
+
+
+def load_sets(
+    config: EvalConfig, renderer: ChatRenderer, max_prompt_tokens: int, *, warns: bool = True
+) -> tuple[EvalSet, ...]:
+    """Read every set of ``eval.sets``; ``warns``: log what a user should know about them.
+
+    Raises:
+        DataError: A row cannot be used, or a prompt is too long.
+        OSError: A file cannot be read.
+    """
+    sets = []
+    for dataset in config.sets:
+        sampling = config.sampling_of(dataset)
+        loaded = load_eval_set(dataset, renderer, max_prompt_tokens)
+        if warns:
+            log_warnings([loaded])
+        sets.append(EvalSet(dataset.label, loaded.prompts[: sampling.max_prompts], sampling))
+    return tuple(sets)
 
 
 def eval_settings(
@@ -43,15 +70,15 @@ def eval_settings(
     environment: str | None = None,
     max_turns: int | None = None,
 ) -> dict[str, Any]:
-    """Everything that decides a sample and its score, as JSON values.
+    """Return everything that decides a sample and its score, as JSON values.
 
     Args:
-        name: Of the set.
+        name: The set's name.
         weights: What names the weights, such as ``fingerprint`` of their files.
         prompts: The set.
         sampling: How it is sampled.
-        reward: How they are graded.
-        seed: Of the samples.
+        reward: How the samples are graded.
+        seed: Seed of the samples.
         environment: What answers the policy's turns, if anything.
         max_turns: Limit of turns with it.
     """
@@ -69,16 +96,13 @@ def eval_settings(
 
 
 def comparable_reward(reward: RewardConfig) -> dict[str, Any]:
-    """The reward section without what changes no score of an evaluation, as JSON values."""
-    left_out = {"workers", "truncated", "overlong", "format", "repetition"}
-    return reward.model_dump(
-        mode="json",
-        exclude={**dict.fromkeys(left_out, True), "functions": {"__all__": {"http"}}},
-    )
+    """Return the reward section, as JSON values, without what changes no score of an evaluation."""
+    left_out = dict.fromkeys(("workers", "truncated", "overlong", "format", "repetition"), True)
+    return reward.model_dump(mode="json", exclude={**left_out, "functions": {"__all__": {"http"}}})
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """A hash of ids, tokens, answers and rows: of the data, the chat template and the tokenizer."""
+    """Hash ids, tokens, answers and rows: the data, the chat template and the tokenizer."""
     digest = hashlib.sha256()
     for prompt in prompts:
         entry: list[Any] = [prompt.prompt_id, list(prompt.token_ids), prompt.answer]
@@ -89,11 +113,10 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def fingerprint(model_dir: Path) -> str:
-    """A hash that tells models apart in milliseconds, of whatever size.
+    """Hash what tells models apart, of whatever size, in milliseconds.
 
-    All of config.json; of each weight file its name, its size and 64 pieces of 16 KiB, spread
-    evenly.
-    Training changes nearly every number, so that two steps of a run differ.
+    That is all of config.json and, of each weight file, its name, its size and 64 pieces of 16 KiB,
+    spread evenly. Training changes nearly every number, so that two steps of a run differ.
 
     Raises:
         OSError: A file cannot be read.
@@ -103,7 +126,7 @@ def fingerprint(model_dir: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as stream:
-            if size <= _READ_WHOLE_BYTES:
+            if size <= _NUM_CHUNKS * _CHUNK_BYTES:
                 digest.update(stream.read())
                 continue
             for number in range(_NUM_CHUNKS):
@@ -113,7 +136,7 @@ def fingerprint(model_dir: Path) -> str:
 
 
 def settings_path(path: Path) -> Path:
-    """Where the settings of a samples file are."""
+    """Return where the settings of a samples file are."""
     return path.with_suffix(".settings.json")
 
 
@@ -126,12 +149,29 @@ def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
     atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
 
 
-def check_same(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with samples that other settings made.
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a settings file.
 
-    Args:
-        path: The samples file.
-        settings: Those of now.
+    Raises:
+        ResultsError: It is missing or damaged.
+    """
+    remedy = "put it back, or change run_dir"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ResultsError(
+            f"{path}: is missing, so that nobody knows what the samples beside it were made with; "
+            f"{remedy}"
+        ) from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
+    if not isinstance(settings, dict):
+        raise ResultsError(f"{path}: damaged (no JSON object); {remedy}")
+    return settings
+
+
+def check_same(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with the samples file ``path`` if other settings made it.
 
     Raises:
         ResultsError: A setting differs, or those of the file are missing.
@@ -145,61 +185,6 @@ def check_same(path: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read a settings file.
-
-    Raises:
-        ResultsError: It is missing or damaged.
-    """
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ResultsError(
-            f"{path}: is missing, so that nobody knows what the samples beside it were made with; "
-            "put it back, or change run_dir"
-        ) from error
-    except ValueError as error:
-        raise ResultsError(f"{path}: damaged ({error}); put it back, or change run_dir") from error
-    if not isinstance(settings, dict):
-        raise ResultsError(f"{path}: damaged (no JSON object); put it back, or change run_dir")
-    return settings
-
-
 def _described(name: str, value: Any) -> str:
     what = {"weights": "model", "prompts": "prompts (hash)"}.get(name, name)
     return f"{what} {value if isinstance(value, str) else json.dumps(value)}"
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSet:
-    """A named list of prompts, and how they are sampled."""
-
-    name: str
-    prompts: tuple[Prompt, ...]
-    sampling: EvalSamplingConfig
-
-
-def load_sets(
-    config: EvalConfig, renderer: ChatRenderer, max_prompt_tokens: int, *, warns: bool = True
-) -> tuple[EvalSet, ...]:
-    """Read every set of ``eval.sets``.
-
-    Args:
-        config: The evaluation section.
-        renderer: Puts the questions into the chat template.
-        max_prompt_tokens: ``data.max_prompt_tokens``.
-        warns: Log what a user should know; not where the command ``eval`` did.
-
-    Raises:
-        DataError: A row cannot be used, or a prompt is too long.
-        OSError: A file cannot be read.
-    """
-    sets = []
-    for dataset in config.sets:
-        sampling = config.sampling_of(dataset)
-        loaded = load_eval_set(dataset, renderer, max_prompt_tokens)
-        if warns:
-            log_warnings([loaded])
-        kept = loaded.prompts[: sampling.max_prompts]
-        sets.append(EvalSet(dataset.label, kept, sampling))
-    return tuple(sets)

@@ -1,10 +1,11 @@
 """From the samples of a set to its scores.
 
-Which answers to a problem are the same: the votes of maj@k.
+Which answers to a problem are the same, the votes of maj@k, is decided by the code that grades, in
+its worker processes and under its limits: 1/2 and 0.5 are one answer. In the order of the samples,
+an answer joins the first cluster whose first answer it equals, or begins a new one. Equal texts are
+compared once.
 
-Answers are compared by the code that grades, in its worker processes and under its limits: 1/2 and
-0.5 are one answer. In the order of the samples, an answer joins the first cluster whose first
-answer it equals, or begins a new one. Equal texts are compared once.
+Shape legend: P = problems, M = estimates.
 """
 
 from __future__ import annotations
@@ -34,79 +35,13 @@ if TYPE_CHECKING:
 
     from bapo_megatron.config.reward import RewardConfig
     from bapo_megatron.evaluation.samples import EvalSample
-    from bapo_megatron.reward.pool import RewardPool
 
-
-_MOST_TIMEOUTS = 3
-"""Of one problem; after them its answers are compared by their text only."""
+_MAX_TIMEOUTS = 3
+"""After so many, the answers to a problem are compared by their text only."""
 _SLOW_S = 0.5
-_LONGEST_SLOW_S = 20.0
-"""What the comparisons of one problem that took ``_SLOW_S`` or more may take in all; after it its
+_MAX_SLOW_S = 20.0
+"""What the slow comparisons of one problem (``_SLOW_S`` or more each) may take in all; then its
 answers are compared by their text only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Votes:
-    """The votes on one problem."""
-
-    clusters: tuple[int, ...]
-    """For each sample the number of its answer's cluster, from 0, or ``NO_VOTE``."""
-    num_timeouts: int
-    """Comparisons that exceeded a limit; the two answers count as different. One more where the
-    problem's comparisons were too slow in all."""
-
-
-def votes_pool(config: RewardConfig) -> RewardPool:
-    """The processes that compare answers, by the function ``math`` whatever functions reward."""
-    return RewardPool(config.workers, config.timeout_s, memory_limit_mb=config.memory_limit_mb)
-
-
-async def count_votes(answers: Sequence[Sequence[str]], rewards: RewardPool) -> list[Votes]:
-    """Find the clusters of every problem.
-
-    Args:
-        answers: For each problem the answer of each sample; empty where there is none.
-        rewards: Compares, by the function ``math``.
-
-    Raises:
-        RewardError: Comparing failed (inside an exception group).
-    """
-    # Not more problems than workers at a time, so that no comparison's time is spent waiting.
-    turn = asyncio.Semaphore(rewards.num_workers)
-
-    async def count(problem: Sequence[str]) -> Votes:
-        async with turn:
-            return await _count(problem, rewards)
-
-    async with asyncio.TaskGroup() as tasks:
-        votes = [tasks.create_task(count(problem)) for problem in answers]
-    return [task.result() for task in votes]
-
-
-async def _count(answers: Sequence[str], rewards: RewardPool) -> Votes:
-    first_answers: list[str] = []
-    cluster_of = {"": NO_VOTE}
-    num_timeouts = 0
-    slow_s = 0.0
-    for answer in answers:
-        if answer in cluster_of:
-            continue
-        for cluster, first in enumerate(first_answers):
-            if num_timeouts >= _MOST_TIMEOUTS or slow_s > _LONGEST_SLOW_S:
-                break
-            began_s = time.monotonic()
-            score = await rewards.score(rf"\boxed{{{answer}}}", first)
-            took_s = time.monotonic() - began_s
-            slow_s += took_s if took_s >= _SLOW_S else 0.0
-            num_timeouts += score.timed_out
-            if score.reward > 0:
-                cluster_of[answer] = cluster
-                break
-        if answer not in cluster_of:
-            cluster_of[answer] = len(first_answers)
-            first_answers.append(answer)
-    num_timeouts += slow_s > _LONGEST_SLOW_S
-    return Votes(tuple(cluster_of[answer] for answer in answers), num_timeouts)
 
 
 async def summarise(
@@ -122,19 +57,19 @@ async def summarise(
     """Score a set.
 
     Args:
-        name: Of the set.
+        name: The set's name.
         samples: For each prompt its n samples, by index.
         rewards: Compares answers with each other, by the function ``math``.
         settings: What the samples were made with.
-        k_values: Of pass@k and maj@k, beside n; those above n are left out.
-        num_resamples: Of the bootstrap.
-        seed: Of the bootstrap.
+        k_values: k of pass@k and maj@k, beside n; those above n are left out.
+        num_resamples: Resamples of the bootstrap.
+        seed: Decides the resamples.
 
     Raises:
         RewardError: Comparing failed (inside an exception group).
     """
-    # In one order, whoever finished first: the bootstrap draws by position.
-    samples = sorted(samples, key=_place)
+    # In one order, whoever finished first (``a:2`` before ``a:10``): the bootstrap draws by place.
+    samples = sorted(samples, key=lambda group: (len(group[0].prompt_id), group[0].prompt_id))
     votes = await count_votes([[s.extracted for s in group] for group in samples], rewards)
     problems = tuple(
         EvalProblem(
@@ -166,6 +101,7 @@ def _result(
     num_each = len(problems[0].rewards)
     value_of = {score.name: score.value for score in scores}
     lengths = np.array([sample.num_tokens for sample in flat])
+    num_tokens = int(lengths.sum())
     wall_s = max(sample.elapsed_s for sample in flat)
     num_found = sum(sample.answer_found for sample in flat)
     return EvalResult(
@@ -176,16 +112,16 @@ def _result(
         pass_at_k=value_of[f"pass@{num_each}"],
         maj_at_k=value_of[f"maj@{num_each}"],
         answer_found_share=num_found / len(flat),
-        response_tokens_mean=int(lengths.sum()) / len(flat),
+        response_tokens_mean=num_tokens / len(flat),
         response_tokens_median=float(np.median(lengths)),
         response_tokens_p95=float(np.quantile(lengths, 0.95)),
         truncated_share=sum(s.finish_reason is FinishReason.LENGTH for s in flat) / len(flat),
         missing_answers=len(flat) - num_found,
         grading_timeouts=sum(sample.timed_out for sample in flat),
         comparison_timeouts=comparison_timeouts,
-        generated_tokens=int(lengths.sum()),
+        generated_tokens=num_tokens,
         wall_s=wall_s,
-        tokens_per_s=int(lengths.sum()) / wall_s if wall_s > 0 else 0.0,
+        tokens_per_s=num_tokens / wall_s if wall_s > 0 else 0.0,
         version=max(sample.version for sample in flat),
         settings=settings,
         scores=scores,
@@ -205,23 +141,10 @@ def _reward_means(flat: Sequence[EvalSample]) -> dict[str, float]:
     return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
-def _place(group: Sequence[EvalSample]) -> tuple[int, str]:
-    """Sorts ``a:2`` before ``a:10``."""
-    return len(group[0].prompt_id), group[0].prompt_id
-
-
 def scores_of(
     problems: Sequence[EvalProblem], k_values: Sequence[int], *, num_resamples: int, seed: int
 ) -> tuple[EvalScore, ...]:
-    """avg@n, pass@k and maj@k with their intervals.
-
-    Args:
-        problems: At least one; all with n samples.
-        k_values: Of pass@k and maj@k, beside n; those above n are left out. maj@1 is left out as
-            well, except for n = 1: it is pass@1.
-        num_resamples: Of the bootstrap.
-        seed: Of the bootstrap.
-    """
+    """Return avg@n, pass@k and maj@k with their intervals; arguments as in ``summarise``."""
     names, values_PM = values_by_problem(problems, k_values)
     ends_2M = intervals(values_PM, num_resamples, seed)
     return tuple(
@@ -233,10 +156,12 @@ def scores_of(
 def values_by_problem(
     problems: Sequence[EvalProblem], k_values: Sequence[int]
 ) -> tuple[list[str], np.ndarray]:
-    """The estimates of each problem.
+    """Return the M names of the estimates, and their values for each problem, [P, M] float64.
 
-    Returns:
-        The M names, and [P, M] float64.
+    Args:
+        problems: At least one; all with n samples.
+        k_values: k of pass@k and maj@k, beside n; those above n are left out. maj@1 is left out as
+            well, except for n = 1: it is pass@1.
     """
     num_samples = len(problems[0].rewards)
     sizes = sorted({k for k in k_values if k <= num_samples} | {num_samples})
@@ -253,3 +178,66 @@ def values_by_problem(
             + [majority_at_k(num_samples, clusters, k) for k in majority_sizes]
         )
     return names, np.array(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The votes on one problem."""
+
+    clusters: tuple[int, ...]
+    """For each sample the number of its answer's cluster, from 0, or ``NO_VOTE``."""
+    num_timeouts: int
+    """Comparisons that exceeded a limit; the two answers count as different. One more where the
+    problem's comparisons were too slow in all."""
+
+
+def votes_pool(config: RewardConfig) -> RewardPool:
+    """Make the pool that compares answers, by the function ``math`` whatever functions reward."""
+    return RewardPool(config.workers, config.timeout_s, memory_limit_mb=config.memory_limit_mb)
+
+
+async def count_votes(answers: Sequence[Sequence[str]], rewards: RewardPool) -> list[Votes]:
+    """Find the clusters of every problem.
+
+    Args:
+        answers: For each problem the answer of each sample; empty where there is none.
+        rewards: Compares, by the function ``math``.
+
+    Raises:
+        RewardError: Comparing failed (inside an exception group).
+    """
+    # Not more problems than workers at a time, so that no comparison's time is spent waiting.
+    turn = asyncio.Semaphore(rewards.num_workers)
+
+    async def count(problem: Sequence[str]) -> Votes:
+        async with turn:
+            return await _count(problem, rewards)
+
+    async with asyncio.TaskGroup() as tasks:
+        votes = [tasks.create_task(count(problem)) for problem in answers]
+    return [task.result() for task in votes]
+
+
+async def _count(answers: Sequence[str], rewards: RewardPool) -> Votes:
+    first_answers: list[str] = []
+    cluster_of = {"": NO_VOTE}
+    num_timeouts, slow_s = 0, 0.0
+    for answer in answers:
+        if answer in cluster_of:
+            continue
+        for cluster, first in enumerate(first_answers):
+            if num_timeouts >= _MAX_TIMEOUTS or slow_s > _MAX_SLOW_S:
+                break
+            began_s = time.monotonic()
+            score = await rewards.score(rf"\boxed{{{answer}}}", first)
+            took_s = time.monotonic() - began_s
+            slow_s += took_s if took_s >= _SLOW_S else 0.0
+            num_timeouts += score.timed_out
+            if score.reward > 0:
+                cluster_of[answer] = cluster
+                break
+        if answer not in cluster_of:
+            cluster_of[answer] = len(first_answers)
+            first_answers.append(answer)
+    num_timeouts += slow_s > _MAX_SLOW_S
+    return Votes(tuple(cluster_of[answer] for answer in answers), num_timeouts)

@@ -20,8 +20,8 @@ class Score:
     timed_out: bool = False
     """Grading exceeded its limit of time or memory and was ended; the reward is 0."""
     reason: str = ""
-    """Why it is right or wrong, in a word: of ``math`` a ``math_answer.Reason``, ``limit`` where a
-    limit ended it, ``error`` where the function failed, else what the function says."""
+    """Why it is right or wrong, in a word: what the function says (``math``: a
+    ``math_answer.Reason``), ``limit`` where a limit ended it, ``error`` where it failed."""
     components: Mapping[str, float] = field(default_factory=dict)
     """What each reward function gave, by its name and without its weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Response:
     """One response with everything that may be used to score it."""
 
     text: str
-    """The decoded response, of several turns the last one: what the policy wrote, never what an
-    environment did; anything a model can write."""
+    """The decoded response; the last turn if there are several. The policy wrote it, never an
+    environment; it may be anything that a model can write."""
     answer: str
     """The reference answer, as ``Prompt.answer`` holds it."""
     sample: SampleFacts = SampleFacts()
@@ -93,4 +93,4 @@ class RewardError(RuntimeError):
 
 
 class FunctionFailedError(RewardError):
-    """A reward function raised an error, or returned what is no reward."""
+    """A reward function raised an error, or returned something that is no reward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bapo_megatron.reward.base import FunctionFailedError, RewardError, Score
@@ -28,9 +29,6 @@ class Rewards:
 
     def __init__(self, config: RewardConfig) -> None:
         """Set everything up; nothing is started.
-
-        Args:
-            config: The reward section.
 
         Raises:
             RewardError: A variable that should hold a token is not set.
@@ -58,22 +56,19 @@ class Rewards:
 
     @property
     def sees_groups(self) -> bool:
-        """Whether a function scores whole groups, so that ``score_group`` is needed.
-
-        Known after ``start``.
-        """
+        """Whether ``score_group`` is needed: a function scores whole groups; after ``start``."""
         return bool(self._of_groups)
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        """Names of the functions that score whole groups, as configured; known after ``start``."""
+        """Names of the functions that score whole groups, as configured; after ``start``."""
         return tuple(entry.name for entry in self._of_groups)
 
     def require_single(self) -> None:
-        """Hold the rule of evaluations, whose samples are scored one by one; after ``start``.
+        """Refuse to score responses one by one, as evaluations do, without a function for it.
 
         Raises:
-            RewardError: Every function scores whole groups.
+            RewardError: Every function scores whole groups; known after ``start``.
         """
         if not self._of_one:
             raise RewardError(
@@ -100,16 +95,16 @@ class Rewards:
         )
 
     async def score(self, response: Response) -> Score:
-        """Σ weight · reward over the functions that see one response, without shaping.
+        """Return Σ weight · reward over the functions that see one response, without shaping.
 
         Answer, ``answer_found`` and ``reason`` are those of the first function. An episode whose
-        environment failed has 0 of each, unasked.
+        environment failed gets 0 from each, unasked.
 
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
         entries = self._of_one
-        if _has_failed(response):
+        if _is_of_failed_environment(response):
             return _add(_NOTHING, _NOTHING, entries, [_NOTHING] * len(entries))
         scores = await _all(self._score_one(entry, response) for entry in entries)
         return _add(scores[0] if scores else Score(0.0), Score(0.0), entries, scores)
@@ -128,7 +123,7 @@ class Rewards:
             of the first function if none sees one response.
 
         Raises:
-            RewardError: As by ``score``.
+            RewardError: As ``score``.
         """
         entries = self._of_groups
         rewards = [score.reward for score in scores]
@@ -136,7 +131,7 @@ class Rewards:
         added = []
         for number, before in enumerate(scores):
             more = [group[number] for group in groups]
-            if _has_failed(responses[number]):
+            if _is_of_failed_environment(responses[number]):
                 more = [_NOTHING] * len(groups)
             first = more[0] if more and not self._of_one else before
             added.append(_add(first, before, entries, more))
@@ -151,10 +146,7 @@ class Rewards:
             return self._score_of_failure(error)
 
     async def _score_group(
-        self,
-        entry: RewardFunctionConfig,
-        responses: Sequence[Response],
-        rewards: Sequence[float],
+        self, entry: RewardFunctionConfig, responses: Sequence[Response], rewards: Sequence[float]
     ) -> list[Score]:
         assert entry.function is not None, "services score one response"
         try:
@@ -171,7 +163,7 @@ class Rewards:
         return Score(reward=0.0, answer_found=False, reason="error", failed=True)
 
 
-def _has_failed(response: Response) -> bool:
+def _is_of_failed_environment(response: Response) -> bool:
     return response.sample.finish_reason == FinishReason.ENVIRONMENT
 
 
@@ -183,13 +175,11 @@ def _add(
     for entry, score in zip(entries, scores, strict=True):
         components[entry.name] = score.reward
         metrics |= {f"{entry.name}/{name}": value for name, value in score.metrics.items()}
-    return Score(
+    return replace(
+        first,
         reward=before.reward
         + sum(entry.weight * score.reward for entry, score in zip(entries, scores, strict=True)),
-        answer_found=first.answer_found,
-        extracted=first.extracted,
         timed_out=before.timed_out or any(score.timed_out for score in scores),
-        reason=first.reason,
         components=components,
         metrics=metrics,
         failed=before.failed or any(score.failed for score in scores),

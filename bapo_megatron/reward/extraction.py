@@ -7,7 +7,7 @@ follows the last ``####``, "answer is", "answer:" or "final answer" up to the en
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _BRACE = re.compile(
     r"(?P<boxed>\\{1,2}(?:boxed|fbox)[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL
@@ -19,23 +19,22 @@ _FINAL_ANSWER = re.compile(
 _TAG_END, _TAG_START = "</answer>", "<answer>"
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedAnswer:
+class ExtractedAnswer(NamedTuple):
     """The final answer of a response."""
 
     text: str
     boxed: bool
-    r"""Whether it stood in ``\boxed{}``, so that all of it is the answer."""
+    r"""Whether it stood in ``\boxed{}`` or a tag, so that all of it is the answer."""
 
 
 def extract_answer(response: str) -> ExtractedAnswer | None:
-    r"""The final answer of a response, or none; linear in the response's length.
+    r"""Find the final answer of a response, or None; linear in the response's length.
 
     The last ``\boxed{`` whose braces close counts; an empty one is no answer.
     """
-    boxed = last_boxed(response)
+    boxed = _last_boxed(response)
     if boxed is not None:
-        return ExtractedAnswer(boxed.strip(), boxed=True) if boxed.strip() else None
+        return ExtractedAnswer(boxed, boxed=True) if boxed else None
     tag_end = response.rfind(_TAG_END)
     tag_start = response.rfind(_TAG_START, 0, tag_end) if tag_end >= 0 else -1
     if tag_start >= 0:
@@ -52,9 +51,14 @@ def extract_answer(response: str) -> ExtractedAnswer | None:
     return ExtractedAnswer(text, boxed=False) if text else None
 
 
-def last_boxed(text: str) -> str | None:
+def has_closed_box(text: str) -> bool:
+    r"""Return whether the last closed ``\boxed{…}`` holds something."""
+    return bool(_last_boxed(text))
+
+
+def _last_boxed(text: str) -> str | None:
     r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are no braces."""
-    last_start, last_content = -1, None
+    last_start, content = -1, None
     open_braces: list[tuple[int, bool]] = []
     for match in _BRACE.finditer(text):
         if match["boxed"] or match["open"]:
@@ -62,10 +66,5 @@ def last_boxed(text: str) -> str | None:
         elif match["close"] and open_braces:
             start, is_boxed = open_braces.pop()
             if is_boxed and start > last_start:
-                last_start, last_content = start, (start, match.start())
-    return None if last_content is None else text[slice(*last_content)]
-
-
-def has_closed_box(text: str) -> bool:
-    r"""Whether the last closed ``\boxed{…}`` holds something; false where there is none."""
-    return bool((last_boxed(text) or "").strip())
+                last_start, content = start, slice(start, match.start())
+    return None if content is None else text[content].strip()

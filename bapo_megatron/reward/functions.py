@@ -1,8 +1,7 @@
-"""Reward functions by name: the built-in ones, and ``package.module:function``.
+"""Reward functions by name, in the worker processes that load and call them.
 
-Only worker processes load and call them.
-
-What a worker of ``pool.RewardPool`` does: runs reward functions and searches patterns.
+A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``.
+What a function may ask for and return is in ``base``.
 """
 
 from __future__ import annotations
@@ -12,217 +11,26 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
 
 from bapo_megatron.names import LoadError, load_named
-from bapo_megatron.reward.base import GroupFunction, Response, RewardFunction, SampleFacts, Score
+from bapo_megatron.reward.base import GroupFunction, RewardFunction, SampleFacts, Score
+from bapo_megatron.reward.extraction import has_closed_box
 from bapo_megatron.worker import settled
 
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping
-
-    from bapo_megatron.reward.base import Response
-
-
+BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
+"""Where the functions of ``config.reward.BUILT_IN_FUNCTIONS`` are."""
 PARAMETERS = ("response", "answer", "sample", "row", "turns", "state")
 """What a function of one response may ask for, by the names of its parameters."""
 GROUP_PARAMETERS = ("responses", "samples", "states", "rewards", "answer", "row")
 """What a function of a whole group may ask for."""
 
 _SHARED = ("answer", "row")
-_LONGEST_TEXT = 200
-_MOST_METRICS = 32
+_MAX_TEXT = 200
+_MAX_METRICS = 32
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-
-
-BUILT_IN = {"math": "bapo_megatron.reward.math_answer:grade_math_answer"}
-"""Functions that have a name of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedFunction:
-    """A reward function and what it asks for."""
-
-    name: str
-    function: RewardFunction | GroupFunction
-    parameters: tuple[str, ...]
-    sees_groups: bool
-    """Whether it scores the responses to a prompt together."""
-
-    def score(self, loop: asyncio.AbstractEventLoop, response: Response) -> Score:
-        """Score one response; runs the function's coroutine, if it returns one, in ``loop``.
-
-        Raises:
-            ValueError: It returns what is no reward, or sees whole groups.
-        """
-        if self.sees_groups:
-            raise ValueError(
-                f"it asks for {', '.join(self.parameters)}: it scores a whole group of responses, "
-                "and was given one"
-            )
-        return as_score(
-            self._call(
-                loop,
-                {
-                    "response": response.text,
-                    "answer": response.answer,
-                    "sample": response.sample,
-                    "row": response.row,
-                    "turns": list(response.turns) or [response.text],
-                    "state": response.state,
-                },
-            )
-        )
-
-    def score_group(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        responses: Sequence[Response],
-        rewards: Sequence[float],
-    ) -> list[Score]:
-        """Score the responses to one prompt, in their order, as ``score`` does one.
-
-        Raises:
-            ValueError: It returns what are no rewards, or not one for each response.
-        """
-        results = self._call(
-            loop,
-            {
-                "responses": [response.text for response in responses],
-                "samples": [response.sample for response in responses],
-                "states": [response.state for response in responses],
-                "rewards": list(rewards),
-                "answer": responses[0].answer,
-                "row": responses[0].row,
-            },
-        )
-        if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
-            raise ValueError(
-                f"it must return a list with one reward for each response, got "
-                f"{type(results).__name__}"
-            )
-        if len(results) != len(responses):
-            raise ValueError(
-                f"it must return one reward for each of {len(responses)} responses, got "
-                f"{len(results)}"
-            )
-        return [as_score(result) for result in results]
-
-    def _call(self, loop: asyncio.AbstractEventLoop, given: Mapping[str, Any]) -> Any:
-        return settled(self.function(**{name: given[name] for name in self.parameters}), loop)
-
-
-def load(name: str) -> LoadedFunction:
-    """Find a function and check that it can be called.
-
-    Args:
-        name: A key of ``BUILT_IN``, ``package.module:function`` or ``package.module:Class.method``.
-
-    Raises:
-        LoadError: It is not there, cannot be imported, or asks for something unknown.
-    """
-    function = load_named(BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb")
-    if not callable(function):
-        raise LoadError(
-            f"must name a function, got {type(function).__name__}; name a function of the module"
-        )
-    parameters = _parameters(function)
-    sees_groups = any(name not in PARAMETERS for name in parameters)
-    return LoadedFunction(name, function, parameters, sees_groups)
-
-
-def _parameters(function: RewardFunction | GroupFunction) -> tuple[str, ...]:
-    """Which of ``PARAMETERS`` or ``GROUP_PARAMETERS`` to pass, by keyword."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise LoadError(f"its parameters cannot be read ({error}); write it in Python") from error
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = [p.name for p in named]
-    of_groups = [name for name in names if name in GROUP_PARAMETERS and name not in _SHARED]
-    of_one = [name for name in names if name in PARAMETERS and name not in _SHARED]
-    if of_groups and of_one:
-        raise LoadError(
-            f"asks for '{of_one[0]}' of one response and for '{of_groups[0]}' of a group; ask for "
-            "one kind, and write two functions if you need both"
-        )
-    known = GROUP_PARAMETERS if of_groups else PARAMETERS
-    needed = [p.name for p in named if p.default is p.empty]
-    positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
-    unknown = [name for name in needed if name not in known] + positional
-    if unknown:
-        raise LoadError(
-            f"asks for '{unknown[0]}', but is called with {', '.join(known)} by name; rename the "
-            "parameter, or give it a default"
-        )
-    takes_all = len(named) < len(parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return known if takes_all else tuple(name for name in known if name in names)
-
-
-def as_score(result: Any) -> Score:
-    """Any allowed return value as a ``Score``.
-
-    Raises:
-        ValueError: It is none of ``base.Result``, or holds a number that is not finite.
-    """
-    if isinstance(result, Score):
-        checked = {name: _number(value, name) for name, value in _metrics(result.metrics)}
-        return replace(
-            result,
-            reward=_number(result.reward, "reward"),
-            answer_found=bool(result.answer_found),
-            extracted=str(result.extracted)[:_LONGEST_TEXT],
-            timed_out=bool(result.timed_out),
-            reason=str(result.reason)[:_LONGEST_TEXT],
-            failed=bool(result.failed),
-            metrics=checked,
-            components={},
-        )
-    if isinstance(result, Mapping):
-        return _from_mapping(result)
-    return Score(reward=_number(result, "reward"))
-
-
-def _from_mapping(result: Mapping[str, Any]) -> Score:
-    if "reward" not in result:
-        raise ValueError(f"it returned a mapping without 'reward' (keys: {_keys(result)}); add it")
-    others = {
-        name: value
-        for name, value in result.items()
-        if name not in ("reward", "extracted", "reason", "answer_found")
-    }
-    return Score(
-        reward=_number(result["reward"], "reward"),
-        answer_found=bool(result.get("answer_found", True)),
-        extracted=str(result.get("extracted", ""))[:_LONGEST_TEXT],
-        reason=str(result.get("reason", ""))[:_LONGEST_TEXT],
-        metrics={name: _number(value, name) for name, value in _metrics(others)},
-    )
-
-
-def _metrics(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    if len(metrics) > _MOST_METRICS:
-        raise ValueError(f"it returned {len(metrics)} metrics, at most {_MOST_METRICS} are kept")
-    for name in metrics:
-        if not isinstance(name, str) or _METRIC_NAME.fullmatch(name) is None:
-            raise ValueError(f"metric names must be letters, digits and . _ -, got {name!r:.80}")
-    return list(metrics.items())
-
-
-def _number(value: Any, name: str) -> float:
-    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
-        raise ValueError(f"'{name}' must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"'{name}' must be finite, got {number}")
-    return number
-
-
-def _keys(result: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, list(result)[:5])) or "none"
 
 
 def build(*names: str) -> RewardHandler:
@@ -244,6 +52,15 @@ def build(*names: str) -> RewardHandler:
     return RewardHandler(functions)
 
 
+class LoadedFunction(NamedTuple):
+    """A reward function and what it asks for."""
+
+    function: RewardFunction | GroupFunction
+    parameters: tuple[str, ...]
+    sees_groups: bool
+    """Whether it scores the responses to a prompt together."""
+
+
 class RewardHandler:
     """Answers the requests of a ``RewardPool``."""
 
@@ -258,31 +75,144 @@ class RewardHandler:
         return [name for name, function in self._functions.items() if function.sees_groups]
 
     def answer(self, request: Mapping[str, Any]) -> Any:
-        """A score, a list of scores for a group, or whether a pattern was found."""
+        """Return a score, a list of scores for a group, or whether a pattern was found."""
         if "pattern" in request:
-            return _matches(request["pattern"], request["text"])
-        function = self._functions[request["function"]]
-        answer, row = request["answer"], request["row"]
-        responses = [
-            Response(
-                given["text"],
-                answer,
-                SampleFacts(**given["sample"]),
-                row,
-                tuple(given["turns"]),
-                given["state"],
+            pattern, text = request["pattern"], request["text"]
+            return has_closed_box(text) if pattern is None else bool(re.search(pattern, text))
+        loaded = self._functions[request["function"]]
+        if "rewards" in request:
+            return [asdict(score) for score in self._score_group(loaded, request)]
+        return asdict(self._score(loaded, request))
+
+    def _score(self, loaded: LoadedFunction, request: Mapping[str, Any]) -> Score:
+        if loaded.sees_groups:
+            raise ValueError(
+                f"it asks for {', '.join(loaded.parameters)}: it scores a whole group of "
+                "responses, and was given one"
             )
-            for given in request["responses"]
-        ]
-        if "rewards" not in request:
-            return asdict(function.score(self._loop, responses[0]))
-        scores = function.score_group(self._loop, responses, request["rewards"])
-        return [asdict(score) for score in scores]
+        [response] = request["responses"]
+        given = {
+            "response": response["text"],
+            "answer": request["answer"],
+            "sample": SampleFacts(**response["sample"]),
+            "row": request["row"],
+            "turns": response["turns"] or [response["text"]],
+            "state": response["state"],
+        }
+        return as_score(self._call(loaded, given))
+
+    def _score_group(self, loaded: LoadedFunction, request: Mapping[str, Any]) -> list[Score]:
+        responses = request["responses"]
+        given = {
+            "responses": [response["text"] for response in responses],
+            "samples": [SampleFacts(**response["sample"]) for response in responses],
+            "states": [response["state"] for response in responses],
+            "rewards": request["rewards"],
+            "answer": request["answer"],
+            "row": request["row"],
+        }
+        results = self._call(loaded, given)
+        if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
+            raise ValueError(
+                "it must return a list with one reward for each response, got "
+                f"{type(results).__name__}"
+            )
+        if len(results) != len(responses):
+            raise ValueError(
+                f"it must return one reward for each of {len(responses)} responses, got "
+                f"{len(results)}"
+            )
+        return [as_score(result) for result in results]
+
+    def _call(self, loaded: LoadedFunction, given: Mapping[str, Any]) -> Any:
+        asked = {name: given[name] for name in loaded.parameters}
+        return settled(loaded.function(**asked), self._loop)
 
 
-def _matches(pattern: str | None, text: str) -> bool:
-    if pattern is not None:
-        return re.search(pattern, text) is not None
-    from bapo_megatron.reward.extraction import has_closed_box
+def load(name: str) -> LoadedFunction:
+    """Find a function and check that it can be called.
 
-    return has_closed_box(text)
+    Raises:
+        LoadError: It is not there, cannot be imported, or asks for something unknown.
+    """
+    function = load_named(BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb")
+    if not callable(function):
+        raise LoadError(
+            f"must name a function, got {type(function).__name__}; name a function of the module"
+        )
+    parameters = _parameters(function)
+    return LoadedFunction(function, parameters, any(name not in PARAMETERS for name in parameters))
+
+
+def _parameters(function: RewardFunction | GroupFunction) -> tuple[str, ...]:
+    """Which of ``PARAMETERS`` or ``GROUP_PARAMETERS`` to pass, by keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"its parameters cannot be read ({error}); write it in Python") from error
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in named]
+    of_groups = [name for name in names if name in GROUP_PARAMETERS and name not in _SHARED]
+    of_one = [name for name in names if name in PARAMETERS and name not in _SHARED]
+    if of_groups and of_one:
+        raise LoadError(
+            f"asks for '{of_one[0]}' of one response and for '{of_groups[0]}' of a group; ask for "
+            "one kind, and write two functions if you need both"
+        )
+    known = GROUP_PARAMETERS if of_groups else PARAMETERS
+    unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
+    unknown += [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+    if unknown:
+        raise LoadError(
+            f"asks for '{unknown[0]}', but is called with {', '.join(known)} by name; rename the "
+            "parameter, or give it a default"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return known if takes_all else tuple(name for name in known if name in names)
+
+
+def as_score(result: Any) -> Score:
+    """Return any allowed return value as a ``Score``.
+
+    Raises:
+        ValueError: It is none of ``base.Result``, or holds a number that is not finite.
+    """
+    if isinstance(result, Score):
+        said = {field.name: getattr(result, field.name) for field in fields(result)}
+        metrics = result.metrics
+    elif isinstance(result, Mapping):
+        if "reward" not in result:
+            keys = ", ".join(map(str, list(result)[:5])) or "none"
+            raise ValueError(f"it returned a mapping without 'reward' (keys: {keys}); add it")
+        names = ("reward", "extracted", "reason", "answer_found")
+        said = {name: result[name] for name in names if name in result}
+        metrics = {name: value for name, value in result.items() if name not in names}
+    else:
+        said, metrics = {"reward": result}, {}
+    return Score(
+        reward=_number(said["reward"], "reward"),
+        answer_found=bool(said.get("answer_found", True)),
+        extracted=str(said.get("extracted", ""))[:_MAX_TEXT],
+        timed_out=bool(said.get("timed_out", False)),
+        reason=str(said.get("reason", ""))[:_MAX_TEXT],
+        metrics=_metrics(metrics),
+        failed=bool(said.get("failed", False)),
+    )
+
+
+def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    if len(metrics) > _MAX_METRICS:
+        raise ValueError(f"it returned {len(metrics)} metrics, at most {_MAX_METRICS} are kept")
+    for name in metrics:
+        if not isinstance(name, str) or _METRIC_NAME.fullmatch(name) is None:
+            raise ValueError(f"metric names must be letters, digits and . _ -, got {name!r:.80}")
+    return {name: _number(value, name) for name, value in metrics.items()}
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
+        raise ValueError(f"'{name}' must be a number, got {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"'{name}' must be finite, got {number}")
+    return number

@@ -20,17 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from bapo_megatron.errors import describe_cause
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.functions import as_score
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from bapo_megatron.config.reward import HttpRewardConfig
     from bapo_megatron.reward.base import Response, Score
 
+    Waiting = tuple[Response, asyncio.Future[Score]]
+
 _FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
-_LONGEST_REASON = 200
-_LONGEST_REPLY_BYTES = 64 << 20
+_MAX_BACKOFF_S = 30.0
+_MAX_REASON = 200
+_MAX_REPLY_BYTES = 64 << 20
 _RETRIED_STATUS = (408, 425, 429)
 """Beside 5xx: the service asks to come again."""
 
@@ -39,21 +44,17 @@ class HttpReward:
     """One service; belongs to the event loop that first calls ``score``."""
 
     def __init__(self, name: str, url: str, config: HttpRewardConfig) -> None:
-        """Prepare the connections; nothing is sent.
-
-        Args:
-            name: The component's name, for messages.
-            url: Where batches are posted.
-            config: Sizes, limits, and the variable with the token.
+        """Prepare the connections; nothing is sent. ``name`` is the component's, for messages.
 
         Raises:
             RewardError: The variable that should hold the token is not set.
         """
-        self._name, self._url, self._config = name, url, config
-        self._waiting: deque[tuple[Response, asyncio.Future[Score]]] = deque()
+        self._url, self._config = url, config
+        self._place = f"reward '{name}'"
+        self._waiting: deque[Waiting] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         self._http = httpx.AsyncClient(
-            headers=_headers(name, config.token_variable),
+            headers=self._headers(),
             timeout=None,  # httpx would limit each read, not the request
             limits=httpx.Limits(max_connections=config.connections),
             trust_env=False,  # a proxy would see responses and token
@@ -65,7 +66,7 @@ class HttpReward:
         for sender in senders:
             sender.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
-        self._fail(self._waiting, RewardError(f"reward '{self._name}': the service was closed"))
+        _fail(self._waiting, self._closed())
         await self._http.aclose()
 
     async def score(self, response: Response) -> Score:
@@ -78,8 +79,7 @@ class HttpReward:
         self._waiting.append((response, future))
         self._senders = {sender for sender in self._senders if not sender.done()}
         if len(self._senders) < self._config.connections:
-            sender = asyncio.create_task(self._send_waiting())
-            self._senders.add(sender)
+            self._senders.add(asyncio.create_task(self._send_waiting()))
         return await future
 
     async def _send_waiting(self) -> None:
@@ -87,28 +87,21 @@ class HttpReward:
         await asyncio.sleep(self._config.gather_s)  # so that a batch has more than the first
         while self._waiting:
             size = min(self._config.batch_size, len(self._waiting))
-            batch = [self._waiting.popleft() for _ in range(size)]
-            batch = [(response, future) for response, future in batch if not future.done()]
+            taken = [self._waiting.popleft() for _ in range(size)]
+            batch = [(response, future) for response, future in taken if not future.done()]
             if not batch:
                 continue
             try:
                 scores = await self._send([response for response, _ in batch])
             except RewardError as error:
-                self._fail(batch, error)
+                _fail(batch, error)
             except BaseException:
-                self._fail(batch, RewardError(f"reward '{self._name}': the service was closed"))
+                _fail(batch, self._closed())
                 raise
             else:
                 for (_, future), score in zip(batch, scores, strict=True):
                     if not future.done():
                         future.set_result(score)
-
-    @staticmethod
-    def _fail(waiting: Any, error: RewardError) -> None:
-        for _, future in waiting:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # whoever waits gets it; nobody may be left to
 
     async def _send(self, responses: list[Response]) -> list[Score]:
         body = await asyncio.to_thread(_encode, responses)
@@ -120,37 +113,31 @@ class HttpReward:
                 return await asyncio.to_thread(self._scores, reply, len(responses))
             if time.monotonic() + backoff_s > end_s:
                 raise RewardError(
-                    f"reward '{self._name}': {self._url} gave no scores for "
-                    f"{self._config.patience_s:g} s ({problem}); see the service's log, or raise "
-                    "http.patience_s"
+                    f"{self._place}: {self._url} gave no scores for {self._config.patience_s:g} s "
+                    f"({problem}); see the service's log, or raise http.patience_s"
                 )
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _try(self, body: bytes) -> tuple[str, bytes | None]:
-        """Why there is no answer, or the answer.
-
-        Raises:
-            RewardError: The service refuses: repeating the request would not help.
-        """
+        """Why there is no answer, or the answer; an error where repeating would not help."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 reply, content = await self._post(body)
         except TimeoutError:
             return f"no answer within {self._config.timeout_s:g} s", None
         except httpx.RequestError as error:
-            return str(error) or type(error).__name__, None
+            return describe_cause(error), None
         if reply.status_code == httpx.codes.OK:
             return "", content
-        problem = f"HTTP {reply.status_code}: {_first_words(content.decode(errors='replace'))}"
+        text = " ".join(content.decode(errors="replace").split())[:_MAX_REASON] or "no text"
+        problem = f"HTTP {reply.status_code}: {text}"
         if reply.is_server_error or reply.status_code in _RETRIED_STATUS:
             return problem, None
-        hint = "; set the variable of http.token_variable to its token" * (
-            reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
-        )
-        raise RewardError(
-            f"reward '{self._name}': {self._url} refuses ({problem}){hint or '; correct the url'}"
-        )
+        remedy = "correct the url"
+        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            remedy = "set the variable of http.token_variable to its token"
+        raise RewardError(f"{self._place}: {self._url} refuses ({problem}); {remedy}")
 
     async def _post(self, body: bytes) -> tuple[httpx.Response, bytes]:
         content = bytearray()
@@ -159,41 +146,49 @@ class HttpReward:
         ) as reply:
             async for piece in reply.aiter_bytes():
                 content += piece
-                if len(content) > _LONGEST_REPLY_BYTES:
-                    raise RewardError(
-                        f"reward '{self._name}': unusable answer of {self._url}: longer than "
-                        f"{_LONGEST_REPLY_BYTES >> 20} MiB; correct the service"
-                    )
+                if len(content) > _MAX_REPLY_BYTES:
+                    raise self._unusable(f"longer than {_MAX_REPLY_BYTES >> 20} MiB")
         return reply, bytes(content)
 
     def _scores(self, reply: bytes, num_responses: int) -> list[Score]:
-        place = f"reward '{self._name}': unusable answer of {self._url}"
         try:
             results = json.loads(reply)
         except ValueError as error:
-            raise RewardError(f"{place}: no JSON ({error}); correct the service") from error
+            raise self._unusable(f"no JSON ({error})") from error
         if not isinstance(results, list) or len(results) != num_responses:
             got = f"{len(results)} results" if isinstance(results, list) else "no list"
-            raise RewardError(
-                f"{place}: must be a list of {num_responses} results, got {got}; correct the "
-                "service"
-            )
+            raise self._unusable(f"must be a list of {num_responses} results, got {got}")
         try:
             return [as_score(result) for result in results]
         except (ValueError, TypeError, OverflowError) as error:
-            raise RewardError(f"{place}: {error}; correct the service") from error
+            raise self._unusable(str(error)) from error
 
-
-def _headers(name: str, token_variable: str) -> dict[str, str]:
-    if not token_variable:
-        return {}
-    token = os.environ.get(token_variable, "")
-    if not token:
-        raise RewardError(
-            f"reward '{name}': the environment variable {token_variable} must hold the service's "
-            "token, and is not set; set it, or leave http.token_variable empty"
+    def _unusable(self, problem: str) -> RewardError:
+        return RewardError(
+            f"{self._place}: unusable answer of {self._url}: {problem}; correct the service"
         )
-    return {"Authorization": f"Bearer {token}"}
+
+    def _closed(self) -> RewardError:
+        return RewardError(f"{self._place}: the service was closed")
+
+    def _headers(self) -> dict[str, str]:
+        variable = self._config.token_variable
+        if not variable:
+            return {}
+        token = os.environ.get(variable, "")
+        if not token:
+            raise RewardError(
+                f"{self._place}: the environment variable {variable} must hold the service's "
+                "token, and is not set; set it, or leave http.token_variable empty"
+            )
+        return {"Authorization": f"Bearer {token}"}
+
+
+def _fail(waiting: Iterable[Waiting], error: RewardError) -> None:
+    for _, future in waiting:
+        if not future.done():
+            future.set_exception(error)
+            future.exception()  # whoever waits gets it; nobody may be left to
 
 
 def _encode(responses: list[Response]) -> bytes:
@@ -216,7 +211,3 @@ def _item(response: Response) -> dict[str, Any]:
     if response.state is not None:
         item["state"] = response.state
     return item
-
-
-def _first_words(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_REASON] or "no text"

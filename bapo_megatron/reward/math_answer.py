@@ -15,7 +15,7 @@ from functools import lru_cache
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.extraction import ExtractedAnswer, extract_answer
 from bapo_megatron.reward.math_symbolic import (
-    DEEPEST_NESTING,
+    MAX_NESTING,
     TooLargeError,
     are_letters,
     contradicts_itself,
@@ -48,9 +48,9 @@ _FILLERS = re.compile(
     r"|:|=)\s*,?\s*)+",
     re.IGNORECASE,
 )
-_LONGEST_ANSWER = 1000
+_MAX_ANSWER = 1000
 """Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
-_LONGEST_REPORTED = 200
+_MAX_REPORTED = 200
 _DECIMALS = 6
 _RELATIVE_TOLERANCE = Fraction(1, 10_000)
 
@@ -82,18 +82,13 @@ class Reason(StrEnum):
 
 
 _REPORTED_FIRST = (Reason.UNIT_DIFFERS, Reason.TOO_LARGE, Reason.DIFFERENT)
-"""Of several accepted answers that are all missed, the reason that is reported."""
+"""Which reason is reported if several accepted answers are all missed."""
 
 
 def grade_math_answer(response: str, answer: str) -> Score:
-    """Score 1 if the response's final answer equals the reference, else 0.
+    """Score 1 if the response's final answer equals the reference, else 0; with a ``Reason``.
 
-    Args:
-        response: The decoded response.
-        answer: The reference, or a JSON list of texts of which any is accepted.
-
-    Returns:
-        The score, with a ``Reason``.
+    The reference may be a JSON list of texts of which any is accepted.
     """
     extracted = extract_answer(response)
     if extracted is None:
@@ -101,13 +96,12 @@ def grade_math_answer(response: str, answer: str) -> Score:
     reason = _judge(extracted, answer)
     return Score(
         reward=float(reason.is_right),
-        answer_found=True,
-        extracted=extracted.text[:_LONGEST_REPORTED],
+        extracted=extracted.text[:_MAX_REPORTED],
         reason=reason.value,
     )
 
 
-def accepted_answers(answer: str) -> list[str]:
+def _accepted(answer: str) -> list[str]:
     """The alternatives of a JSON list of texts, else the answer itself."""
     if answer.startswith('["'):
         try:
@@ -120,12 +114,12 @@ def accepted_answers(answer: str) -> list[str]:
 
 
 def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
-    if len(extracted.text) > _LONGEST_ANSWER:
+    if len(extracted.text) > _MAX_ANSWER:
         return Reason.TOO_LONG
     candidates = [extracted.text] if extracted.boxed else _sentence_answers(extracted.text)
     reasons = []
     for candidate in candidates:
-        for accepted in accepted_answers(answer):
+        for accepted in _accepted(answer):
             reason = _compare(candidate, accepted)
             if reason.is_right:
                 return reason
@@ -134,9 +128,9 @@ def _judge(extracted: ExtractedAnswer, answer: str) -> Reason:
 
 
 def _sentence_answers(line: str) -> list[str]:
-    """What may be meant by the rest of a sentence: all of it, or what it begins with.
+    """What the rest of a sentence may mean: all of it, or what it begins with.
 
-    Nothing that stands further behind counts: "7, not 5" is not 5, and "5 or 6" is neither.
+    Nothing further on counts: "7, not 5" is not 5, and "5 or 6" is neither.
     """
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0].strip().strip("*").rstrip(".").strip()
     sentence = _FILLERS.sub("", sentence)
@@ -157,13 +151,12 @@ def _sentence_answers(line: str) -> list[str]:
 
 
 def _compare(given_text: str, wanted_text: str) -> Reason:
-    """Why two answers are equal or not."""
     given, (wanted, wanted_parts) = canonical(given_text), _reference(wanted_text)
     if given == wanted:
         return Reason.EQUAL_TEXT
-    if len(wanted) > _LONGEST_ANSWER:
+    if len(wanted) > _MAX_ANSWER:
         return Reason.DIFFERENT
-    if max(nesting(given), nesting(wanted)) > DEEPEST_NESTING:
+    if max(nesting(given), nesting(wanted)) > MAX_NESTING:
         return Reason.TOO_LARGE
     if (reason := _compare_letters(given, wanted)) is not None:
         return reason
@@ -180,17 +173,17 @@ def _compare(given_text: str, wanted_text: str) -> Reason:
 def _reference(text: str) -> tuple[str, Quantity]:
     """A reference's canonical text and its parts; all responses of a group share it."""
     wanted = canonical(text)
-    if len(wanted) > _LONGEST_ANSWER:
+    if len(wanted) > _MAX_ANSWER:
         return wanted, Quantity(wanted)
     return wanted, quantity(without_option(wanted))
 
 
 def _compare_letters(given: str, wanted: str) -> Reason | None:
     """Choices and words; none where they are neither."""
-    right = {True: Reason.EQUAL_TEXT, False: Reason.DIFFERENT}
-    wanted_letter, given_letter = choice_letter(wanted), choice_letter(given)
-    if wanted_letter is not None and (given_letter or option_letter(given)):
-        return right[wanted_letter == (given_letter or option_letter(given))]
+    wanted_letter = choice_letter(wanted)
+    given_letter = choice_letter(given) or option_letter(given)
+    if wanted_letter and given_letter:
+        return Reason.EQUAL_TEXT if wanted_letter == given_letter else Reason.DIFFERENT
     if len(wanted) == len(given) == 1 and (wanted + given).isalpha():
         return Reason.DIFFERENT  # math-verify takes E for e
     wanted_words, given_words = words(wanted), words(given)
@@ -232,7 +225,6 @@ def _compare_percentages(given: Quantity, wanted: Quantity) -> Reason:
 
 
 def _in_parts(amount: Quantity) -> str:
-    """A percentage as a part of 1."""
     return rf"\frac{{{amount.value}}}{{100}}" if amount.unit == "%" else amount.value
 
 

@@ -24,19 +24,20 @@ from latex2sympy2_extended.latex2sympy2 import (
 from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
+from sympy.core.relational import Relational
 
 from bapo_megatron.reward.math_text import as_number
 
 # It warns that its own time limits are off, which is meant: the worker's stand above them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-DEEPEST_NESTING = 24
+MAX_NESTING = 24
 """Brackets within brackets; the parser's time grows exponentially with them."""
 
-_MOST_DIGITS = 20_000
-"""Of an integer that the comparison would write out."""
-_MOST_TERMS = 5_000
-"""Of a power of a sum that simplification would expand."""
+_MAX_DIGITS = 20_000
+"""Digits of the longest integer that the comparison may write out."""
+_MAX_TERMS = 5_000
+"""Terms of the largest power of a sum that simplification may expand."""
 _RELATIVE_TOLERANCE = 1e-4
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
@@ -46,7 +47,7 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _OPEN, _CLOSE = "([{", ")]}"
 _VARIABLES = frozenset("abcxyzmnpqrk")
 """Letters that stand side by side as a product; other words are words."""
-_LONGEST_PRODUCT = 3
+_MAX_PRODUCT = 3
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?!=)([^=]+)")
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
 _FACTORS_SIDE_BY_SIDE = re.compile(r"(?<![_^.\w])\d+\(\d+\)|(?<!\w)\(\d+\)(?:\d+|\(\d+\))")
@@ -56,7 +57,7 @@ _CAPITAL = re.compile(
 _NESTED_SETS = re.compile(r"\\\{[^}]*\\\{")
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)(?:\})?\}?")
 _ELLIPSIS = re.compile(r"(?:(?<![\d.])\d+|[^\d\s}])\s*\\ldots")
-"""One that the parser would leave out, and that does not continue decimals."""
+"""An ellipsis that the parser would leave out, and that does not continue decimals."""
 _ARITHMETIC = re.compile(
     r"(?:[\d\s+\-*/^().,{}!]|\\(?:frac|sqrt|binom|cdot|times|div|pi)(?![A-Za-z]))+"
 )
@@ -70,7 +71,7 @@ class TooLargeError(ValueError):
 
 
 def is_equal_symbolically(given: str, wanted: str) -> bool:
-    """Whether two canonical answers without units have the same value.
+    """Return whether two canonical answers without units have the same value.
 
     Args:
         given: The response's.
@@ -90,7 +91,7 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
     # The parser takes a capital Greek letter for the small one.
     given, wanted = (_CAPITAL.sub(r"{X_{capital\1}}", text) for text in (given, wanted))
     for text in (given, wanted):
-        if nesting(text) > DEEPEST_NESTING:
+        if nesting(text) > MAX_NESTING:
             raise TooLargeError("brackets are nested too deeply")
     aligned = _aligned(given, wanted)
     if aligned is None:
@@ -101,14 +102,15 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
     for expression in (left, right):
         if not _is_affordable(expression):
             raise TooLargeError("the numbers are too large")
-    closed = [part for part in (left, right) if _is_closed_relation(part)]
+    relations = [part for part in (left, right) if isinstance(part, Relational)]
+    closed = [part for part in relations if not part.free_symbols]
     if len(closed) == 2 or any(part.doit() == sympy.false for part in closed):
         return False  # 1 = 1 says nothing about 2 = 2, nor 3 = 5 about 5
     return bool(verify([right], [left], timeout_seconds=None)) and _is_close(left, right)
 
 
 def contradicts_itself(answer: str) -> bool:
-    """Whether a chain such as ``x = 2 = 3``, of which the parser takes the end, has two values.
+    """Return whether a chain like ``x = 2 = 3``, whose end the parser takes, has two values.
 
     Only plain arithmetic is evaluated; decimals are taken as rounded to their last place.
     """
@@ -144,7 +146,7 @@ def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
 
 
 def nesting(text: str) -> int:
-    """The greatest depth of brackets."""
+    """Return the greatest depth of brackets."""
     depth = deepest = 0
     for char in text:
         if char in _OPEN:
@@ -164,7 +166,11 @@ def _aligned(given: str, wanted: str) -> tuple[str, str] | None:
     nested = [_NESTED_SETS.search(text) is not None for text in (given, wanted)]
     if kinds == {"set", "tuple"} or nested[0] != nested[1]:
         return None
-    if kinds == {"list"} and r"\pm" not in given + wanted and _size(given) != _size(wanted):
+    if (
+        kinds == {"list"}
+        and r"\pm" not in given + wanted
+        and len(_split(given)) != len(_split(wanted))
+    ):
         return None
     if "list" in kinds and kinds & {"set", "tuple"}:
         if given_kind == "list":
@@ -231,10 +237,6 @@ def _is_thousands(text: str, comma: int) -> bool:
     return bool(before and re.match(r",\d{3}(?!\d)", text[comma:]))
 
 
-def _size(text: str) -> int:
-    return len(_split(text))
-
-
 def _bracketed(text: str, kind: str) -> str:
     """A list as the set or point that it is compared with."""
     parts = _split(text)
@@ -249,9 +251,9 @@ def _bracketed(text: str, kind: str) -> str:
 
 
 def are_letters(text: str) -> bool:
-    """Whether bare letters are a word or a name, not a product of variables."""
+    """Return whether bare letters are a word or a name, not a product of variables."""
     plain = re.fullmatch(r"[A-Za-z]{2,}", text)
-    return plain is not None and not (len(text) <= _LONGEST_PRODUCT and set(text) <= _VARIABLES)
+    return plain is not None and not (len(text) <= _MAX_PRODUCT and set(text) <= _VARIABLES)
 
 
 @lru_cache(maxsize=256)
@@ -280,12 +282,6 @@ def _convert(latex: str) -> Any:
     )
 
 
-def _is_closed_relation(expression: Any) -> bool:
-    return isinstance(expression, sympy.core.relational.Relational) and not (
-        expression.free_symbols
-    )
-
-
 def _is_close(left: Any, right: Any) -> bool:
     """Rounding to six decimals makes small numbers equal; they must be near each other as well."""
     if not (_is_number(left) and _is_number(right)):
@@ -304,12 +300,12 @@ def _is_number(expression: Any) -> bool:
 
 
 def _is_affordable(expression: Any) -> bool:
-    """Whether numbers stay below ``_MOST_DIGITS`` digits and powers below ``_MOST_TERMS`` terms."""
+    """Whether numbers stay below ``_MAX_DIGITS`` digits and powers below ``_MAX_TERMS`` terms."""
     if isinstance(expression, sympy.MatrixBase):
         return all(_is_affordable(entry) for entry in expression)
     if not isinstance(expression, sympy.Basic):
         return True
-    return _digits(expression) <= _MOST_DIGITS
+    return _digits(expression) <= _MAX_DIGITS
 
 
 def _digits(node: Any) -> float:
@@ -321,7 +317,7 @@ def _digits(node: Any) -> float:
     if isinstance(node, sympy.Float | sympy.Symbol | sympy.NumberSymbol) or not node.args:
         return 17
     parts = [_digits(part) for part in node.args]
-    if max(parts) > _MOST_DIGITS:
+    if max(parts) > _MAX_DIGITS:
         return math.inf
     if isinstance(node, sympy.Pow):
         return _power_digits(node, parts)
@@ -337,14 +333,12 @@ def _power_digits(node: Any, parts: list[float]) -> float:
     base, exponent = node.args
     size = _magnitude(exponent)
     if base.free_symbols:
-        terms = len(base.args) if isinstance(base, sympy.Add) else 1
-        if terms == 1:
+        if not isinstance(base, sympy.Add):
             return parts[0]
-        if size > 1 and math.lgamma(size + terms) - math.lgamma(size + 1) - math.lgamma(
-            terms
-        ) > math.log(_MOST_TERMS):
+        terms = len(base.args)
+        log_terms = math.lgamma(size + terms) - math.lgamma(size + 1) - math.lgamma(terms)
+        if size > 1 and log_terms > math.log(_MAX_TERMS):
             return math.inf
-        return parts[0] * max(size, 1)
     return parts[0] * max(size, 1.0)
 
 

@@ -3,8 +3,6 @@
 Nothing here evaluates anything. Whatever is rewritten keeps its value; where that is not sure, the
 text is left as it is, and the comparison decides.
 
-Units that may follow a number: which are the same, and which are not.
-
 Units are compared, never converted. A word that is no known unit ("apples") is no unit that could
 differ; words that belong to mathematics or to a sentence are refused, so that "5 or 6" is not 5.
 """
@@ -15,6 +13,86 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
+
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_SYMBOLS = str.maketrans(
+    {
+        **dict.fromkeys("−‐‑‒–﹣", "-"),
+        **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " "),
+        **dict.fromkeys("÷∕⁄", "/"),
+        **dict.fromkeys("·⋅", r"\cdot "),
+        **dict.fromkeys("°º", r"^\circ "),
+        "×": r"\times ",
+        "±": r"\pm ",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∅": r"\emptyset ",
+        "∈": r"\in ",
+        "√": r"\sqrt ",
+        "½": r"\frac{1}{2}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    }
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_ROOT = re.compile(r"\\sqrt\s+(\d+|[A-Za-z])")
+_LATEX_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
+_NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_BRACELESS = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})|\\overline\s*(\d)")
+"""TeX takes one digit where there are no braces: ``\\frac13`` is 1/3."""
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
+    r"|operatorname)\s*\{([^{}]*)\}"
+)
+_NEEDLESS_SPACE = re.compile(r"(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (?=\\)")
+_BRACED_COMMA = re.compile(r"\s*\{\s*,\s*\}\s*")
+_MATH_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_UNIT = re.compile(
+    r"(?P<value>.*[\d\w})\]!|])\s*"
+    r"(?:\\text\{(?P<text>[^{}]*)\}|(?<![A-Za-z])(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
+    r"(?P<power>\^\{?[23]\}?)?\.?",
+    re.DOTALL,
+)
+_DEGREE = re.compile(
+    r"(?P<value>.*[\d})])\s*\^\{?\s*\\(?:circ|degree)\s*\}?\s*"
+    r"(?:\\text\{)?\s*(?P<scale>[CF]?)\s*\}?"
+)
+_PERCENT = re.compile(
+    r"(?P<value>.+?)\s*(?:\\?%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))"
+)
+_SUM = re.compile(r".[+-]|\\$")
+"""In what stands before a percent sign, which then belongs to the last part alone."""
+_CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
+_CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
+_OPTION = re.compile(r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s))[\s:]*(?=\S)(?P<rest>.+)")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '.,-]+[^\W\d_]+)*[.!]?")
+_NUMBER = re.compile(
+    r"(?P<sign>[+-]?)(?P<digits>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?P<decimals>\.\d*)?"
+    r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?"
+)
+_REPEATING = re.compile(
+    r"(?P<sign>-?)(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}(?:\.\.\.|\\ldots)?"
+)
+_RATIO = re.compile(r"(?P<sign>-?)(?P<top>\d+)/(?P<bottom>\d+)")
+_LATEX_RATIO = re.compile(r"(?P<sign>-?)\\frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}")
+_MIXED = re.compile(
+    r"(?P<sign>-?)(?P<whole>\d+)(?: (?P<top>\d+)/(?P<bottom>\d+)"
+    r"|\\frac\{(?P<latex_top>\d+)\}\{(?P<latex_bottom>\d+)\})"
+)
+_MAX_DIGITS = 1000
+"""A number is compared exactly up to this length; Python refuses far longer ones."""
+_MAX_EXPONENT = 1000
 
 _SPELLINGS = {
     "m": "m meter metre",
@@ -79,144 +157,8 @@ _NO_UNIT_WORDS = """
     """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
-_FEWEST_LETTERS = 2
-"""Of a word outside ``\\text{}``: a single letter is a variable."""
-
-
-def known_unit(words: str, power: str = "", *, is_text: bool = True) -> str | None:
-    r"""The canonical unit that words name.
-
-    Args:
-        words: What follows a number.
-        power: ``^2``, ``^{3}`` or nothing.
-        is_text: Whether the words stood in ``\text{}``.
-
-    Returns:
-        The unit; empty for words that name none, such as "apples"; none for what is no unit.
-    """
-    parts = re.findall(r"[^\s.]+", words.strip().lower())
-    if not parts:
-        return "" if is_text and not power else None
-    exponent = power.replace("{", "").replace("}", "")
-    if len(parts) > 1 and parts[0] in _POWER_WORDS:
-        exponent, parts = _POWER_WORDS[parts[0]], parts[1:]
-    elif len(parts) > 1 and parts[-1] == "squared":
-        exponent, parts = "^2", parts[:-1]
-    if not is_text and any(len(part) < _FEWEST_LETTERS for part in parts):
-        return None
-    named = _named("/".join(part for part in parts if part != "per"), is_rate="per" in parts)
-    if named is not None:
-        return named + exponent
-    if power or any(part in _NO_UNITS or len(part) < _FEWEST_LETTERS for part in parts):
-        return None
-    if exponent or not all(part.isalpha() for part in parts):
-        return "" if parts in (["unit"], ["units"]) else None
-    first = _named(parts[0], is_rate=False)
-    return first if first is not None else ""
-
-
-def _named(text: str, *, is_rate: bool) -> str | None:
-    if text in _CANONICAL:
-        return _CANONICAL[text]
-    parts = text.split("/")
-    if len(parts) == 1:
-        return _CANONICAL.get(text.removesuffix("s")) or _CANONICAL.get(text.removesuffix("es"))
-    if len(parts) != 2 or not is_rate:
-        return None
-    top, bottom = (_named(part, is_rate=False) for part in parts)
-    return f"{top}/{bottom}" if top and bottom and is_rate else None
-
-
-def scale_of(words: str) -> tuple[int, str] | None:
-    """The factor of "million dollars" and the words after it; none where there is no factor."""
-    first, _, rest = words.strip().lower().partition(" ")
-    return (_SCALES[first], rest.strip()) if first in _SCALES else None
-
-
-LONGEST_NUMBER = 1000
-"""Digits of a number that is compared exactly; Python refuses far longer ones."""
-
-_LARGEST_EXPONENT = 1000
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_SYMBOLS = str.maketrans(
-    {
-        **dict.fromkeys("−‐‑‒–﹣", "-"),
-        **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " "),
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "∕": "/",
-        "⁄": "/",
-        "±": r"\pm ",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∅": r"\emptyset ",
-        "∈": r"\in ",
-        "°": r"^\circ ",
-        "º": r"^\circ ",
-        "√": r"\sqrt ",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-    }
-)
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_ROOT = re.compile(r"\\sqrt\s+(\d+|[A-Za-z])")
-_LATEX_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
-_NEGATIVE_SPACE = re.compile(r"\s*(?<!\\)\\!\s*")
-_DOLLAR = re.compile(r"(?<!\\)\$")
-_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
-_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_BRACELESS = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})|\\overline\s*(\d)")
-"""TeX takes one digit where there are no braces: ``\\frac13`` is 1/3."""
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox"
-    r"|operatorname)\s*\{([^{}]*)\}"
-)
-_NEEDLESS_SPACE = re.compile(r"(?<![\w,\\]) | (?![\w\\])|(?<=,) (?!\d)|(?<=\w) (?=\\)")
-_BRACED_COMMA = re.compile(r"\s*\{\s*,\s*\}\s*")
-_MATH_MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-_NUMBER = re.compile(
-    r"(?P<sign>[+-]?)(?P<digits>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?P<decimals>\.\d*)?"
-    r"(?:[eE](?P<exponent>[+-]?\d{1,4}))?"
-)
-_REPEATING = re.compile(
-    r"(?P<sign>-?)(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}(?:\.\.\.|\\ldots)?"
-)
-_RATIO = re.compile(r"(?P<sign>-?)(?P<top>\d+)/(?P<bottom>\d+)")
-_LATEX_RATIO = re.compile(r"(?P<sign>-?)\\frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}")
-_MIXED = re.compile(
-    r"(?P<sign>-?)(?P<whole>\d+)(?: (?P<top>\d+)/(?P<bottom>\d+)"
-    r"|\\frac\{(?P<latex_top>\d+)\}\{(?P<latex_bottom>\d+)\})"
-)
-_UNIT = re.compile(
-    r"(?P<value>.*[\d\w})\]!|])\s*"
-    r"(?:\\text\{(?P<text>[^{}]*)\}|(?<![A-Za-z])(?<!\\)(?P<plain>[A-Za-z][A-Za-z/. ]*))"
-    r"(?P<power>\^\{?[23]\}?)?\.?",
-    re.DOTALL,
-)
-_DEGREE = re.compile(
-    r"(?P<value>.*[\d})])\s*\^\{?\s*\\(?:circ|degree)\s*\}?\s*"
-    r"(?:\\text\{)?\s*(?P<scale>[CF]?)\s*\}?"
-)
-_PERCENT = re.compile(
-    r"(?P<value>.+?)\s*(?:\\?%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))"
-)
-_SUM = re.compile(r".[+-]|\\$")
-"""In what stands before a percent sign, which then belongs to the last part alone."""
-_CURRENCY = re.compile(r"(?P<sign>-?)\s*(?P<mark>\\\$|£|€|¥|₹)\s*(?P<value>[\d.,].*)")
-_CHOICE = re.compile(r"\\text\{\s*\(?([A-Ja-j])\)?[.:]?\s*\}|\(([A-Ja-j])\)|([A-J])[.):]?")
-_OPTION = re.compile(r"(?:\\text\{\s*\(([A-J])\)\s*\}|\(([A-J])\)(?=\s))[\s:]*(?=\S)(?P<rest>.+)")
-_WORDS = re.compile(r"[^\W\d_]+(?:[ '.,-]+[^\W\d_]+)*[.!]?")
+_MIN_LETTERS = 2
+"""A unit outside ``\\text{}`` has at least so many: a single letter is a variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +171,9 @@ class Quantity:
     """Canonical name of a known unit, ``%`` for percentages; empty for none or an unknown one."""
 
 
-def plain_unicode(text: str) -> str:
-    """ASCII digits, full-width forms and signs as LaTeX; marks that show nothing are dropped."""
-    if text.isascii():
-        return text
-    shown = "".join(
-        str(unicodedata.decimal(char)) if char.isdecimal() else char
-        for char in text.translate(_FULL_WIDTH)
-        if unicodedata.category(char) != "Cf"
-    )
-    shown = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", shown)
-    return _ROOT.sub(r"\\sqrt{\1}", shown.translate(_SYMBOLS))
-
-
 def canonical(answer: str) -> str:
-    r"""One spelling of an answer; ``\text{…}`` stands for every command of upright text."""
-    text = plain_unicode(answer).strip()
-    text = _unwrapped(text)
+    r"""Return one spelling of an answer; ``\text{…}`` stands for all commands of upright text."""
+    text = _unwrapped(_plain_unicode(answer).strip())
     text = text.removesuffix(".").strip() if not text.endswith("..") else text
     text = _BRACELESS.sub(_braced, _FRACTION.sub(r"\\frac", _SIZING.sub("", text)))
     text = text.replace(r"\varnothing", r"\emptyset")
@@ -257,11 +185,17 @@ def canonical(answer: str) -> str:
     return _NEEDLESS_SPACE.sub("", text).strip().removeprefix("=").strip()
 
 
-def _braced(match: re.Match[str]) -> str:
-    if match[3]:
-        return rf"\overline{{{match[3]}}}"
-    top, bottom = (part.strip("{}") for part in (match[1], match[2]))
-    return rf"\frac{{{top}}}{{{bottom}}}"
+def _plain_unicode(text: str) -> str:
+    """ASCII digits, full-width forms and signs as LaTeX; marks that show nothing are dropped."""
+    if text.isascii():
+        return text
+    shown = "".join(
+        str(unicodedata.decimal(char)) if char.isdecimal() else char
+        for char in text.translate(_FULL_WIDTH)
+        if unicodedata.category(char) != "Cf"
+    )
+    shown = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", shown)
+    return _ROOT.sub(r"\\sqrt{\1}", shown.translate(_SYMBOLS))
 
 
 def _unwrapped(text: str) -> str:
@@ -280,69 +214,99 @@ def _unwrapped(text: str) -> str:
     return _DOLLAR.sub("", text)
 
 
+def _braced(match: re.Match[str]) -> str:
+    if match[3]:
+        return rf"\overline{{{match[3]}}}"
+    top, bottom = (part.strip("{}") for part in (match[1], match[2]))
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
 def quantity(text: str) -> Quantity:
     r"""Split a canonical text into value and unit; words that are no known unit are dropped.
 
     Only what follows a value is a unit, and a single letter only in ``\text{}``: ``3t`` is a
     product.
     """
-    money = _CURRENCY.fullmatch(text)
-    if money is not None:
+    if (money := _CURRENCY.fullmatch(text)) is not None:
         inner = quantity(money["value"])
-        if inner.unit in ("", known_unit(money["mark"])):
-            return Quantity(money["sign"] + inner.value, known_unit(money["mark"]) or "")
+        currency = _known_unit(money["mark"])
+        if inner.unit in ("", currency):
+            return Quantity(money["sign"] + inner.value, currency or "")
     percent = _PERCENT.fullmatch(text)
     if percent is not None and not _SUM.search(percent["value"]):
         return Quantity(percent["value"], "%")
-    degree = _DEGREE.fullmatch(text)
-    if degree is not None:
-        return Quantity(
-            degree["value"], {"C": "celsius", "F": "fahrenheit"}.get(degree["scale"], "degree")
-        )
+    if (degree := _DEGREE.fullmatch(text)) is not None:
+        scales = {"C": "celsius", "F": "fahrenheit"}
+        return Quantity(degree["value"], scales.get(degree["scale"], "degree"))
     match = _UNIT.fullmatch(text)
-    if match is None:
-        return Quantity(text)
-    return _with_unit(text, match)
+    return Quantity(text) if match is None else _with_unit(text, match)
 
 
 def _with_unit(text: str, match: re.Match[str]) -> Quantity:
-    words = match["text"] if match["text"] is not None else match["plain"]
     is_text = match["text"] is not None
+    words = match["text"] if is_text else match["plain"]
     value = match["value"].strip()
-    scale = scale_of(words)
-    if scale is not None and (number := as_number(value)) is not None:
-        product = number * scale[0]
-        rest = Quantity(_shown(product))
-        return quantity(rf"{rest.value}\text{{{scale[1]}}}") if scale[1] else rest
-    unit = known_unit(words, match["power"] or "", is_text=is_text)
-    if unit is None:
-        return Quantity(text)
-    return Quantity(value, unit)
+    first, _, rest = words.strip().lower().partition(" ")  # "million dollars"
+    if first in _SCALES and (number := as_number(value)) is not None:
+        number *= _SCALES[first]
+        value = str(number)
+        if number.denominator != 1:
+            value = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+        return quantity(rf"{value}\text{{{rest.strip()}}}") if rest.strip() else Quantity(value)
+    unit = _known_unit(words, match["power"] or "", is_text=is_text)
+    return Quantity(text) if unit is None else Quantity(value, unit)
 
 
-def _shown(number: Fraction) -> str:
-    return (
-        str(number)
-        if number.denominator == 1
-        else rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
-    )
+def _known_unit(words: str, power: str = "", *, is_text: bool = True) -> str | None:
+    r"""The canonical unit that the words behind a number name.
+
+    ``power`` is ``^2``, ``^{3}`` or nothing; ``is_text``: the words stood in ``\text{}``. Words
+    that name no unit, such as "apples", give an empty text; what cannot be a unit gives None.
+    """
+    parts = re.findall(r"[^\s.]+", words.strip().lower())
+    if not parts:
+        return "" if is_text and not power else None
+    exponent = power.replace("{", "").replace("}", "")
+    if len(parts) > 1 and parts[0] in _POWER_WORDS:
+        exponent, parts = _POWER_WORDS[parts[0]], parts[1:]
+    elif len(parts) > 1 and parts[-1] == "squared":
+        exponent, parts = "^2", parts[:-1]
+    if not is_text and any(len(part) < _MIN_LETTERS for part in parts):
+        return None
+    named = _named("/".join(part for part in parts if part != "per"), is_rate="per" in parts)
+    if named is not None:
+        return named + exponent
+    if power or any(part in _NO_UNITS or len(part) < _MIN_LETTERS for part in parts):
+        return None
+    if exponent or not all(part.isalpha() for part in parts):
+        return "" if parts in (["unit"], ["units"]) else None
+    return _named(parts[0], is_rate=False) or ""
+
+
+def _named(text: str, *, is_rate: bool) -> str | None:
+    if text in _CANONICAL:
+        return _CANONICAL[text]
+    parts = text.split("/")
+    if len(parts) == 1:
+        return _CANONICAL.get(text.removesuffix("s")) or _CANONICAL.get(text.removesuffix("es"))
+    if len(parts) != 2 or not is_rate:
+        return None
+    top, bottom = (_named(part, is_rate=False) for part in parts)
+    return f"{top}/{bottom}" if top and bottom else None
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of a plain number, fraction or mixed number; none for anything else."""
-    if len(text) > LONGEST_NUMBER:
+    """Return the exact value of a plain number, fraction or mixed number; else None."""
+    if len(text) > _MAX_DIGITS:
         return None
     match = _NUMBER.fullmatch(text)
     if match is not None and (match["digits"] or (match["decimals"] or ".") != "."):
         return _plain_number(match)
-    match = _REPEATING.fullmatch(text)
-    if match is not None:
+    if (match := _REPEATING.fullmatch(text)) is not None:
         return _repeating_number(match)
-    match = _RATIO.fullmatch(text) or _LATEX_RATIO.fullmatch(text)
-    if match is not None:
+    if (match := _RATIO.fullmatch(text) or _LATEX_RATIO.fullmatch(text)) is not None:
         return _ratio(match["sign"], 0, match["top"], match["bottom"])
-    match = _MIXED.fullmatch(text)
-    if match is None:
+    if (match := _MIXED.fullmatch(text)) is None:
         return None
     top, bottom = match["top"] or match["latex_top"], match["bottom"] or match["latex_bottom"]
     if int(top) >= int(bottom):
@@ -352,7 +316,7 @@ def as_number(text: str) -> Fraction | None:
 
 def _plain_number(match: re.Match[str]) -> Fraction | None:
     exponent = int(match["exponent"] or 0)
-    if abs(exponent) > _LARGEST_EXPONENT:
+    if abs(exponent) > _MAX_EXPONENT:
         return None
     digits = (match["digits"] or "0").replace(",", "").replace(" ", "")
     decimals = match["decimals"] or "."
@@ -377,7 +341,7 @@ def _ratio(sign: str, whole: int, top: str, bottom: str) -> Fraction | None:
 
 
 def choice_letter(text: str) -> str | None:
-    r"""The letter of a multiple-choice answer such as ``B``, ``(b)``, ``\text{B}``; else none."""
+    r"""Return the letter of a multiple-choice answer such as ``B``, ``(b)``, ``\text{B}``."""
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
@@ -385,20 +349,20 @@ def choice_letter(text: str) -> str | None:
     return letter.upper()
 
 
-def without_option(text: str) -> str:
-    r"""What follows the letter in ``\text{(B)} 12``; the text itself where there is none."""
-    match = _OPTION.fullmatch(text)
-    return match["rest"].strip() if match is not None else text
-
-
 def option_letter(text: str) -> str | None:
-    r"""The letter in ``\text{(B)} 12``."""
+    r"""Return the letter in ``\text{(B)} 12``."""
     match = _OPTION.fullmatch(text)
     return None if match is None else match[1] or match[2]
 
 
+def without_option(text: str) -> str:
+    r"""Return what follows the letter in ``\text{(B)} 12``; a text without one as it is."""
+    match = _OPTION.fullmatch(text)
+    return text if match is None else match["rest"].strip()
+
+
 def words(text: str) -> str | None:
-    """A text of words alone in one spelling: case and marks do not count; else none."""
+    """Return a text of words alone in one spelling, without case and marks; else None."""
     plain = " ".join(_TEXT.sub(r" \1 ", text).split())
     if _WORDS.fullmatch(plain) is None:
         return None

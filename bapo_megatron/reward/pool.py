@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.workers import Outcome
 
-MEMORY_LIMIT_MB = 2048
-"""Address space of one worker, unless configured; sympy itself needs some 60 MB."""
-LIMIT = "limit"
+_LIMIT = "limit"
 """``Score.reason`` of an answer that exceeded a limit."""
 
 
@@ -38,7 +36,7 @@ class RewardPool:
         workers: int,
         timeout_s: float,
         functions: Sequence[str] = ("math",),
-        memory_limit_mb: int = MEMORY_LIMIT_MB,
+        memory_limit_mb: int = 2048,
     ) -> None:
         """Set the pool up; each worker starts with the first answer it gets.
 
@@ -47,7 +45,8 @@ class RewardPool:
             timeout_s: Time limit of one answer, or of one group that is scored as a whole, not
                 counting the wait for a free worker.
             functions: What the workers can run: ``math``, ``package.module:function``.
-            memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
+            memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes; sympy
+                itself needs some 60 MB.
         """
         self.num_workers = workers
         """How many requests are worked on at a time."""
@@ -65,11 +64,6 @@ class RewardPool:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
-
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """What the workers can run."""
-        return self._functions
 
     @property
     def num_killed(self) -> int:
@@ -126,7 +120,7 @@ class RewardPool:
             A score for each; all with ``timed_out`` and reward 0 where a limit was exceeded.
 
         Raises:
-            RewardError: As by ``score``.
+            RewardError: As ``score``.
         """
         outcome = await self._ask(_request(function, responses) | {"rewards": list(rewards)})
         if outcome.kind == "result":
@@ -134,10 +128,10 @@ class RewardPool:
         return [_unscored(function, outcome)] * len(responses)
 
     async def matches(self, pattern: str | None, text: str) -> bool | None:
-        r"""Whether a text has what ``reward.format`` wants; none where a limit was exceeded.
+        r"""Return whether a text has what ``reward.format`` wants; None: a limit was exceeded.
 
         Args:
-            pattern: A regular expression that is searched for; none: a closed ``\boxed{…}``.
+            pattern: A regular expression that is searched for; None: a closed ``\boxed{…}``.
             text: A response.
 
         Raises:
@@ -158,7 +152,7 @@ class RewardPool:
 
 
 def _request(function: str, responses: Sequence[Response]) -> dict[str, Any]:
-    """What ``handler.RewardHandler`` is asked; the prompt's answer and row travel once."""
+    """What ``RewardHandler.answer`` is asked; the prompt's answer and row travel once."""
     return {
         "function": function,
         "answer": responses[0].answer,
@@ -176,17 +170,13 @@ def _request(function: str, responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def _unscored(function: str, outcome: Outcome) -> Score:
-    """The score of an answer that exceeded a limit or whose workers died.
-
-    Raises:
-        FunctionFailedError: The function raised an error.
-    """
+    """The score of an answer that exceeded a limit; an error if the function raised one."""
     if outcome.kind == "error":
         raise FunctionFailedError(
             f"reward function '{function}' failed: {outcome.error}; correct it, or set "
             "reward.on_error=zero"
         )
-    return Score(reward=0.0, answer_found=False, timed_out=True, reason=LIMIT)
+    return Score(reward=0.0, answer_found=False, timed_out=True, reason=_LIMIT)
 
 
 @contextmanager

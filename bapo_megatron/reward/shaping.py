@@ -33,13 +33,7 @@ class Shaping:
     """Applies ``reward.truncated``, ``overlong``, ``format`` and ``repetition``."""
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, pool: RewardPool) -> None:
-        """Keep the settings.
-
-        Args:
-            config: The reward section.
-            max_response_tokens: L_max, the longest response.
-            pool: Searches the format's pattern, under limits.
-        """
+        """Keep the reward section, L_max, and the pool that searches patterns under limits."""
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._pool = pool
@@ -47,12 +41,7 @@ class Shaping:
     async def apply(
         self, score: Score, response: Response, token_ids_Q: np.ndarray
     ) -> ShapedReward:
-        """The reward of a training sample.
-
-        Args:
-            score: What the functions gave.
-            response: What they scored.
-            token_ids_Q: [Q] those of its tokens that the policy sampled.
+        """Return the reward of a training sample, from the score that the functions gave it.
 
         Raises:
             RewardError: No worker starts.
@@ -78,29 +67,23 @@ class Shaping:
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, config: OverlongConfig) -> float:
-    """DAPO's soft overlong punishment times ``penalty`` (arXiv 2503.14476, Eq. 13).
+    """Return DAPO's soft overlong punishment times ``penalty`` (arXiv 2503.14476, Eq. 13).
 
         0                                  where |y| ≤ L_max − L_cache
         (L_max − L_cache − |y|) / L_cache  up to L_max
         −1                                 beyond it
 
-    Args:
-        num_tokens: |y|.
-        max_tokens: L_max.
-        config: L_cache is ``buffer_tokens``.
+    |y| is ``num_tokens``, L_max ``max_tokens`` and L_cache ``config.buffer_tokens``.
     """
     exceeding = num_tokens - (max_tokens - config.buffer_tokens)
     return -config.penalty * min(max(exceeding / config.buffer_tokens, 0.0), 1.0)
 
 
 def repeated_share(token_ids_Q: np.ndarray, ngram_tokens: int) -> float:
-    """1 − |distinct n-grams| / |n-grams|; 0 for a response without an n-gram.
+    """Return 1 − |distinct n-grams| / |n-grams|; 0 for a response without an n-gram.
 
-    The measure of Yeo et al. (arXiv 2502.03373, Appendix C.2), of tokens instead of words.
-
-    Args:
-        token_ids_Q: [Q].
-        ngram_tokens: n.
+    The measure of Yeo et al. (arXiv 2502.03373, Appendix C.2), of tokens instead of words;
+    n is ``ngram_tokens``.
     """
     num_ngrams = len(token_ids_Q) - ngram_tokens + 1
     if num_ngrams < 1:

@@ -25,6 +25,7 @@ from bapo_megatron.types import (
     EncodedBatch,
     FinishReason,
     Group,
+    PromptTokens,
     RolloutBatch,
     RolloutStats,
     SampleText,
@@ -403,3 +404,21 @@ def test_groups_of_unequal_size_are_refused():
 def test_a_batch_without_samples_is_refused():
     with pytest.raises(DumpError, match="the batch has no samples"):
         decode(rewritten(lambda table: table.slice(0, 0)))
+
+
+def test_a_prompt_without_tokens_is_refused():
+    batch = make_batch()
+    batch.samples[0].prompt = PromptTokens("x:0", np.zeros(0, dtype=np.int32))
+
+    with pytest.raises(DumpError, match="sample 0 of group 0: the prompt has no tokens; write"):
+        encode_batch(batch)
+
+
+@pytest.mark.parametrize("column", ["finish_reason", "reward_components"])
+def test_a_value_that_no_run_writes_is_refused(column):
+    def spoil(table):
+        texts = pa.array(["?"] * len(table))
+        return table.set_column(table.column_names.index(column), column, texts)
+
+    with pytest.raises(DumpError, match="sample 0 of group 0: unusable finish_reason or reward_c"):
+        decode(rewritten(spoil))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,14 +150,6 @@ def test_masks_have_an_entry_for_each_sampled_token_alone():
     assert built.response_tokens_T.tolist() == [2.0, 2.0, 2.0, 1.0]
 
 
-def test_log_probs_of_written_tokens_are_refused():
-    sample = make_episode(2, (1, 2, 1))
-    sample.behaviour_logprobs = np.zeros(4, dtype=np.float32)
-
-    with pytest.raises(ValueError, match=r"2 sampled tokens but 4 behaviour log-probs and 2 with"):
-        build_micro_batch([sample], [0], [1.0], [1.0], padded(1))
-
-
 def test_masked_tokens_have_no_weight():
     samples = [make_sample(2, 3), make_sample(1, 1, group_id=1)]
     masks = [np.array([False, True, True]), np.array([True])]
@@ -268,16 +259,3 @@ def test_a_rank_gets_its_own_micro_batches():
     assert [len(rank) for rank in ranks] == [2, 2]
     seen = [set(m.sample_T.tolist()) for rank in ranks for m in rank]
     assert sorted(i for s in seen for i in s) == [0, 1, 2, 3]
-
-
-def test_a_sample_with_too_few_log_probs_is_named():
-    sample = make_sample(2, 3, group_id=4, index=1)
-    sample.behaviour_logprobs = sample.behaviour_logprobs[:2]
-
-    with pytest.raises(ValueError, match=r"sample 1 of group 4 .*3 sampled tokens but 2 behav"):
-        build_micro_batch([sample], [0], [1.0], [1.0], padded(1))
-
-
-def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        build_micro_batch([make_sample(0, 3)], [0], [1.0], [1.0], padded(1))

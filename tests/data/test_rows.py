@@ -16,7 +16,6 @@ import pytest
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.rows import (
     DataError,
-    Example,
     Row,
     boxed_answer,
     parse_answer,
@@ -36,13 +35,13 @@ from tests.data.rows import (
 
 
 def read(fields: dict[str, Any], **settings: Any):
-    """The format's name and the example of a row."""
+    """The format's name, and question, answer and the other columns of a row."""
     dataset = DatasetConfig(path="x.jsonl", **settings)
     fields = copy.deepcopy(fields)
     row_format = recognise(dataset, fields)
     assert row_format is not None
     row = Row("x.jsonl:0", "x.jsonl:1", fields)
-    return row_format.name, row_format.read(row, dataset.row_columns, set())
+    return row_format.name, *row_format.read(row, dataset.row_columns, set())
 
 
 @pytest.mark.parametrize(
@@ -113,12 +112,7 @@ def read(fields: dict[str, Any], **settings: Any):
     ids=["skywork", "dapo", "verl", "dapo-text", "gsm8k", "math", "math-500", "columns", "plain"],
 )
 def test_a_known_schema_is_recognised_from_its_columns(fields, name, question, rest):
-    found, example = read(fields)
-
-    assert found == name
-    assert example.question == question
-    assert example.answer == "2"
-    assert example.rest == rest
+    assert read(fields) == (name, question, "2", rest)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +125,16 @@ def test_a_format_that_is_named_reads_as_the_recognised_one(fields, row_format):
 def test_columns_are_mapped_for_anything_else():
     fields = {"task": {"text": "1+1?"}, "truth": [{"x": 1}], "gold": 2, "note": "n"}
 
-    name, example = read(fields, prompt_column="task.text", answer_column="gold")
+    found = read(fields, prompt_column="task.text", answer_column="gold")
 
-    assert (name, example.question, example.answer) == ("columns", "1+1?", "2")
-    assert example.rest == {"task": {}, "truth": [{"x": 1}], "note": "n"}
+    rest = {"task": {}, "truth": [{"x": 1}], "note": "n"}
+    assert found == ("columns", "1+1?", "2", rest)
 
 
 def test_one_mapped_column_leaves_the_other_its_usual_name():
     fields = {"question": "1+1?", "answer": "x\n#### 2"}
 
-    assert read(fields, prompt_column="question") == ("columns", Example("1+1?", "2", {}))
+    assert read(fields, prompt_column="question") == ("columns", "1+1?", "2", {})
 
 
 def test_columns_of_no_known_format_are_not_guessed():

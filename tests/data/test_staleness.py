@@ -1,4 +1,4 @@
-"""Ages and the staleness mask against loops over tokens.
+"""Version spans, ages and the staleness mask against loops over tokens.
 
 Shape legend: R = response tokens of one sample.
 """
@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.data.staleness import response_age, spans_of, token_ages, trainable_mask
+from bapo_megatron.data.staleness import (
+    join_spans,
+    num_spanned,
+    response_age,
+    spans_of,
+    token_versions,
+    trainable_mask,
+)
 
 SPANS = spans_of([1, 1, 3, 4])
 """At version 5: ages 4, 4, 2 and 1, mean 2.75."""
@@ -29,11 +37,6 @@ def mask_by_loop(versions: list[int], version: int, limit: StalenessConfig) -> l
             age = Fraction(max(version - v for v in versions))
         kept.append(limit.max_age is None or age <= limit.max_age)
     return kept
-
-
-def test_ages_count_updates_since_each_token() -> None:
-    assert token_ages(SPANS, 5).tolist() == [4, 4, 2, 1]
-    assert token_ages(spans_of([5]), 5).tolist() == [0]
 
 
 def test_a_response_is_as_old_as_its_tokens_on_average_or_as_the_oldest() -> None:
@@ -82,3 +85,24 @@ def test_the_mask_equals_a_loop_over_tokens(
 def test_actions_on_whole_responses_mask_nothing(action: str) -> None:
     limit = StalenessConfig(max_age=0, measure="oldest", action=action)
     assert trainable_mask(SPANS, 5, limit).all()
+
+
+def test_runs_of_equal_versions_become_spans() -> None:
+    assert spans_of([4, 4, 4, 7, 9, 9]) == ((4, 3), (7, 1), (9, 2))
+    assert spans_of([0]) == ((0, 1),)
+    assert spans_of([]) == ()
+
+
+def test_pieces_of_one_version_become_one_span() -> None:
+    assert join_spans(map(spans_of, ([4, 4, 4], [], [4, 4, 7], [7]))) == ((4, 5), (7, 2))
+    assert join_spans([]) == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=4))
+def test_spans_say_the_version_of_every_token(pieces: list[list[int]]) -> None:
+    versions = [version for piece in pieces for version in piece]
+    spans = join_spans(map(spans_of, pieces))
+    assert spans == spans_of(versions)
+    assert num_spanned(spans) == len(versions)
+    assert token_versions(spans).dtype == np.int64
+    assert token_versions(spans).tolist() == versions

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS
 from bapo_megatron.reward.base import (
     FunctionFailedError,
     Response,
@@ -11,7 +12,7 @@ from bapo_megatron.reward.base import (
     SampleFacts,
     Score,
 )
-from bapo_megatron.reward.functions import as_score
+from bapo_megatron.reward.functions import BUILT_IN, as_score
 from bapo_megatron.reward.pool import RewardPool
 
 OWN = "tests.reward.own_functions"
@@ -134,3 +135,7 @@ def test_numbers_of_every_kind_are_rewards(result, reward):
 def test_what_is_no_reward_is_refused(result, message):
     with pytest.raises(ValueError, match=message):
         as_score(result)
+
+
+def test_the_built_in_functions_are_those_of_the_configuration():
+    assert tuple(BUILT_IN) == BUILT_IN_FUNCTIONS

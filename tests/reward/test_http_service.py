@@ -199,7 +199,7 @@ def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_sil
 
 
 def test_an_answer_without_end_is_one_line(monkeypatch):
-    monkeypatch.setattr(http_service, "_LONGEST_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr(http_service, "_MAX_REPLY_BYTES", 1 << 20)
     with (
         serving(Service(results=lambda batch: b" " * (2 << 20))) as url,
         pytest.raises(RewardError, match=r"unusable answer of .*: longer than 1 MiB; correct"),
