@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.commands.options import OverridesArgument, load
-from bapo_megatron.config.check_sections import check_data
+from bapo_megatron.config.check import check_data
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
 from bapo_megatron.data.overlap import find_overlaps

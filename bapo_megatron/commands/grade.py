@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from bapo_megatron.config.check_sections import check_rewards
+from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bapo_megatron.config.check_sections import check_rewards
+from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bapo_megatron.config.check_sections import check_heads, check_model, refuse_twice
+from bapo_megatron.config.check import check_heads, check_model, refuse_twice
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 
