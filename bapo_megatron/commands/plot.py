@@ -1,8 +1,9 @@
-"""Training-dynamics figures from one or more ``metrics.jsonl`` files."""
+"""``bapo-megatron plot``: training dynamics from the ``metrics.jsonl`` of one or several runs."""
 
 from __future__ import annotations
 
 import io
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,15 +68,21 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
-def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draw the training dynamics of one or several runs into one PNG.
+def command(
+    run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
+    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/dynamics.png")] = None,
+) -> None:
+    """Draw the training dynamics of one or several runs as a PNG."""
+    target = out or run_dirs[0] / "dynamics.png"
+    draw_dynamics(run_dirs, target)
+    typer.echo(f"drew {target}")
 
-    Args:
-        run_dirs: Run directories; with several, each has its own line style.
-        out: The PNG, replaced atomically.
+
+def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draw the training dynamics of runs, each in its own line style, and replace ``out``.
 
     Raises:
-        ValueError: a run has no ``metrics.jsonl`` or an empty one.
+        ValueError: A run has no ``metrics.jsonl``, or an empty one.
     """
     import matplotlib as mpl
 
@@ -104,8 +111,8 @@ def _draw_panel(
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
     for color, (name, label) in enumerate(series):
-        for style, (run_name, rows) in zip(_cycle(len(runs)), runs.items(), strict=True):
-            points = [(row["step"] + 1, row[name]) for row in rows if name in row]
+        for style, (run_name, rows) in zip(cycle(_LINE_STYLES), runs.items()):
+            points = _points(rows, name)
             if points:
                 text = label if len(runs) == 1 else f"{run_name}: {label}"
                 # Earlier series are wider, so that they show where a later one covers them.
@@ -119,15 +126,15 @@ def _draw_panel(
     if title == "Reward":
         for color, name in enumerate(_eval_names(runs), start=1):
             for rows in runs.values():
-                points = [(row["step"] + 1, row[name]) for row in rows if name in row]
+                points = _points(rows, name)
                 if points:
                     axis.plot(*zip(*points, strict=True), "o", color=f"C{color}", label=name)
     if axis.has_data():
         axis.legend(fontsize=8)
 
 
-def _cycle(count: int) -> list[str]:
-    return [_LINE_STYLES[i % len(_LINE_STYLES)] for i in range(count)]
+def _points(rows: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in rows if name in row]
 
 
 def _eval_names(runs: dict[str, list[dict[str, float]]]) -> list[str]:
@@ -143,13 +150,3 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     if not rows:
         raise ValueError(f"{path}: no step was recorded yet")
     return rows
-
-
-def command(
-    run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/dynamics.png")] = None,
-) -> None:
-    """Draw the training dynamics of runs into one PNG."""
-    target = out or run_dirs[0] / "dynamics.png"
-    draw_dynamics(run_dirs, target)
-    typer.echo(f"drew {target}")

@@ -50,7 +50,7 @@ class MegatronConfig(Section):
     and overlap_grad_reduce)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to compute again in the backward pass instead of keeping them: those inside
-    attention (``selective``: pays only without flash attention), or all within layers (``full``)."""
+    attention (``selective``: pays only without flash attention), or all in a layer (``full``)."""
     recompute_layers: int = Field(1, ge=1)
     """Number of layers in a block whose input ``recompute: full`` keeps."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"

@@ -139,7 +139,7 @@ class EpisodesConfig(Section):
     """Limit of each worker's address space; beyond it the environment has failed."""
     on_error: Literal["raise", "zero", "mask"] = "raise"
     """When an environment fails: end the run, or only the episode, which is counted and has the
-    reward 0; with ``mask`` it is also left out of the loss (it stays in the baseline of its group)."""
+    reward 0; ``mask`` also leaves it out of the loss (it stays in the baseline of its group)."""
 
 
 class RolloutConfig(Section):

@@ -257,7 +257,7 @@ class TrainConfig(Section):
     """Token budget of one packed forward pass on one rank."""
     dump_tokens: int = Field(0, ge=0)
     """Every N steps, write log-prob, behaviour log-prob, advantage, entropy and mask of every
-    response token to ``<run_dir>/tokens``, a parquet file per update, which ``bounds`` reads; 0: never."""
+    response token to ``<run_dir>/tokens``, a parquet file per update (for ``bounds``); 0: never."""
 
 
 class CheckpointConfig(Section):
