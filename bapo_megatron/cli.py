@@ -28,7 +28,7 @@ COMMANDS = {
     "generate": "Generate batches from the training prompts with model.path, without a trainer.",
     "serve": "Run the configured engines on this node until Ctrl-C, for a trainer elsewhere.",
     "plan": "Estimate memory, messages and time of a run on a cluster, and list other layouts.",
-    "config": "Print and check the resolved configuration; without CONFIG, list keys and their meaning.",
+    "config": "Print and check the resolved configuration; without CONFIG, list keys and meanings.",
     "data": "Show the prompts of a run before it starts, or the responses in a dump.",
     "grade": "Score the responses in a file with the rewards of a run.",
     "bounds": "Search the clip bounds for the tokens in a file, as training does.",

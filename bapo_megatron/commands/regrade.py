@@ -110,7 +110,7 @@ async def _regrade(
 
 
 def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
-    """The reward section beside samples; as it may come from anywhere, it may name no foreign code."""
+    """The reward section beside samples, which may come from anywhere and may name no code."""
     rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
     for number, entry in enumerate(rewards.functions):
         if entry.function not in BUILT_IN_FUNCTIONS:
