@@ -188,16 +188,12 @@ def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
     prompts: dict[str, tuple[ShownPrompt, ...]] = {}
     if train_sets:
         mixture = PromptMixture(train_sets, config.seed, config.data.shuffle)
-        for prompt_set in train_sets:
-            share = mixture.shares[prompt_set.name]
-            draws_per_step = share * config.rollout.groups_per_step
-            epoch_steps = len(prompt_set.prompts) / draws_per_step
-            summaries.append(_summary(prompt_set, "train", share, epoch_steps))
+        summaries += [_summary(each, "train", mixture, config) for each in train_sets]
         prompts["train"] = tuple(_shown(p, renderer) for p in islice(mixture, num_rows))
-    for prompt_set in eval_sets:
-        summaries.append(_summary(prompt_set, "eval", None, None))
-        first = prompt_set.prompts[:num_rows]
-        prompts[f"eval: {prompt_set.name}"] = tuple(_shown(p, renderer) for p in first)
+    for each in eval_sets:
+        summaries.append(_summary(each, "eval", None, config))
+        first = each.prompts[:num_rows]
+        prompts[f"eval: {each.name}"] = tuple(_shown(p, renderer) for p in first)
     return DataReport(
         sets=tuple(summaries),
         shared=tuple(shared_prompts(train_sets)),
@@ -227,14 +223,16 @@ def _fenced(text: str) -> str:
 
 
 def _summary(
-    prompt_set: PromptSet, use: str, share: float | None, epoch_steps: float | None
+    prompt_set: PromptSet, use: str, mixture: PromptMixture | None, config: RunConfig
 ) -> SetSummary:
+    kept = len(prompt_set.prompts)
+    share = None if mixture is None else mixture.shares[prompt_set.name]
     return SetSummary(
         name=prompt_set.name,
         use=use,
-        kept=len(prompt_set.prompts),
+        kept=kept,
         share=share,
-        epoch_steps=epoch_steps,
+        epoch_steps=kept / (share * config.rollout.groups_per_step) if share else None,
         tokens=token_lengths(prompt_set.prompts),
         report=prompt_set.report,
     )

@@ -15,55 +15,39 @@ from bapo_megatron.telemetry.sinks import read_metrics
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("Reward", (("reward/mean", "mean reward"),)),
-    ("Entropy of the policy", (("policy/entropy", "entropy (nats)"),)),
-    (
-        "Positive share of the contributions",
-        (
-            ("bapo/positive_share_start", "before the search"),
-            ("bapo/positive_share", "after the search"),
-            ("loss/positive_share", "of the loss"),
-        ),
-    ),
-    ("Clip bounds", (("bapo/clip_high", "upper"), ("bapo/clip_low", "lower"))),
-    (
-        "Gradient norm before clipping",
-        (("policy/grad_norm_max", "largest update"), ("policy/grad_norm", "mean")),
-    ),
-    (
-        "Response tokens by the sign of the advantage",
-        (
-            ("rollout/positive_response_tokens_mean", "A > 0"),
-            ("rollout/negative_response_tokens_mean", "A < 0"),
-        ),
-    ),
-    (
-        "Clipped tokens",
-        (
-            ("clip/fraction_high", "above the upper bound"),
-            ("clip/fraction_low", "below the lower bound"),
-            ("clip/fraction_dual", "above the dual clip"),
-        ),
-    ),
-    (
-        "Share of stale tokens",
-        (
-            ("rollout/stale_token_share", "sampled by older weights"),
-            ("rollout/masked_token_share", "masked for their age"),
-        ),
-    ),
-    (
-        "Age of tokens in a new batch (updates)",
-        (
-            ("rollout/age_max", "oldest"),
-            ("rollout/age_p90", "90th percentile"),
-            ("rollout/age_mean", "mean"),
-        ),
-    ),
-)
-"""Title and (metric, label) pairs of each panel."""
+PANELS = {
+    "Reward": {"mean reward": "reward/mean"},
+    "Entropy of the policy": {"entropy (nats)": "policy/entropy"},
+    "Positive share of the contributions": {
+        "before the search": "bapo/positive_share_start",
+        "after the search": "bapo/positive_share",
+        "of the loss": "loss/positive_share",
+    },
+    "Clip bounds": {"upper": "bapo/clip_high", "lower": "bapo/clip_low"},
+    "Gradient norm before clipping": {
+        "largest update": "policy/grad_norm_max",
+        "mean": "policy/grad_norm",
+    },
+    "Response tokens by the sign of the advantage": {
+        "A > 0": "rollout/positive_response_tokens_mean",
+        "A < 0": "rollout/negative_response_tokens_mean",
+    },
+    "Clipped tokens": {
+        "above the upper bound": "clip/fraction_high",
+        "below the lower bound": "clip/fraction_low",
+        "above the dual clip": "clip/fraction_dual",
+    },
+    "Share of stale tokens": {
+        "sampled by older weights": "rollout/stale_token_share",
+        "masked for their age": "rollout/masked_token_share",
+    },
+    "Age of tokens in a new batch (updates)": {
+        "oldest": "rollout/age_max",
+        "90th percentile": "rollout/age_p90",
+        "mean": "rollout/age_mean",
+    },
+}
+"""Metric of each line, by its label, of each panel, by its title."""
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 
@@ -93,24 +77,20 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
     runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
     figure = Figure(figsize=(14, 10), layout="constrained")
     axes = figure.subplots(3, 3)
-    for axis, (title, series) in zip(axes.flat, PANELS, strict=True):
-        _draw_panel(axis, title, series, runs)
+    for axis, title in zip(axes.flat, PANELS, strict=True):
+        _draw_panel(axis, title, runs)
     figure.suptitle(", ".join(runs))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     atomic_write_bytes(out, buffer.getvalue())
 
 
-def _draw_panel(
-    axis: Any,
-    title: str,
-    series: tuple[tuple[str, str], ...],
-    runs: dict[str, list[dict[str, float]]],
-) -> None:
+def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) -> None:
+    series = PANELS[title]
     axis.set_title(title, fontsize=11)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
-    for color, (name, label) in enumerate(series):
+    for color, (label, name) in enumerate(series.items()):
         for style, (run_name, rows) in zip(cycle(_LINE_STYLES), runs.items()):
             points = _points(rows, name)
             if points:

@@ -44,9 +44,6 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
         world_size: Number of trainer ranks.
         owns_files: Whether this process reads prompts and batches (rank 0); the other ranks need
             the model only, and may be on nodes without the rest.
-
-    Raises:
-        ConfigError: A rule is broken.
     """
     _check_apex()
     _check_parallel(config.parallel, world_size)
@@ -155,11 +152,7 @@ def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def check_model(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's config.json, if the directory is complete.
-
-    Raises:
-        ConfigError: A file is missing or broken.
-    """
+    """Check that the directory is complete; return its config.json."""
     if not model.path.is_dir():
         raise ConfigError(
             f"model.path: no such directory '{model.path}'; download a Hugging Face model to it, "
@@ -187,11 +180,7 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
-    """Check that ``tensor_size``, the value of ``key``, divides the model's heads.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that ``tensor_size``, the value of ``key``, divides the model's heads."""
     for name, what in (
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key/value heads"),
@@ -389,11 +378,7 @@ def _check_dataset(dataset: DatasetConfig, key: str) -> None:
 
 
 def refuse_twice(key: str, names: Sequence[str]) -> None:
-    """Check that no name occurs twice.
-
-    Raises:
-        ConfigError: One does.
-    """
+    """Check that no name occurs twice."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ConfigError(f"{key}: must differ, got '{name}' {count} times; keep or rename one")
@@ -408,9 +393,6 @@ def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.
     """Check that the tokens of services, whose place is ``key``, are in their variables.
 
     Whether a function can be imported is found by a grader process, at the start of a run.
-
-    Raises:
-        ConfigError: A variable is not set.
     """
     for number, entry in enumerate(functions):
         variable = entry.http.token_variable
@@ -422,11 +404,7 @@ def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.
 
 
 def check_shaping(reward: RewardConfig, max_response_tokens: int) -> None:
-    """Check that the buffer of the soft penalty fits the longest response.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that the buffer of the soft penalty fits the longest response."""
     if reward.overlong is not None and reward.overlong.buffer_tokens > max_response_tokens:
         raise ConfigError(
             "reward.overlong.buffer_tokens: must be at most rollout.max_response_tokens = "

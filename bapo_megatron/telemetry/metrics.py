@@ -163,8 +163,8 @@ def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 def _work_metrics(stats: RolloutStats) -> dict[str, float]:
     """The engines' work for the batch, and the groups that were left out of it."""
-    names = ("generated_tokens", "resumed_samples", "unfinished_samples", "replayed_groups")
-    names += ("equal_reward_groups", "filled_groups", "regenerated_samples", "lost_requests")
+    names = ["generated_tokens", "resumed_samples", "unfinished_samples", "replayed_groups"]
+    names += ["equal_reward_groups", "filled_groups", "regenerated_samples", "lost_requests"]
     dropped = stats.dropped_groups
     return {
         **{f"rollout/{name}": float(getattr(stats, name)) for name in names},
