@@ -27,7 +27,7 @@ def command(
     first: Annotated[
         Path, typer.Argument(metavar="A", help="eval.json, a directory with one, or samples.jsonl.")
     ],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The same; differences are B − A.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The other; differences are B − A.")],
     resamples: Annotated[int, typer.Option(min=100, help="Resamples of the bootstrap.")] = 10000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 def command(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None,
     overrides: OverridesArgument = None,
-    key: Annotated[
-        str, typer.Option(help="List only the keys whose names contain this text.")
-    ] = "",
+    key: Annotated[str, typer.Option(help="List only keys whose names contain this text.")] = "",
 ) -> None:
     """Print the resolved CONFIG and check it as train does; without one, list every key.
 

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
@@ -28,6 +26,7 @@ from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_pat
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.telemetry.console import uncut_console
 
 if TYPE_CHECKING:
@@ -42,6 +41,10 @@ if TYPE_CHECKING:
     from bapo_megatron.data.prompts import PromptSet, SetReport
     from bapo_megatron.types import Prompt, Sample, SampleText
 
+_HEADINGS = (
+    *("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts"),
+    *("tokens min", "median", "p95", "max", "share", "steps per epoch"),
+)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -161,7 +164,12 @@ class DataReport:
 
     def print(self, console: Console) -> None:
         """Tables and panels on a terminal, else Markdown."""
-        console.print(_set_table(self.sets, console.is_terminal))
+        rows = [_cells(each) for each in self.sets]
+        if console.is_terminal:
+            escaped = [[escape(cell) for cell in row] for row in rows]
+            console.print(rich_table("Prompts", _HEADINGS, escaped, num_left=3))
+        else:
+            console.out(markdown_table(_HEADINGS, rows, num_left=3), highlight=False, end="")
         for line in self.warnings():
             mark = "[bold yellow]![/]" if console.is_terminal else "-"
             console.print(f"{mark} {escape(line)}", soft_wrap=True, highlight=False)
@@ -249,30 +257,18 @@ def _shown(prompt: Prompt, renderer: ChatRenderer) -> ShownPrompt:
     )
 
 
-def _set_table(summaries: Sequence[SetSummary], is_terminal: bool) -> Table:
-    title, edges = ("Prompts", None) if is_terminal else (None, box.MARKDOWN)
-    table = Table(title=title, box=edges)
-    headings = ("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts")
-    tokens = ("tokens min", "median", "p95", "max")
-    for heading in (*headings, *tokens, "share", "steps per epoch"):
-        is_text = heading in ("set", "use", "format")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_terminal)
-    for each in summaries:
-        report, lengths = each.report, each.tokens
-        table.add_row(
-            escape(each.name),
-            each.use,
-            report.row_format,
-            f"{report.num_rows:,}",
-            f"{report.num_bad:,}",
-            f"{report.num_too_long:,}",
-            f"{report.num_duplicates:,}",
-            f"{each.kept:,}",
-            *(f"{n:,}" for n in (lengths.min, lengths.median, lengths.p95, lengths.max)),
-            "" if each.share is None else f"{each.share:.2%}",
-            "" if each.epoch_steps is None else f"{each.epoch_steps:,.1f}",
-        )
-    return table
+def _cells(summary: SetSummary) -> list[str]:
+    report, lengths, steps = summary.report, summary.tokens, summary.epoch_steps
+    counts = (report.num_rows, report.num_bad, report.num_too_long, report.num_duplicates)
+    tokens = (lengths.min, lengths.median, lengths.p95, lengths.max)
+    return [
+        summary.name,
+        summary.use,
+        report.row_format,
+        *(f"{count:,}" for count in (*counts, summary.kept, *tokens)),
+        "" if summary.share is None else f"{summary.share:.2%}",
+        "" if steps is None else f"{steps:,.1f}",
+    ]
 
 
 def _print_prompt(

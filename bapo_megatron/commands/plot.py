@@ -54,7 +54,7 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 
 def command(
     run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/dynamics.png")] = None,
+    out: Annotated[Path | None, typer.Option(help="By default RUN_DIR/dynamics.png.")] = None,
 ) -> None:
     """Draw the training dynamics of one or several runs as a PNG."""
     target = out or run_dirs[0] / "dynamics.png"
