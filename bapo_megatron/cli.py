@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
+import time
 import traceback
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,19 +23,19 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "train": "Train a policy; start it with torchrun for more than one rank.",
-    "eval": "Score the configured evaluation sets with model.path, or grade samples again.",
-    "compare": "Compare two evaluations on the same problems by a paired bootstrap.",
-    "generate": "Generate batches with model.path and the training prompts, without a trainer.",
+    "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
+    "compare": "Compare two evaluations of the same problems by a paired bootstrap.",
+    "generate": "Generate batches from the training prompts with model.path, without a trainer.",
     "serve": "Run the configured engines on this node until Ctrl-C, for a trainer elsewhere.",
     "plan": "Estimate memory, messages and time of a run on a cluster, and list other layouts.",
-    "config": "Print the resolved configuration; without CONFIG, every key with its meaning.",
-    "data": "Look at prompts before a run, at responses after it.",
-    "grade": "Score the responses in a file by the code that trains.",
-    "bounds": "Search the clip bounds for tokens in a file, by the code that trains.",
-    "plot": "Draw the training dynamics of runs into one PNG.",
+    "config": "Print and check the resolved configuration; without CONFIG, list keys and meanings.",
+    "data": "Show the prompts of a run before it starts, or the responses in a dump.",
+    "grade": "Score the responses in a file with the rewards of a run.",
+    "bounds": "Search the clip bounds for the tokens in a file, as training does.",
+    "plot": "Draw the training dynamics of one or several runs as a PNG.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",
-    "make-tiny": "Make a tiny Qwen2 model with a warm-up on sums, and its data (deterministic).",
-    "doctor": "Say what was built, which kernels will run, and what does not fit together.",
+    "make-tiny": "Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic).",
+    "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
 """What ``--help`` says of each command. The code of ``x`` is ``commands.x.command``."""
 
@@ -107,53 +110,48 @@ def main() -> None:
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last handler; defects keep their traceback
-        error = _as_lost_peer(error)
-        if os.environ.get("BAPO_TRACEBACK") == "1" or not _is_users(error):
-            traceback.print_exception(error)
-        else:
-            _complain(_message(error))
-        sys.exit(2 if _is_usage(error) else 1)
+        sys.exit(_report(error))
     if status == INTERRUPTED:
         _complain("interrupted")
     sys.exit(status)
 
 
-def _is_usage(error: Exception) -> bool:
+def _report(error: Exception) -> int:
+    """Say what ended the command, and return its exit status."""
     from bapo_megatron.config.load import ConfigError
-
-    return isinstance(error, typer.TyperException | ConfigError)
-
-
-def _is_users(error: Exception) -> bool:
     from bapo_megatron.reward.base import RewardError
 
-    if _is_usage(error) or isinstance(error, ValueError | OSError | RolloutError | RewardError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    from bapo_megatron.distributed import LostPeerError  # imports torch, which takes seconds
+    lost_peer = _as_lost_peer(error)
+    error = lost_peer or error
+    line = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    is_usage = isinstance(error, typer.TyperException | ConfigError)
+    is_users = isinstance(error, ValueError | OSError | RolloutError | RewardError)
+    if os.environ.get("BAPO_TRACEBACK") == "1" or not (is_usage or is_users or lost_peer):
+        traceback.print_exception(error)
+        line = f"{type(error).__name__}: {line}"
+    else:
+        _complain(line)
+    if lost_peer is None:
+        _tell_torchrun(line)
+    return 2 if is_usage else 1
 
-    return isinstance(error, LostPeerError)
 
-
-def _as_lost_peer(error: Exception) -> Exception:
+def _as_lost_peer(error: Exception) -> Exception | None:
     """Recognise another rank's end in the error of any collective, by whoever called it.
 
     Rank 0 keeps its traceback: where the network failed and no rank ended, one must say so.
     """
-    if os.environ.get("RANK", "0") == "0" or not isinstance(error, RuntimeError):
-        return error
-    from bapo_megatron.distributed import LostPeerError, is_peer_loss
+    if not isinstance(error, RuntimeError):
+        return None
+    from bapo_megatron.distributed import LostPeerError, is_peer_loss  # torch takes seconds
 
-    if not is_peer_loss(error):
+    if isinstance(error, LostPeerError):
         return error
+    if os.environ.get("RANK", "0") == "0" or not is_peer_loss(error):
+        return None
     lost = LostPeerError()
     lost.__cause__ = error
     return lost
-
-
-def _message(error: Exception) -> str:
-    return error.format_message() if isinstance(error, typer.BadParameter) else str(error)
 
 
 def _complain(line: str) -> None:
@@ -163,5 +161,9 @@ def _complain(line: str) -> None:
     print(f"{place}bapo-megatron: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-if __name__ == "__main__":
-    main()
+def _tell_torchrun(line: str) -> None:
+    """Give torchrun the error for its own report, which is the last thing that it prints."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job on one machine without a GPU: tiny model → BAPO with real Megatron-core and real
 # SGLang → figures.   usage: examples/demo.sh PYTHON [SEED] [KEY=VALUE ...]
+# The run directory, runs/demo or that of run_dir=…, is replaced if it holds an earlier run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,13 +10,21 @@ seed=${2:-0}
 shift $(($# < 2 ? $# : 2))
 tiny=runs/demo-tiny-seed$seed
 run=runs/demo
+for override in "$@"; do
+    [[ $override != run_dir=* ]] || run=${override#run_dir=}
+done
+: "${run:?run_dir= names no directory; give one, or leave it out}"
+if [[ -e $run && ! -f $run/config.yaml ]]; then
+    echo "examples/demo.sh: $run is not the directory of a run; remove it, or name another run_dir" >&2
+    exit 2
+fi
 
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 "$python" -m bapo_megatron make-tiny "$tiny" --seed "$seed"
 rm -rf "$run" # an earlier demo
 "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
     --nproc-per-node 2 -m bapo_megatron \
-    train configs/demo.yaml "seed=$seed" "run_dir=$run" "model.path=$tiny/model" \
+    train configs/demo.yaml "run_dir=$run" "seed=$seed" "model.path=$tiny/model" \
     "data.train.path=$tiny/train.jsonl" "eval.sets=[{path: $tiny/heldout.jsonl, name: heldout}]" "$@"
 "$python" -m bapo_megatron plot "$run"
 echo "summary: $run/summary.json   figures: $run/dynamics.png   model: $run/hf"

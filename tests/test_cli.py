@@ -13,7 +13,6 @@ import pytest
 import bapo_megatron
 from bapo_megatron import cli
 from bapo_megatron.commands import train
-from bapo_megatron.config.describe import describe_keys
 from tests.launch import REPOSITORY, run
 
 if TYPE_CHECKING:
@@ -102,6 +101,14 @@ def test_version_and_help_name_the_package_and_its_commands() -> None:
         assert line in listed
 
 
+@pytest.mark.distributed
+def test_torchrun_s_report_ends_with_the_error_of_a_rank() -> None:
+    result = run(["train", "no.yaml"], ranks=2)
+    assert result.returncode != 0
+    report = result.stderr.rpartition("Root Cause")[2]
+    assert "traceback : no.yaml: no such file; check the path\n" in report
+
+
 def test_a_misspelt_command_is_told_the_nearest() -> None:
     assert (
         run(["trian"]).stderr == "bapo-megatron: No such command 'trian'. Did you mean 'train'?\n"
@@ -141,32 +148,23 @@ def test_wrong_usage_is_one_line_and_a_status(
     assert "Traceback" not in result.stderr
 
 
-def test_every_key_of_the_configuration_is_described() -> None:
-    result = run(["config"], environment={"COLUMNS": "300"})
+def test_keys_and_their_meaning_can_be_searched_in_a_pipe() -> None:
+    result = run(["config"])
     assert result.returncode == 0, result.stderr
-    assert "algorithm.bapo.target" in result.stdout
-    assert "rollout.groups_per_step" in result.stdout
-
-
-@pytest.mark.parametrize("columns", [None, "80"])
-def test_no_cell_is_cut(monkeypatch: pytest.MonkeyPatch, columns: str | None) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    result = run(["config"], environment={"COLUMNS": columns} if columns else None)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("…") == sum(key.description.count("…") for key in describe_keys())
-    if columns is None:  # a search in a pipe finds keys with their meaning
-        (line,) = [line for line in result.stdout.splitlines() if "virtual_pipeline" in line]
-        assert "Chunks of layers of each stage (interleaved schedule)" in line
+    (line,) = [line for line in result.stdout.splitlines() if "virtual_pipeline" in line]
+    assert "Chunks of layers of each stage (interleaved schedule)" in line
 
 
 @pytest.mark.parametrize(
     "name", ["base.yaml", "demo.yaml", "gsm8k-tiny.yaml", "eval-aime.yaml", "eval-aime-tiny.yaml"]
 )
-def test_every_shipped_configuration_resolves(name: str) -> None:
-    overrides = ["name=x", "run_dir=x", "model.path=x"] if name == "base.yaml" else []
-    result = run(["config", f"configs/{name}", *overrides])
-    assert result.returncode == 0, result.stderr
+def test_every_shipped_configuration_resolves_and_is_checked(name: str) -> None:
+    overrides = ["name=x", "run_dir=x"] if name == "base.yaml" else []
+    result = run(["config", f"configs/{name}", *overrides, "model.path=no/model"])
     assert "preset: paper" in result.stdout
-    recipe = run(["config", f"configs/{name}", *overrides, "algorithm.bapo.preset=recipe"])
+    assert result.returncode == 2
+    assert result.stderr.startswith("bapo-megatron: model.path: no such directory 'no/model'")
+    preset = "algorithm.bapo.preset=recipe"
+    recipe = run(["config", f"configs/{name}", *overrides, "model.path=no/model", preset])
     assert "behaviour: recomputed" in recipe.stdout
     assert "dual_clip: 3.0" in recipe.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,48 @@ def test_in_a_slurm_step_the_task_s_number_is_the_node_s_rank(commands: Path) ->
     )
 
 
+def demo(root: Path, commands: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The demo of a copy of examples/, with a stand-in for Python."""
+    (root / "examples").mkdir()
+    shutil.copy(EXAMPLES / "demo.sh", root / "examples")
+    python = stand_in(commands, "python", 'echo "$@"')
+    command = [root / "examples" / "demo.sh", python, "0", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_demo_replaces_the_run_directory_that_it_is_given_and_no_other(
+    commands: Path, tmp_path: Path
+) -> None:
+    for name in ("demo", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    result = demo(tmp_path, commands, "optimizer.lr=0", "run_dir=runs/other")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
+    train, plot, summary = result.stdout.splitlines()[1:]
+    assert train.endswith("optimizer.lr=0 run_dir=runs/other")
+    assert plot == "-m bapo_megatron plot runs/other"
+    assert "runs/other/summary.json" in summary
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "message"),
+    [
+        ("", "run_dir= names no directory; give one, or leave it out"),
+        ("home", "home is not the directory of a run; remove it, or name another run_dir"),
+    ],
+)
+def test_the_demo_deletes_nothing_but_a_run(
+    commands: Path, tmp_path: Path, run_dir: str, message: str
+) -> None:
+    (tmp_path / "home").mkdir()
+    result = demo(tmp_path, commands, f"run_dir={run_dir}")
+    assert result.returncode != 0
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert (tmp_path / "home").is_dir()
+
+
 @pytest.mark.distributed
 def test_two_nodes_train_together(replay_config: Path, tmp_path: Path) -> None:
     port = str(free_port())
@@ -328,7 +371,7 @@ def test_a_trainer_waits_for_servers_elsewhere_and_an_evaluation_uses_them_too(
         "single_node.sh", str(replay_config), f"run_dir={run_dir}", *overrides, env=env
     )
     assert status == 0, lines
-    (row,) = (row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] == 0)
+    (row,) = (row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] == 1)
     assert row["rollout/generated_tokens"] > 0
     assert row["mismatch/logprob_abs_max"] < 1e-4  # trainer and server hold the same weights
     refused = httpx.post(f"{server}/abort_request", json={"rid": "x"}, trust_env=False)

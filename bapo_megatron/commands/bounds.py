@@ -1,6 +1,6 @@
-"""The bound search over tokens in a file, by the code that trains: ``bapo-megatron bounds FILE``.
+"""``bapo-megatron bounds``: the bound search over the tokens in a file, by the code that trains.
 
-Shape legend: T = tokens of the file, K = pairs of bounds on the path.
+Shape legend: T = tokens of the file.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.schema import AlgorithmConfig, BapoConfig
 from bapo_megatron.ops.contributions import ContributionTable, accumulate, search_path
 from bapo_megatron.telemetry.console import uncut_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bapo_megatron.ops.extension import SearchResult
 
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
@@ -33,37 +38,34 @@ COLUMNS = ("logprob", "behaviour_logprob", "advantage")
 """Columns that a file must have; ``mask`` may be left out where every token counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoundsCandidate:
-    """The balance at one pair of bounds."""
+def command(
+    file: Annotated[Path, typer.Argument(help="npz or parquet with the tokens of one update.")],
+    preset: Annotated[str, typer.Option(help="paper or recipe")] = "paper",
+    contribution: Annotated[
+        str | None, typer.Option(help="surrogate (Eq. 8) or gradient (Eq. 5)")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the clip bounds for the tokens in FILE, by the code that trains.
 
-    clip_low: float
-    clip_high: float
-    positive: float
-    """P."""
-    negative: float
-    """N."""
-    positive_share: float
-    """P / (P + N); 1 where both are 0."""
-    passes: bool
-    """Whether the target is reached."""
+    FILE has the columns logprob, behaviour_logprob, advantage and, optionally, mask.
+    """
+    given = {"preset": preset} | ({"contribution": contribution} if contribution else {})
+    # The preset sets dual_clip as well, which is beside the search's own section.
+    config = parse_section(AlgorithmConfig, {"bapo": given}, place="options")
+    report = bounds_from_file(file, config.bapo, config.dual_clip)
+    if as_json:
+        typer.echo(json.dumps(report.to_json_dict(), indent=2))
+    else:
+        report.print(uncut_console())
 
 
 @dataclass(frozen=True, slots=True)
 class BoundsReport:
     """What the bound search found in a file."""
 
-    clip_low: float
-    clip_high: float
-    positive_share_start: float
-    """P / (P + N) at the first pair of the path."""
-    positive_share: float
-    """P / (P + N) at the chosen pair."""
-    exit: Literal["start", "met", "exhausted"]
-    candidates: tuple[BoundsCandidate, ...]
-    """[K] the whole path, in the order of the search."""
-    chosen: int
-    """Index of the chosen pair in ``candidates``."""
+    result: SearchResult
+    """The chosen pair, and the whole path in the order of the search."""
     positive_tokens: int
     """Tokens with mask 1 and A > 0."""
     negative_tokens: int
@@ -72,33 +74,45 @@ class BoundsReport:
     def to_json_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         return {
-            "clip_low": self.clip_low,
-            "clip_high": self.clip_high,
-            "positive_share_start": self.positive_share_start,
-            "positive_share": self.positive_share,
-            "exit": self.exit,
-            "candidates": [asdict(candidate) for candidate in self.candidates],
+            "clip_low": _shortest(self.result.clip_low),
+            "clip_high": _shortest(self.result.clip_high),
+            "positive_share_start": self.result.positive_share_start,
+            "positive_share": self.result.positive_share,
+            "exit": self.result.exit,
+            "candidates": [
+                {
+                    "clip_low": _shortest(pair.clip_low),
+                    "clip_high": _shortest(pair.clip_high),
+                    "positive": pair.positive,
+                    "negative": pair.negative,
+                    "positive_share": pair.positive_share,
+                    "passes": pair.passes,
+                }
+                for pair in self.result.candidates
+            ],
         }
 
     def print(self, console: Console) -> None:
         """Print the path as a table, the chosen pair marked, and the outcome below."""
+        result = self.result
         table = Table("", "c_low", "c_high", "P", "N", "P/(P+N)", "target")
-        for index, pair in enumerate(self.candidates):
+        for index, pair in enumerate(result.candidates):
+            is_chosen = index == result.index
             table.add_row(
-                "→" if index == self.chosen else "",
+                "→" if is_chosen else "",
                 f"{pair.clip_low:g}",
                 f"{pair.clip_high:g}",
                 f"{pair.positive:.6g}",
                 f"{pair.negative:.6g}",
                 f"{pair.positive_share:.6f}",
                 "reached" if pair.passes else "",
-                style="bold" if index == self.chosen else None,
+                style="bold" if is_chosen else None,
             )
         console.print(table)
         console.print(
-            f"{self.exit}: c_low {self.clip_low:g}, c_high {self.clip_high:g}; positive share "
-            f"{self.positive_share_start:.4f} at the start, {self.positive_share:.4f} at the "
-            f"chosen pair; {self.positive_tokens} positive and {self.negative_tokens} negative "
+            f"{result.exit}: c_low {result.clip_low:g}, c_high {result.clip_high:g}; positive "
+            f"share {result.positive_share_start:.4f} at the start, {result.positive_share:.4f} at "
+            f"the chosen pair; {self.positive_tokens} positive and {self.negative_tokens} negative "
             "tokens",
             highlight=False,
         )
@@ -116,42 +130,21 @@ def bounds_from_file(
         dual_clip: ``algorithm.dual_clip``; used by ``contribution: gradient`` only.
 
     Raises:
-        ValueError: For a missing column, a wrong shape, or a value that is not finite or too large.
-        OSError: If the file cannot be read.
+        ValueError: A column is missing or misshapen, or a value is not finite or too large.
+        OSError: The file cannot be read.
     """
     columns = _read_tokens(path)
     table = ContributionTable(config, dual_clip)
-    logprob, behaviour, advantage, mask = (torch.from_numpy(column) for column in columns.values())
-    accumulate(table, logprob, behaviour, advantage, mask)
+    accumulate(table, *(torch.from_numpy(column) for column in columns.values()))
     counted = table.token_counts()
     if counted.out_of_range_tokens:
         _fail_out_of_range(path, columns, config)
     result = search_path(table, config)
-    return BoundsReport(
-        clip_low=_shortest(result.clip_low),
-        clip_high=_shortest(result.clip_high),
-        positive_share_start=result.positive_share_start,
-        positive_share=result.positive_share,
-        exit=result.exit,
-        candidates=tuple(
-            BoundsCandidate(
-                clip_low=_shortest(pair.clip_low),
-                clip_high=_shortest(pair.clip_high),
-                positive=pair.positive,
-                negative=pair.negative,
-                positive_share=pair.positive_share,
-                passes=pair.passes,
-            )
-            for pair in result.candidates
-        ),
-        chosen=result.index,
-        positive_tokens=counted.positive_tokens,
-        negative_tokens=counted.negative_tokens,
-    )
+    return BoundsReport(result, counted.positive_tokens, counted.negative_tokens)
 
 
 def _read_tokens(path: Path) -> dict[str, FloatArray]:
-    """Return the four columns as [T] float32, checked, in the order of ``accumulate``."""
+    """The four columns as [T] float32, checked, in the order of ``accumulate``."""
     raw, found = _read_columns(path)
     for name in COLUMNS:
         if name not in raw:
@@ -178,7 +171,7 @@ def _read_tokens(path: Path) -> dict[str, FloatArray]:
 
 
 def _read_columns(path: Path) -> tuple[dict[str, Array], list[str]]:
-    """The wanted columns that are there, and the names of all."""
+    """The wanted columns that exist, and the names of all columns."""
     wanted = (*COLUMNS, "mask")
     try:
         if path.suffix == ".npz":
@@ -223,27 +216,5 @@ def _fail_out_of_range(path: Path, columns: dict[str, FloatArray], config: BapoC
 
 
 def _shortest(bound: float) -> float:
-    """Return the shortest decimal that is this float32: 0.6, not 0.6000000238418579."""
+    """The shortest decimal of this float32: 0.6, not 0.6000000238418579."""
     return float(str(np.float32(bound)))
-
-
-def command(
-    file: Annotated[Path, typer.Argument(help="npz or parquet with the tokens of one update.")],
-    preset: Annotated[str, typer.Option(help="paper or recipe")] = "paper",
-    contribution: Annotated[
-        str | None, typer.Option(help="surrogate (Eq. 8) or gradient (Eq. 5)")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Search the clip bounds for tokens in FILE, by the code that trains.
-
-    FILE holds the columns logprob, behaviour_logprob, advantage and, optionally, mask.
-    """
-    given = {"preset": preset} | ({"contribution": contribution} if contribution else {})
-    # The preset sets dual_clip as well, which is beside the search's own section.
-    config = parse_section(AlgorithmConfig, {"bapo": given}, place="options")
-    report = bounds_from_file(file, config.bapo, config.dual_clip)
-    if as_json:
-        typer.echo(json.dumps(report.to_json_dict(), indent=2))
-    else:
-        report.print(uncut_console())

@@ -1,4 +1,4 @@
-"""``bapo-megatron compare``."""
+"""``bapo-megatron compare``: two evaluations of the same problems."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.commands.regrade import run_graded, settings_beside
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation.compare import COMPARISON_HEADINGS, Comparison, compare_results
+from bapo_megatron.evaluation.compare import COMPARISON_HEADINGS, compare_results
 from bapo_megatron.evaluation.report import read_results, rich_table
 from bapo_megatron.evaluation.samples import read_samples
-from bapo_megatron.evaluation.settings import (
-    ResultsError,
-)
+from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.telemetry.console import uncut_console
 
@@ -28,16 +27,24 @@ def command(
     first: Annotated[
         Path, typer.Argument(metavar="A", help="eval.json, a directory with one, or samples.jsonl.")
     ],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The same; differences are B − A.")],
-    resamples: Annotated[int, typer.Option(min=100, help="Of the bootstrap.")] = 10000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
+    second: Annotated[Path, typer.Argument(metavar="B", help="The other; differences are B − A.")],
+    resamples: Annotated[int, typer.Option(min=100, help="Resamples of the bootstrap.")] = 10000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[
-        bool, typer.Option("--common", help="Compare the problems that both have.")
+        bool,
+        typer.Option("--common", help="Compare only the problems that both have."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Compare two evaluations on the same problems by a paired bootstrap."""
-    found = compare_files(first, second, num_resamples=resamples, seed=seed, common_only=common)
+    """Compare two evaluations of the same problems by a paired bootstrap."""
+    found = compare_results(
+        _results_of(first),
+        _results_of(second),
+        k_values=EvalConfig().k_values,
+        num_resamples=resamples,
+        seed=seed,
+        common_only=common,
+    )
     if as_json:
         typer.echo(json.dumps([comparison.to_json_dict() for comparison in found], indent=2))
         return
@@ -50,34 +57,8 @@ def command(
             typer.echo(f"{comparison.set_name}: sampled with different {difference}")
 
 
-def compare_files(
-    first: Path, second: Path, *, num_resamples: int, seed: int, common_only: bool
-) -> list[Comparison]:
-    """Compare the results of two evaluations.
-
-    Args:
-        first: A: an ``eval.json``, a directory with one, or a samples file.
-        second: B.
-        num_resamples: Of the bootstrap.
-        seed: Of the bootstrap.
-        common_only: Leave out problems that only one of them has, instead of refusing.
-
-    Raises:
-        ResultsError: A file cannot be used, or they hold other problems.
-        OSError: A file cannot be read.
-    """
-    return compare_results(
-        _results_of(first),
-        _results_of(second),
-        k_values=EvalConfig().k_values,
-        num_resamples=num_resamples,
-        seed=seed,
-        common_only=common_only,
-    )
-
-
 def _results_of(path: Path) -> list[EvalResult]:
-    """Results as they were written, or those of a samples file with its recorded rewards."""
+    """Results as they were written, or recomputed from the recorded rewards of a samples file."""
     if path.is_dir():
         path = path / "eval.json"
     if not path.is_file():

@@ -2,23 +2,77 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from bapo_megatron.commands.options import OverridesArgument, load
-from bapo_megatron.config.describe import print_keys
+from bapo_megatron.config.check import check_config
+from bapo_megatron.config.describe import KeyInfo, describe_keys
 from bapo_megatron.config.load import dump_yaml
-from bapo_megatron.telemetry.console import uncut_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bapo_megatron.config.schema import RunConfig
 
 
 def command(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None,
     overrides: OverridesArgument = None,
+    key: Annotated[str, typer.Option(help="List only keys whose names contain this text.")] = "",
 ) -> None:
-    """Print the resolved CONFIG; without one, every key with type, default and meaning."""
-    if config is not None:
-        typer.echo(dump_yaml(load(config, overrides)), nl=False)
+    """Print the resolved CONFIG and check it as train does; without one, list every key.
+
+    A key is listed with its type, default and meaning: as a table on a terminal, else as one line
+    with tabs in between.
+    """
+    if config is None:
+        _list_keys(key)
+        return
+    if key:
+        raise typer.BadParameter("--key lists keys of any run; leave out CONFIG")
+    run_config = load(config, overrides)
+    typer.echo(dump_yaml(run_config), nl=False)
+    _check(run_config)
+
+
+def _list_keys(text: str) -> None:
+    keys = [key for key in describe_keys() if text in key.name]
+    if not keys:
+        raise typer.BadParameter(f"no key contains '{text}'; leave out --key to list all of them")
+    console = Console()
+    if console.is_terminal:
+        console.print(_table(keys))
     else:
-        print_keys(uncut_console())
+        typer.echo("\n".join("\t".join(key) for key in keys))
+
+
+def _table(keys: Sequence[KeyInfo]) -> Table:
+    table = Table()
+    for heading in ("key", "type", "default", "meaning"):
+        table.add_column(heading, overflow="fold")
+    for key in keys:
+        table.add_row(*map(escape, key))
+    return table
+
+
+def _check(config: RunConfig) -> None:
+    """The checks of ``train`` that need neither servers nor a number of ranks."""
+    from bapo_megatron.algorithm.advantage import Advantages
+    from bapo_megatron.algorithm.load_objective import load_objective
+    from bapo_megatron.engine.load import load_kind
+
+    layout = config.parallel
+    replica_size = math.prod((layout.tensor, layout.pipeline, layout.context))
+    check_config(config, int(os.environ.get("WORLD_SIZE", replica_size)))
+    if config.replay.dumps is None:
+        load_kind(config.rollout.engine).check(config)
+    load_objective(config.algorithm)
+    Advantages(config.algorithm.advantage)

@@ -19,14 +19,14 @@ def command(
     hf: Annotated[
         Path | None,
         typer.Option(
-            help="config.json and tokenizer of a checkpoint that does not name its model."
+            help="Model directory with config.json and tokenizer, if SOURCE does not name one."
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: as in SOURCE, bit by bit.")
+        str | None, typer.Option(help="float32 or bfloat16; default: that of SOURCE.")
     ] = None,
     max_file_gb: Annotated[
-        float, typer.Option(help="Largest weight file (and host memory), in 10^9 bytes.")
+        float, typer.Option(help="Size limit of a weight file, and of host memory, in 10^9 bytes.")
     ] = 5.0,
     force: Annotated[
         bool, typer.Option("--force", help="Delete and replace a TARGET that is not empty.")

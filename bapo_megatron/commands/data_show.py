@@ -1,6 +1,6 @@
-"""The ``data show`` command: what a run would train and evaluate on, without starting anything.
+"""``bapo-megatron data show``: prompts as a run would use them, and the responses in a dump.
 
-The ``data show`` command with a rollout dump: what policy and environment wrote, by turns.
+Nothing is started: prompts need the model's tokenizer, a dump needs the texts beside it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from bapo_megatron.commands.options import OverridesArgument, load
-from bapo_megatron.config.check_sections import check_data
+from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
+from bapo_megatron.config.check import check_data
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.telemetry.console import uncut_console
 
 if TYPE_CHECKING:
@@ -42,10 +41,66 @@ if TYPE_CHECKING:
     from bapo_megatron.data.prompts import PromptSet, SetReport
     from bapo_megatron.types import Prompt, Sample, SampleText
 
+_HEADINGS = (
+    *("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts"),
+    *("tokens min", "median", "p95", "max", "share", "steps per epoch"),
+)
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Show the prompts of a run before it starts, or the responses in a dump."""
+
+
+@app.command("show")
+def show(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|DUMP.parquet", help="YAML file of a run, or a rollout dump of one."
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    rows: Annotated[
+        int,
+        typer.Option(
+            "--rows",
+            "-n",
+            min=0,
+            help="Prompts to print, of training and of each evaluation set; or samples to print.",
+        ),
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Read and render every prompt of CONFIG; needs the model's tokenizer, but no GPU or server.
+
+    Prints counts, token lengths, shares, what was left out, training prompts that also occur in
+    evaluation sets, and prompts as the engine will see them: the first draws of training.
+
+    With a rollout dump: its first samples, by turns of policy and environment.
+    """
+    report: DataReport | DumpReport
+    if file.suffix != ".parquet":
+        config = load(file, overrides)
+        check_data(config)
+        report = inspect_data(config, rows)
+    elif overrides:
+        raise typer.BadParameter(
+            f"{file} is a rollout dump, which takes no '{overrides[0]}'; leave it out"
+        )
+    else:
+        report = inspect_dump(file, rows)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        report.print(uncut_console())
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLengths:
-    """Lengths of a set's rendered prompts; quantiles are lengths that occur (nearest rank)."""
+    """Lengths of a set's rendered prompts."""
 
     min: int
     median: int
@@ -63,10 +118,9 @@ class SetSummary:
     kept: int
     """Prompts that can be drawn."""
     share: float | None
-    """Of the draws of training."""
+    """Share of the draws of training."""
     epoch_steps: float | None
-    """Steps of training after which every prompt was drawn once, if each draws as many prompts as
-    its batch has groups."""
+    """Training steps until every prompt was drawn once, if a step draws ``groups_per_step``."""
     tokens: TokenLengths
     report: SetReport
 
@@ -82,7 +136,7 @@ class ShownPrompt:
     """Its token ids, decoded with every special token."""
     answer: str
     row: Mapping[str, Any]
-    """What reward functions get besides."""
+    """Other columns, which reward functions get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +145,7 @@ class DataReport:
 
     sets: tuple[SetSummary, ...]
     shared: tuple[str, ...]
-    """About prompts that several training sets have, one line each."""
+    """One line for each prompt that several training sets have."""
     overlaps: tuple[Overlap, ...]
     prompts: dict[str, tuple[ShownPrompt, ...]]
     """By use: the first draws of training, and the first prompts of each evaluation set."""
@@ -104,23 +158,18 @@ class DataReport:
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
-        return json.dumps(
-            {
-                "sets": [asdict(each) for each in self.sets],
-                "overlaps": [asdict(overlap) for overlap in self.overlaps],
-                "warnings": self.warnings(),
-                "prompts": {
-                    use: [asdict(prompt) for prompt in prompts]
-                    for use, prompts in self.prompts.items()
-                },
-            },
-            indent=2,
-            ensure_ascii=False,
-        )
+        report = asdict(self)
+        shown = {name: report[name] for name in ("sets", "overlaps", "prompts")}
+        return json.dumps({**shown, "warnings": self.warnings()}, indent=2, ensure_ascii=False)
 
     def print(self, console: Console) -> None:
         """Tables and panels on a terminal, else Markdown."""
-        console.print(_set_table(self.sets, console.is_terminal))
+        rows = [_cells(each) for each in self.sets]
+        if console.is_terminal:
+            escaped = [[escape(cell) for cell in row] for row in rows]
+            console.print(rich_table("Prompts", _HEADINGS, escaped, num_left=3))
+        else:
+            console.out(markdown_table(_HEADINGS, rows, num_left=3), highlight=False, end="")
         for line in self.warnings():
             mark = "[bold yellow]![/]" if console.is_terminal else "-"
             console.print(f"{mark} {escape(line)}", soft_wrap=True, highlight=False)
@@ -130,11 +179,7 @@ class DataReport:
 
 
 def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
-    """Read and render every prompt that the configuration names.
-
-    Args:
-        config: A validated configuration whose files exist.
-        num_rows: How many prompts of training and of each evaluation set to show.
+    """Read and render all prompts; keep ``num_rows`` of training and of each evaluation set.
 
     Raises:
         ValueError: A row, the tokenizer or the chat template cannot be used.
@@ -151,16 +196,12 @@ def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
     prompts: dict[str, tuple[ShownPrompt, ...]] = {}
     if train_sets:
         mixture = PromptMixture(train_sets, config.seed, config.data.shuffle)
-        for prompt_set in train_sets:
-            share = mixture.shares[prompt_set.name]
-            draws_per_step = share * config.rollout.groups_per_step
-            epoch_steps = len(prompt_set.prompts) / draws_per_step
-            summaries.append(_summary(prompt_set, "train", share, epoch_steps))
+        summaries += [_summary(each, "train", mixture, config) for each in train_sets]
         prompts["train"] = tuple(_shown(p, renderer) for p in islice(mixture, num_rows))
-    for prompt_set in eval_sets:
-        summaries.append(_summary(prompt_set, "eval", None, None))
-        first = prompt_set.prompts[:num_rows]
-        prompts[f"eval: {prompt_set.name}"] = tuple(_shown(p, renderer) for p in first)
+    for each in eval_sets:
+        summaries.append(_summary(each, "eval", None, config))
+        first = each.prompts[:num_rows]
+        prompts[f"eval: {each.name}"] = tuple(_shown(p, renderer) for p in first)
     return DataReport(
         sets=tuple(summaries),
         shared=tuple(shared_prompts(train_sets)),
@@ -173,7 +214,7 @@ def inspect_data(config: RunConfig, num_rows: int) -> DataReport:
 
 
 def token_lengths(prompts: Sequence[Prompt]) -> TokenLengths:
-    """Lengths of prompts, of which there is at least one."""
+    """Token lengths of prompts (at least one); quantiles by nearest rank."""
     lengths = sorted(len(prompt.token_ids) for prompt in prompts)
 
     def quantile(share: float) -> int:
@@ -182,22 +223,24 @@ def token_lengths(prompts: Sequence[Prompt]) -> TokenLengths:
     return TokenLengths(lengths[0], quantile(0.5), quantile(0.95), lengths[-1])
 
 
-def fenced(text: str) -> str:
-    """A text as a Markdown code block that nothing in the text ends."""
+def _fenced(text: str) -> str:
+    """A text as a Markdown code block that nothing inside can end."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return "\n".join([fence, text.removesuffix("\n"), fence])
 
 
 def _summary(
-    prompt_set: PromptSet, use: str, share: float | None, epoch_steps: float | None
+    prompt_set: PromptSet, use: str, mixture: PromptMixture | None, config: RunConfig
 ) -> SetSummary:
+    kept = len(prompt_set.prompts)
+    share = None if mixture is None else mixture.shares[prompt_set.name]
     return SetSummary(
         name=prompt_set.name,
         use=use,
-        kept=len(prompt_set.prompts),
+        kept=kept,
         share=share,
-        epoch_steps=epoch_steps,
+        epoch_steps=kept / (share * config.rollout.groups_per_step) if share else None,
         tokens=token_lengths(prompt_set.prompts),
         report=prompt_set.report,
     )
@@ -214,32 +257,18 @@ def _shown(prompt: Prompt, renderer: ChatRenderer) -> ShownPrompt:
     )
 
 
-def _set_table(summaries: Sequence[SetSummary], is_terminal: bool) -> Table:
-    table = Table(title="Prompts" if is_terminal else None, box=None if is_terminal else _MARKDOWN)
-    headings = ("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts")
-    tokens = ("tokens min", "median", "p95", "max")
-    for heading in (*headings, *tokens, "share", "steps per epoch"):
-        is_text = heading in ("set", "use", "format")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_terminal)
-    for each in summaries:
-        report, lengths = each.report, each.tokens
-        table.add_row(
-            escape(each.name),
-            each.use,
-            report.row_format,
-            f"{report.num_rows:,}",
-            f"{report.num_bad:,}",
-            f"{report.num_too_long:,}",
-            f"{report.num_duplicates:,}",
-            f"{each.kept:,}",
-            *(f"{n:,}" for n in (lengths.min, lengths.median, lengths.p95, lengths.max)),
-            "" if each.share is None else f"{each.share:.2%}",
-            "" if each.epoch_steps is None else f"{each.epoch_steps:,.1f}",
-        )
-    return table
-
-
-_MARKDOWN = box.MARKDOWN
+def _cells(summary: SetSummary) -> list[str]:
+    report, lengths, steps = summary.report, summary.tokens, summary.epoch_steps
+    counts = (report.num_rows, report.num_bad, report.num_too_long, report.num_duplicates)
+    tokens = (lengths.min, lengths.median, lengths.p95, lengths.max)
+    return [
+        summary.name,
+        summary.use,
+        report.row_format,
+        *(f"{count:,}" for count in (*counts, summary.kept, *tokens)),
+        "" if summary.share is None else f"{summary.share:.2%}",
+        "" if steps is None else f"{steps:,.1f}",
+    ]
 
 
 def _print_prompt(
@@ -253,7 +282,7 @@ def _print_prompt(
         content = Group(text, Text(f"row: {row}", style="dim"))
         console.print(Panel(content, title=escape(about), title_align="left"), highlight=False)
         return
-    lines = ["", f"### {about}", "", fenced(prompt.text), "", f"row: {row}"]
+    lines = ["", f"### {about}", "", _fenced(prompt.text), "", f"row: {row}"]
     console.out("\n".join(lines), highlight=False)
 
 
@@ -262,12 +291,12 @@ _CONTROL_PICTURES = {
     0x7F: 0x2421,
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
-"""What is shown for characters that a terminal would obey."""
+"""Replacements of the characters that a terminal would obey."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownPart:
-    """What one of them wrote before it was the other's turn."""
+    """What policy or environment wrote in a turn."""
 
     author: str
     """``policy`` or ``environment``."""
@@ -301,7 +330,7 @@ class ShownSample:
         return f"{place} · {self.finish_reason} · reward {self.reward:g}"
 
     def facts(self) -> list[str]:
-        """What is known besides the texts, one line each."""
+        """One line each: rewards, versions, numbers of tokens, the answer."""
         components = (f"{name} {value:g}" for name, value in self.reward_components.items())
         versions = (f"{version} ({num_tokens})" for version, num_tokens in self.versions)
         return [
@@ -324,7 +353,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class DumpReport:
-    """What ``data show`` prints of a dump."""
+    """What ``data show`` prints about a dump."""
 
     path: str
     step: int
@@ -333,7 +362,7 @@ class DumpReport:
     num_samples: int
     has_texts: bool
     samples: tuple[ShownSample, ...]
-    """The first ones."""
+    """The first samples."""
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
@@ -356,14 +385,10 @@ class DumpReport:
 
 
 def inspect_dump(path: Path, num_samples: int) -> DumpReport:
-    """Read a dump, and the texts beside it where there are some.
-
-    Args:
-        path: The dump.
-        num_samples: How many samples to show.
+    """Read a dump and the texts beside it, if any; keep the first ``num_samples`` samples.
 
     Raises:
-        DumpError: It is no intact dump, or its texts are not its own.
+        DumpError: It is not an intact dump, or the texts belong to another one.
         OSError: It cannot be read.
     """
     batch = read_batch(path)
@@ -417,7 +442,7 @@ def _markdown(sample: ShownSample) -> str:
     lines = ["", f"### {sample.title()}", "", *(f"- {fact}" for fact in sample.facts())]
     for heading, text in sample.blocks():
         lines += (
-            ["", f"**{heading}**"] if text is None else ["", f"**{heading}**", "", fenced(text)]
+            ["", f"**{heading}**"] if text is None else ["", f"**{heading}**", "", _fenced(text)]
         )
     return "\n".join(lines)
 
@@ -435,67 +460,3 @@ def _panel(sample: ShownSample) -> Panel:
 def _text(text: str, style: str = "") -> Text:
     """Shown as it is: neither markup nor control sequences."""
     return Text(text.translate(_CONTROL_PICTURES), style)
-
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    help="Look at prompts before a run, at responses after it.",
-)
-
-
-@app.callback()
-def _group() -> None:
-    """Look at prompts before a run, at responses after it."""
-
-
-@app.command("show")
-def show(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|DUMP.parquet", help="YAML file of a run, or a rollout dump of one."
-        ),
-    ],
-    overrides: OverridesArgument = None,
-    rows: Annotated[
-        int,
-        typer.Option(
-            "--rows",
-            "-n",
-            min=0,
-            help="Prompts to print, of training and of each evaluation set; or samples of a dump.",
-        ),
-    ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Read and render every prompt of CONFIG; needs the model's tokenizer, no GPU and no server.
-
-    Prints counts, token lengths, shares, what was left out, training prompts that evaluation sets
-    have too, and prompts as the engine will see them: the first draws of training.
-
-    With a rollout dump: its first samples, by turns of policy and environment.
-    """
-    is_dump = file.suffix == ".parquet"
-    report = _show_dump(file, overrides, rows) if is_dump else _show_config(file, overrides, rows)
-    if as_json:
-        typer.echo(report.to_json())
-    else:
-        report.print(uncut_console())
-
-
-def _show_config(config: Path, overrides: list[str] | None, rows: int) -> DataReport:
-    run_config = load(config, overrides)
-
-    check_data(run_config)
-
-    return inspect_data(run_config, rows)
-
-
-def _show_dump(dump: Path, overrides: list[str] | None, rows: int) -> DumpReport:
-    if overrides:
-        raise typer.BadParameter(
-            f"{dump} is a rollout dump, which takes no '{overrides[0]}'; leave it out"
-        )
-
-    return inspect_dump(dump, rows)

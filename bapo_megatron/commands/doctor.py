@@ -13,25 +13,47 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron import __version__
+from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.rollout import ENGINES
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.telemetry.console import uncut_console
 
 MEGATRON_VERSION = "0.16.1"
 """The version that pyproject.toml asks for."""
-
 REBUILD = "pip install --no-build-isolation -e ."
 
 Verdict = Literal["ok", "note", "problem"]
+
+
+def command(as_json: JsonOption = False) -> None:
+    """Report what was built, which kernels will run, and what does not fit together.
+
+    The exit status is 1 if there is a problem.
+    """
+    findings = diagnose(probe())
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        uncut_console().print(_table(findings))
+    if any(finding.verdict == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table("", "what", "finding")
+    colors = {"ok": "green", "note": "yellow", "problem": "red"}
+    for finding in findings:
+        color = colors[finding.verdict]
+        remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
+        table.add_row(f"[{color}]{finding.verdict}[/]", finding.topic, finding.text + remedy)
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +71,9 @@ class Machine:
 
     python: str
     build: dict[str, Any] | None
-    """``build_info()`` of the extension, None where it does not load."""
+    """``build_info()`` of the extension; None where it does not load."""
     load_error: str
-    """Why it does not."""
+    """Why it does not load."""
     torch: str
     torch_cuda: str | None
     """The CUDA that torch was built with."""
@@ -59,9 +81,9 @@ class Machine:
     packages: dict[str, str | None]
     """Installed version by distribution name."""
     apex_has_kernels: bool
-    """Whether the apex here is NVIDIA's (``amp_C``), not the web framework of the package index."""
+    """Whether this apex is NVIDIA's (``amp_C``), not the web framework of the package index."""
     transformer_engine_error: str
-    """Why Transformer Engine cannot be imported, "" if it can or is not there."""
+    """Why Transformer Engine cannot be imported; empty if it can or is not installed."""
     tools: dict[str, str | None]
     """Version line of each compiler."""
 
@@ -90,7 +112,7 @@ def probe() -> Machine:
         packages={name: _version(name) for name in names},
         apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
         transformer_engine_error=_import_error("transformer_engine.pytorch"),
-        tools={"c++": _first_line("c++", "--version"), "nvcc": _last_line("nvcc", "--version")},
+        tools={"c++": _version_line("c++", 0), "nvcc": _version_line("nvcc", -1)},
     )
 
 
@@ -116,24 +138,8 @@ def diagnose(machine: Machine) -> list[Finding]:
     ]
 
 
-def print_report(findings: list[Finding], console: Console) -> None:
-    """Print the findings as a table, problems with their remedy."""
-    table = Table("", "what", "finding")
-    marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]"}
-    for finding in findings:
-        mark = marks.get(finding.verdict, "[red]problem[/red]")
-        remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
-        table.add_row(mark, finding.topic, finding.text + remedy)
-    console.print(table)
-
-
-def to_json(findings: list[Finding]) -> str:
-    """Return the findings as a JSON list."""
-    return json.dumps([asdict(finding) for finding in findings], indent=2)
-
-
 def _engine_packages() -> dict[str, str]:
-    """What the kinds of engines need, and the versions they were measured with."""
+    """The distributions that engines need, with the versions they were measured with."""
     return {name: v for kind in map(load_kind, ENGINES) for name, v in kind.packages.items()}
 
 
@@ -162,10 +168,8 @@ def _judge_extension(machine: Machine) -> list[Finding]:
 
 
 def _judge_gpus(machine: Machine) -> list[Finding]:
-    torch_text = f"{machine.torch}, " + (
-        f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
-    )
-    findings = [Finding("torch", "ok", torch_text)]
+    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
+    findings = [Finding("torch", "ok", f"{machine.torch}, {cuda}")]
     build = machine.build or {}
     archs = [arch for arch in build.get("cuda_archs", "").split(";") if arch]
     if not machine.gpus:
@@ -275,11 +279,9 @@ def _load_extension() -> tuple[dict[str, Any] | None, str]:
 
 
 def _find_gpus() -> tuple[Gpu, ...]:
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(Gpu(properties.name, 10 * properties.major + properties.minor))
-    return tuple(gpus)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return tuple(Gpu(each.name, 10 * each.major + each.minor) for each in found)
 
 
 def _version(name: str) -> str | None:
@@ -299,39 +301,14 @@ def _import_error(module: str) -> str:
     return ""
 
 
-def _run(tool: str, argument: str) -> list[str]:
-    path = shutil.which(tool) or shutil.which(tool, path=str(Path("/usr/local/cuda/bin")))
+def _version_line(tool: str, index: int) -> str | None:
+    path = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
     if path is None:
-        return []
-    answer = subprocess.run([path, argument], capture_output=True, text=True, check=False)
-    return answer.stdout.strip().splitlines()
-
-
-def _first_line(tool: str, argument: str) -> str | None:
-    lines = _run(tool, argument)
-    return lines[0] if lines else None
-
-
-def _last_line(tool: str, argument: str) -> str | None:
-    lines = _run(tool, argument)
-    return lines[-1] if lines else None
+        return None
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    lines = answer.stdout.strip().splitlines()
+    return lines[index] if lines else None
 
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
-
-
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Say what was built, which kernels will run, and what does not fit together.
-
-    The exit status is 1 if there is a problem.
-    """
-    findings = diagnose(probe())
-    if as_json:
-        typer.echo(to_json(findings))
-    else:
-        print_report(findings, uncut_console())
-    if any(finding.verdict == "problem" for finding in findings):
-        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The ``eval`` command: score a model directory without a trainer."""
+"""``bapo-megatron eval``: score a model directory without a trainer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.commands.regrade import regrade, run_graded
 from bapo_megatron.config.check import check_eval_config
-from bapo_megatron.config.load import load_config
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.evaluation.report import SetCost, describe_cost, print_results, write_results
@@ -28,19 +28,55 @@ if TYPE_CHECKING:
     from bapo_megatron.types import EvalResult
 
 
-NO_TRAINING = ""
-"""The moment of an evaluation by the command."""
+_MOMENT = ""
+"""Part of file names that says when in a training an evaluation was made: in none."""
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="YAML file of the run; optional with --from."),
+    ] = None,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue an evaluation; short for resume=true."),
+    ] = False,
+    samples: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Grade these samples again, without a server; repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --from: directory for the new scores."),
+    ] = None,
+) -> None:
+    """Evaluate model.path on the configured sets, or grade earlier samples again."""
+    if out is not None and not samples:
+        raise typer.BadParameter("--out needs --from; an evaluation writes into its run_dir")
+    if config is None and not samples:
+        raise typer.BadParameter("give CONFIG, or --from with a samples file")
+    if resume and samples:
+        raise typer.BadParameter("--from samples nothing, so there is nothing to --resume")
+    given = [*(overrides or []), *(["resume=true"] if resume else [])]
+    run_config = None if config is None else load(config, given)
+    if samples:
+        results = regrade(samples, run_config, out)
+    else:
+        assert run_config is not None, "refused above"
+        results = evaluate_model(run_config)
+    print_results(results, uncut_console())
 
 
 def evaluate_model(config: RunConfig) -> list[EvalResult]:
     """Score every set of ``config.eval`` with the weights in ``config.model.path``.
 
-    Says first what it will cost. Starts servers unless ``rollout.servers`` names some, or every
-    sample is there already; writes ``<run_dir>/eval.json`` and ``eval.md``.
+    Announces the cost first. Starts servers unless ``rollout.servers`` names some, or every sample
+    exists already; writes ``<run_dir>/eval.json`` and ``eval.md``.
 
     Raises:
         ValueError: No evaluation set is configured, a file is missing or unreadable, or the run
-            directory holds samples that are not to be gone on with.
+            directory holds samples that this evaluation may not continue.
         RolloutError: A server failed.
     """
     check_eval_config(config)
@@ -48,15 +84,14 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = make_renderer(tokenizer, config.data)
     sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
-    model = (
-        f"{config.model.path.name} ({config.model.dtype}, files {fingerprint(config.model.path)})"
-    )
+    files = fingerprint(config.model.path)
+    model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
     costs = [_cost_of(eval_set, config, model) for eval_set in sets]
     for line in describe_cost(costs, config.eval.assumed_tokens_per_s):
         say(line)
     if not any(cost.num_samples for cost in costs):
         results = run_graded(_summarise_finished(sets, config, model))
-        write_results(results, results_file(config.run_dir, NO_TRAINING))
+        write_results(results, results_file(config.run_dir, _MOMENT))
         return results
     config.run_dir.mkdir(parents=True, exist_ok=True)
     with ProgressLine() as progress:
@@ -69,12 +104,8 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
 
 
 def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
-    """What is still to be done for a set.
-
-    Raises:
-        ResultsError: There are samples of another evaluation, or of one to be resumed.
-    """
-    path = samples_file(config.run_dir, NO_TRAINING, eval_set.name)
+    """The work left for a set; refuses samples of another evaluation, or of one to be resumed."""
+    path = samples_file(config.run_dir, _MOMENT, eval_set.name)
     num_done = 0
     if path.exists() and path.stat().st_size:
         if not config.resume:
@@ -96,54 +127,15 @@ def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
 async def _summarise_finished(
     sets: Sequence[EvalSet], config: RunConfig, model: str
 ) -> list[EvalResult]:
-    """The results of an evaluation whose samples are all there."""
+    """The results of an evaluation whose samples all exist."""
     async with votes_pool(config.reward) as votes:
         return [
             await summarise_set(
                 eval_set,
-                read_samples(samples_file(config.run_dir, NO_TRAINING, eval_set.name)),
+                read_samples(samples_file(config.run_dir, _MOMENT, eval_set.name)),
                 votes,
                 config,
                 model,
             )
             for eval_set in sets
         ]
-
-
-def command(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="YAML file of the run; --from works without."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: eval.temperature=0.6"),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an evaluation; short for resume=true."),
-    ] = False,
-    samples: Annotated[
-        list[Path] | None,
-        typer.Option("--from", help="Grade this samples file again, without a server; repeatable."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --from: directory for what was graded again.")
-    ] = None,
-) -> None:
-    """Score the configured evaluation sets with model.path, or grade its samples again."""
-    if out is not None and not samples:
-        raise typer.BadParameter("--out needs --from; an evaluation writes into its run_dir")
-    if config is None and not samples:
-        raise typer.BadParameter("give CONFIG, or --from with a samples file")
-    if resume and samples:
-        raise typer.BadParameter("--from samples nothing, so that there is nothing to --resume")
-    given = [*(overrides or []), *(["resume=true"] if resume else [])]
-    run_config = load_config(config, given) if config is not None else None
-
-    if samples:
-        results = regrade(samples, run_config, out)
-    else:
-        assert run_config is not None, "refused above"
-        results = evaluate_model(run_config)
-    print_results(results, uncut_console())

@@ -1,4 +1,4 @@
-"""The ``generate`` command: sample the training prompts without a trainer."""
+"""``bapo-megatron generate``: sample the training prompts without a trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 import typer
 from rich.table import Table
@@ -25,7 +25,6 @@ from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -33,8 +32,16 @@ if TYPE_CHECKING:
     from bapo_megatron.types import RolloutBatch, RolloutStats
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTotals:
+def command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option(min=1, help="Batches to generate.")] = 1,
+) -> None:
+    """Generate batches with model.path and the training prompts, without a trainer."""
+    generate_batches(load(config, overrides), steps).print(uncut_console())
+
+
+class BatchTotals(NamedTuple):
     """Counts and sums of one batch; all that is kept of it in memory."""
 
     groups: int
@@ -46,6 +53,7 @@ class BatchTotals:
     reward_sum: float
     solved_groups: int
     mixed_groups: int
+    cost: RolloutStats
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Self:
@@ -63,6 +71,7 @@ class BatchTotals:
             reward_sum=math.fsum(sample.reward for sample in samples),
             solved_groups=sum(is_solved(group) for group in batch.groups),
             mixed_groups=sum(min(group) < max(group) for group in rewards),
+            cost=batch.stats,
         )
 
 
@@ -81,16 +90,16 @@ class GenerationSummary:
     answer_found_share: float
     reward_mean: float
     solved_groups_share: float
-    """Share of groups whose samples are all right."""
+    """Share of groups whose samples are all correct."""
     mixed_groups_share: float
     """Share of groups with different rewards: those that teach something."""
     generated_tokens: int
-    """Response tokens received, also of samples that are in no batch."""
+    """Response tokens received, including those of samples that are in no batch."""
     generation_s: float
-    """Wall time in which they were."""
+    """Wall time in which they were received."""
     generated_tokens_per_s: float
     wall_s: float
-    """Wall time from the moment the servers were ready; includes grading and writing."""
+    """Wall time since the servers were ready; includes grading and writing."""
     resumed_samples: int
     unfinished_samples: int
     """Samples in the buffer after the last batch: they are in no dump."""
@@ -99,12 +108,8 @@ class GenerationSummary:
     """Requests that were continued on another server because theirs failed."""
     reward_timeouts: int
 
-    def write(self, path: Path) -> None:
-        """Write JSON, atomically."""
-        atomic_write_text(path, json.dumps(asdict(self), indent=2) + "\n")
-
     def print(self, console: Console) -> None:
-        """Print the table."""
+        """Print a table."""
         table = Table(title="Generation", show_header=False)
         table.add_column("what")
         table.add_column("value", justify="right")
@@ -131,15 +136,11 @@ class GenerationSummary:
 
 
 def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
-    """Generate ``steps`` batches with the weights in ``config.model.path``.
+    """Generate ``steps`` batches (at least one) with the weights in ``config.model.path``.
 
-    Starts servers unless ``rollout.servers`` names some. Each batch is complete as
-    ``<run_dir>/rollouts/step_<n>.parquet`` before the next one begins (with ``rollout.dump``);
-    the statistics become ``<run_dir>/generate.json`` at the end.
-
-    Args:
-        config: A validated configuration.
-        steps: How many batches, at least 1.
+    Starts servers unless ``rollout.servers`` names some. With ``rollout.dump``, each batch is
+    complete as ``<run_dir>/rollouts/step_<n>.parquet`` before the next one begins. The statistics
+    are written to ``<run_dir>/generate.json`` at the end.
 
     Raises:
         ValueError: The configuration cannot be used, or the run directory holds other dumps.
@@ -147,7 +148,10 @@ def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
     """
     check_generate_config(config)
     load_kind(config.rollout.engine).check(config)
-    _claim_run_dir(config)
+    dumps = config.run_dir / "rollouts"
+    if any(dumps.glob("step_*.parquet")):
+        raise ValueError(f"{dumps} already holds rollouts; change run_dir, or move them away")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
     # Nothing is generated for later steps, nobody else needs the servers' memory, and every group
     # is dumped once.
     train = config.train.model_copy(update={"steps": steps})
@@ -156,7 +160,6 @@ def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
         update={"train": train, "rollout": rollout, "replay": ReplayConfig()}
     )
     totals: list[BatchTotals] = []
-    stats = []
     with ProgressLine() as progress:
         source = CollectorClient(config, on_progress=progress.update)
         try:
@@ -166,27 +169,19 @@ def generate_batches(config: RunConfig, steps: int) -> GenerationSummary:
             for step in range(steps):
                 while (encoded := source.collect(step)) is None:  # every server had to restart
                     source.sync_weights(config.model.path, START_VERSION)
-                batch = decode_batch(encoded)
-                totals.append(BatchTotals.of(batch))
-                stats.append(batch.stats)
+                totals.append(BatchTotals.of(decode_batch(encoded)))
             wall_s = time.monotonic() - started_s
         finally:
             source.close()
-    summary = summarise(totals, stats, wall_s)
-    summary.write(config.run_dir / "generate.json")
+    summary = summarise(totals, wall_s)
+    report = json.dumps(asdict(summary), indent=2)
+    atomic_write_text(config.run_dir / "generate.json", report + "\n")
     return summary
 
 
-def summarise(
-    totals: Sequence[BatchTotals], stats: Sequence[RolloutStats], wall_s: float
-) -> GenerationSummary:
-    """Put the batches together.
-
-    Args:
-        totals: What each batch holds; at least one.
-        stats: What each cost.
-        wall_s: Wall time of all of them.
-    """
+def summarise(totals: Sequence[BatchTotals], wall_s: float) -> GenerationSummary:
+    """Sum up batches, of which there is at least one; ``wall_s`` is the time of all of them."""
+    stats = [batch.cost for batch in totals]
     groups = sum(batch.groups for batch in totals)
     samples = sum(batch.samples for batch in totals)
     generated_tokens = sum(cost.generated_tokens for cost in stats)
@@ -212,26 +207,3 @@ def summarise(
         lost_requests=sum(cost.lost_requests for cost in stats),
         reward_timeouts=sum(cost.reward_timeouts for cost in stats),
     )
-
-
-def _claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory; refuse to mix dumps of two runs.
-
-    Raises:
-        ValueError: It holds dumps.
-    """
-    dumps = config.run_dir / "rollouts"
-    if any(dumps.glob("step_*.parquet")):
-        raise ValueError(f"{dumps} already holds rollouts; change run_dir, or move them away")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-
-
-def command(
-    config: ConfigArgument,
-    overrides: OverridesArgument = None,
-    steps: Annotated[int, typer.Option(min=1, help="Batches to generate.")] = 1,
-) -> None:
-    """Generate batches with model.path and the training prompts, without a trainer."""
-    run_config = load(config, overrides)
-
-    generate_batches(run_config, steps).print(uncut_console())

@@ -1,8 +1,7 @@
-"""Grades a file of responses by the rewards of a run: one JSON line per line, in order.
+"""``bapo-megatron grade``: one JSON line for each line of a file of responses, in order.
 
 However long the file is, a bounded number of lines is held. Reading and writing happen in threads
-that nothing waits for, so that neither a slow pipe stops the clock of an answer nor an interrupt is
-kept waiting by one.
+that nothing waits for, so that a slow pipe delays neither an answer's time limit nor an interrupt.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import os
 import sys
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from bapo_megatron.config.check_sections import check_rewards
+from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer
@@ -33,19 +31,46 @@ from bapo_megatron.telemetry.console import ProgressLine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from bapo_megatron.config.reward import RewardConfig
-    from bapo_megatron.reward.base import Score
-
-
 STANDARD_INPUT = Path("-")
 """The file that stands for standard input."""
+CLOSED_PIPE = 141
+"""Exit status when the reader of the output has ended, as after SIGPIPE."""
 
 _LINES_PER_WORKER = 16
-"""Lines that are read ahead."""
-_LONGEST_LINE_BYTES = 256 << 20
+"""Lines to read ahead."""
+_MAX_LINE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 16
-_LONGEST_SHOWN = 60
+_MAX_SHOWN = 60
 _T = TypeVar("_T")
+
+
+def command(
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines with response and answer; - is standard input.")
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of a run, for its reward section; default: math answers."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: reward.workers=8"),
+    ] = None,
+) -> None:
+    """Score the responses in FILE by the code that trains; print a JSON line for each, in order."""
+    rewards = _reward_config(config, overrides or [])
+    # Results on the same terminal would be in its way.
+    shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()
+    try:
+        with ProgressLine() if shows_progress else nullcontext() as progress:
+
+            def report(num_graded: int) -> None:
+                if progress is not None:
+                    progress.update(f"{num_graded} responses graded")
+
+            run_async(grade_file(file, rewards, output=sys.stdout.fileno(), report=report))
+    except BrokenPipeError:
+        raise typer.Exit(CLOSED_PIPE) from None
 
 
 class GradeError(ValueError):
@@ -56,59 +81,41 @@ _Entry = asyncio.Task[bytes] | GradeError | None
 """A line that is being graded, one that cannot be, or the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of the file."""
-
+class _Line(NamedTuple):
     place: str
     """File and number, for messages."""
     content: bytes
 
 
-def grade_file(
-    path: Path,
-    config: RewardConfig,
-    *,
-    parse_answer: Callable[[Any], str],
-    output: int,
-    report: Callable[[int], None],
-) -> int:
+async def grade_file(
+    path: Path, config: RewardConfig, *, output: int, report: Callable[[int], None]
+) -> None:
     """Grade every line of a file.
 
     Args:
         path: JSON lines with ``response`` and ``answer``; ``-`` is standard input.
         config: Functions and limits; shaping is left out, as in evaluations.
-        parse_answer: Reads an answer as the data files' readers do.
         output: Descriptor that gets a JSON line for each line, as soon as it and those before are
             graded.
         report: Gets the number of graded lines, now and then.
-
-    Returns:
-        How many lines were graded.
 
     Raises:
         GradeError: A line is not of this form; those before it have been written.
         RewardError: A reward function failed, cannot be loaded, or scores whole groups.
         OSError: The file cannot be read, or the output is closed.
     """
-    return run_async(_grade(path, config, parse_answer, output, report))
-
-
-async def _grade(
-    path: Path,
-    config: RewardConfig,
-    parse_answer: Callable[[Any], str],
-    output: int,
-    report: Callable[[int], None],
-) -> int:
     ahead: asyncio.Queue[_Entry] = asyncio.Queue(_LINES_PER_WORKER * config.workers)
     held: list[_Entry] = []  # taken from the queue before it was ready
     num_graded = 0
     async with Rewards(config) as rewards:
         await rewards.start()
-        _refuse_group_functions(rewards)
+        if rewards.sees_groups:
+            raise RewardError(
+                f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
+                "together, and lines are graded one by one; leave it out"
+            )
         with _open(path) as stream:
-            reading = asyncio.create_task(_read_ahead(path, stream, rewards, parse_answer, ahead))
+            reading = asyncio.create_task(_read_ahead(path, stream, rewards, ahead))
             try:
                 while (entry := held.pop() if held else await _next(ahead, reading)) is not None:
                     lines = [await _result(entry)]
@@ -130,15 +137,6 @@ async def _grade(
                 for task in rest:
                     task.cancel()
                 await asyncio.gather(*rest, return_exceptions=True)
-    return num_graded
-
-
-def _refuse_group_functions(rewards: Rewards) -> None:
-    if rewards.sees_groups:
-        raise RewardError(
-            f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
-            "together, and lines are graded one by one; leave it out"
-        )
 
 
 async def _next(ahead: asyncio.Queue[_Entry], reading: asyncio.Task[None]) -> _Entry:
@@ -164,17 +162,12 @@ async def _result(entry: _Entry) -> bytes:
 
 
 async def _read_ahead(
-    path: Path,
-    stream: io.FileIO,
-    rewards: Rewards,
-    parse_answer: Callable[[Any], str],
-    ahead: asyncio.Queue[_Entry],
+    path: Path, stream: io.FileIO, rewards: Rewards, ahead: asyncio.Queue[_Entry]
 ) -> None:
     """Start grading line after line; the queue's size bounds how many."""
     try:
         async for line in _lines(path, stream):
-            response = _parse(line, parse_answer)
-            task = asyncio.create_task(_grade_one(rewards, response))
+            task = asyncio.create_task(_grade_one(rewards, _parse(line)))
             # The first failure ends the command; asyncio would log the others at its end.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             await ahead.put(task)
@@ -185,12 +178,7 @@ async def _read_ahead(
 
 
 async def _grade_one(rewards: Rewards, response: Response) -> bytes:
-    return json.dumps(_shown(await rewards.score(response)), ensure_ascii=False).encode(
-        errors="backslashreplace"
-    ) + b"\n"  # fmt: skip
-
-
-def _shown(score: Score) -> dict[str, Any]:
+    score = await rewards.score(response)
     shown: dict[str, Any] = {
         "score": score.reward,
         "extracted": score.extracted,
@@ -200,10 +188,11 @@ def _shown(score: Score) -> dict[str, Any]:
         shown["components"] = dict(score.components)
     if score.metrics:
         shown["metrics"] = dict(score.metrics)
-    return shown
+    line = json.dumps(shown, ensure_ascii=False) + "\n"
+    return line.encode(errors="backslashreplace")
 
 
-async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[Line]:
+async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[_Line]:
     """The lines that are not blank, as soon as they can be read."""
     name = "standard input" if path == STANDARD_INPUT else str(path)
     number, rest = 0, b""
@@ -212,21 +201,21 @@ async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[Line]:
         for content in whole:
             number += 1
             if content.strip():
-                yield Line(f"{name}:{number}", content)
-        if len(rest) > _LONGEST_LINE_BYTES:
+                yield _Line(f"{name}:{number}", content)
+        if len(rest) > _MAX_LINE_BYTES:
             raise GradeError(
-                f"{name}:{number + 1}: longer than {_LONGEST_LINE_BYTES >> 20} MB; give one JSON "
+                f"{name}:{number + 1}: longer than {_MAX_LINE_BYTES >> 20} MB; give one JSON "
                 "object per line"
             )
     if rest.strip():
-        yield Line(f"{name}:{number + 1}", rest)
+        yield _Line(f"{name}:{number + 1}", rest)
 
 
-def _parse(line: Line, parse_answer: Callable[[Any], str]) -> Response:
+def _parse(line: _Line) -> Response:
     try:
         record = json.loads(line.content)
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition("\n")[0][:_LONGEST_SHOWN]
+        reason = str(error).partition("\n")[0][:_MAX_SHOWN]
         raise GradeError(f"{line.place}: no JSON ({reason}); correct the line") from error
     if not isinstance(record, dict):
         raise GradeError(
@@ -304,48 +293,7 @@ async def _in_thread(function: Callable[[], _T]) -> _T:
     return await outcome
 
 
-CLOSED_PIPE = 141
-"""Exit status when whoever read the output has ended, as after SIGPIPE."""
-
-
-def command(
-    file: Annotated[
-        Path, typer.Argument(help="JSON lines with response and answer; - is standard input.")
-    ],
-    config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of a run, for its reward section; default: math answers."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: reward.workers=8"),
-    ] = None,
-) -> None:
-    """Score the responses in FILE by the code that trains: a JSON line per line, in order."""
-    rewards = _reward_config(config, overrides or [])
-
-    # Results on the same terminal would be in its way.
-    shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()
-    try:
-        with ProgressLine() if shows_progress else nullcontext() as progress:
-
-            def report(num_graded: int) -> None:
-                if progress is not None:
-                    progress.update(f"{num_graded} responses graded")
-
-            grade_file(
-                file,
-                rewards,
-                parse_answer=parse_answer,
-                output=sys.stdout.fileno(),
-                report=report,
-            )
-    except BrokenPipeError:
-        raise typer.Exit(CLOSED_PIPE) from None
-
-
 def _reward_config(config: Path | None, overrides: list[str]) -> RewardConfig:
-
     if config is None:
         if overrides:
             raise ConfigError(

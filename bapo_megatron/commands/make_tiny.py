@@ -14,7 +14,7 @@ def command(
     out: Annotated[Path, typer.Argument(help="Directory for model/, train.jsonl, heldout.jsonl.")],
     seed: Annotated[int, typer.Option(help="Seed of data, initialisation and warm-up.")] = 0,
 ) -> None:
-    """Make a tiny Qwen2 model with a supervised warm-up on sums, and its data (deterministic)."""
+    """Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic)."""
     report = make_tiny(out, seed=seed)
     typer.echo(
         f"made {report.model_dir} ({report.num_parameters:,} parameters) "

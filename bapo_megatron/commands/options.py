@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bapo_megatron.config.load import load_config
+
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
 
@@ -15,10 +17,9 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: rollout.temperature=0.6"),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def load(config: Path, overrides: list[str] | None) -> RunConfig:
     """The validated configuration of a command."""
-    from bapo_megatron.config.load import load_config
-
     return load_config(config, overrides or [])

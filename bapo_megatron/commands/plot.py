@@ -1,8 +1,9 @@
-"""Training-dynamics figures from one or more ``metrics.jsonl`` files."""
+"""``bapo-megatron plot``: training dynamics from the ``metrics.jsonl`` of one or several runs."""
 
 from __future__ import annotations
 
 import io
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,68 +15,58 @@ from bapo_megatron.telemetry.sinks import read_metrics
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("Reward", (("reward/mean", "mean reward"),)),
-    ("Entropy of the policy", (("policy/entropy", "entropy (nats)"),)),
-    (
-        "Positive share of the contributions",
-        (
-            ("bapo/positive_share_start", "before the search"),
-            ("bapo/positive_share", "after the search"),
-            ("loss/positive_share", "of the loss"),
-        ),
-    ),
-    ("Clip bounds", (("bapo/clip_high", "upper"), ("bapo/clip_low", "lower"))),
-    (
-        "Gradient norm before clipping",
-        (("policy/grad_norm_max", "largest update"), ("policy/grad_norm", "mean")),
-    ),
-    (
-        "Response tokens by the sign of the advantage",
-        (
-            ("rollout/positive_response_tokens_mean", "A > 0"),
-            ("rollout/negative_response_tokens_mean", "A < 0"),
-        ),
-    ),
-    (
-        "Clipped tokens",
-        (
-            ("clip/fraction_high", "above the upper bound"),
-            ("clip/fraction_low", "below the lower bound"),
-            ("clip/fraction_dual", "above the dual clip"),
-        ),
-    ),
-    (
-        "Share of stale tokens",
-        (
-            ("rollout/stale_token_share", "sampled by older weights"),
-            ("rollout/masked_token_share", "masked for their age"),
-        ),
-    ),
-    (
-        "Age of tokens in a new batch (updates)",
-        (
-            ("rollout/age_max", "oldest"),
-            ("rollout/age_p90", "90th percentile"),
-            ("rollout/age_mean", "mean"),
-        ),
-    ),
-)
-"""Title and (metric, label) pairs of each panel."""
+PANELS = {
+    "Reward": {"mean reward": "reward/mean"},
+    "Entropy of the policy": {"entropy (nats)": "policy/entropy"},
+    "Positive share of the contributions": {
+        "before the search": "bapo/positive_share_start",
+        "after the search": "bapo/positive_share",
+        "of the loss": "loss/positive_share",
+    },
+    "Clip bounds": {"upper": "bapo/clip_high", "lower": "bapo/clip_low"},
+    "Gradient norm before clipping": {
+        "largest update": "policy/grad_norm_max",
+        "mean": "policy/grad_norm",
+    },
+    "Response tokens by the sign of the advantage": {
+        "A > 0": "rollout/positive_response_tokens_mean",
+        "A < 0": "rollout/negative_response_tokens_mean",
+    },
+    "Clipped tokens": {
+        "above the upper bound": "clip/fraction_high",
+        "below the lower bound": "clip/fraction_low",
+        "above the dual clip": "clip/fraction_dual",
+    },
+    "Share of stale tokens": {
+        "sampled by older weights": "rollout/stale_token_share",
+        "masked for their age": "rollout/masked_token_share",
+    },
+    "Age of tokens in a new batch (updates)": {
+        "oldest": "rollout/age_max",
+        "90th percentile": "rollout/age_p90",
+        "mean": "rollout/age_mean",
+    },
+}
+"""Metric of each line, by its label, of each panel, by its title."""
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
-def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draw the training dynamics of one or several runs into one PNG.
+def command(
+    run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
+    out: Annotated[Path | None, typer.Option(help="By default RUN_DIR/dynamics.png.")] = None,
+) -> None:
+    """Draw the training dynamics of one or several runs as a PNG."""
+    target = out or run_dirs[0] / "dynamics.png"
+    draw_dynamics(run_dirs, target)
+    typer.echo(f"drew {target}")
 
-    Args:
-        run_dirs: Run directories; with several, each has its own line style.
-        out: The PNG, replaced atomically.
+
+def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draw the training dynamics of runs, each in its own line style, and replace ``out``.
 
     Raises:
-        ValueError: a run has no ``metrics.jsonl`` or an empty one.
+        ValueError: A run has no ``metrics.jsonl``, or an empty one.
     """
     import matplotlib as mpl
 
@@ -86,26 +77,22 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
     runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
     figure = Figure(figsize=(14, 10), layout="constrained")
     axes = figure.subplots(3, 3)
-    for axis, (title, series) in zip(axes.flat, PANELS, strict=True):
-        _draw_panel(axis, title, series, runs)
+    for axis, title in zip(axes.flat, PANELS, strict=True):
+        _draw_panel(axis, title, runs)
     figure.suptitle(", ".join(runs))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     atomic_write_bytes(out, buffer.getvalue())
 
 
-def _draw_panel(
-    axis: Any,
-    title: str,
-    series: tuple[tuple[str, str], ...],
-    runs: dict[str, list[dict[str, float]]],
-) -> None:
+def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) -> None:
+    series = PANELS[title]
     axis.set_title(title, fontsize=11)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
-    for color, (name, label) in enumerate(series):
-        for style, (run_name, rows) in zip(_cycle(len(runs)), runs.items(), strict=True):
-            points = [(row["step"] + 1, row[name]) for row in rows if name in row]
+    for color, (label, name) in enumerate(series.items()):
+        for style, (run_name, rows) in zip(cycle(_LINE_STYLES), runs.items()):
+            points = _points(rows, name)
             if points:
                 text = label if len(runs) == 1 else f"{run_name}: {label}"
                 # Earlier series are wider, so that they show where a later one covers them.
@@ -119,15 +106,15 @@ def _draw_panel(
     if title == "Reward":
         for color, name in enumerate(_eval_names(runs), start=1):
             for rows in runs.values():
-                points = [(row["step"] + 1, row[name]) for row in rows if name in row]
+                points = _points(rows, name)
                 if points:
                     axis.plot(*zip(*points, strict=True), "o", color=f"C{color}", label=name)
     if axis.has_data():
         axis.legend(fontsize=8)
 
 
-def _cycle(count: int) -> list[str]:
-    return [_LINE_STYLES[i % len(_LINE_STYLES)] for i in range(count)]
+def _points(rows: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in rows if name in row]
 
 
 def _eval_names(runs: dict[str, list[dict[str, float]]]) -> list[str]:
@@ -143,13 +130,3 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     if not rows:
         raise ValueError(f"{path}: no step was recorded yet")
     return rows
-
-
-def command(
-    run_dirs: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/dynamics.png")] = None,
-) -> None:
-    """Draw the training dynamics of runs into one PNG."""
-    target = out or run_dirs[0] / "dynamics.png"
-    draw_dynamics(run_dirs, target)
-    typer.echo(f"drew {target}")

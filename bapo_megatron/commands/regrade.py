@@ -1,4 +1,4 @@
-"""``eval --from`` and ``compare``: grade samples again, compare results; without a server."""
+"""Grading samples again without a server: ``eval --from``, and ``compare`` of samples files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bapo_megatron.config.check_sections import check_rewards
+from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
@@ -36,20 +36,19 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.types import EvalResult
 
-
 _T = TypeVar("_T")
 
 
 def regrade(
     paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
 ) -> list[EvalResult]:
-    """Grade samples with the present reward code, without a server.
+    """Grade samples again, with the reward code as it is now.
 
     Args:
         paths: Complete samples files.
-        config: Has the settings of rewards and scores; without it those that the samples were
-            graded with, and the defaults.
-        out_dir: Gets the samples with their new scores, ``eval.json`` and ``eval.md``, if given.
+        config: Settings of rewards and scores; by default those that the samples were graded with,
+            and the schema's defaults.
+        out_dir: If given, gets the samples with their new scores, ``eval.json`` and ``eval.md``.
 
     Raises:
         ResultsError: A file cannot be used.
@@ -87,7 +86,7 @@ async def _regrade(
             async with Rewards(rewards) as functions, votes_pool(rewards) as votes:
                 await functions.start()
                 functions.require_single()
-                # Nothing is decoded, so that no tokenizer is needed.
+                # Nothing is decoded, so no tokenizer is needed.
                 after = await _grade_again(Grader(None, functions), before)
                 result = await summarise(
                     str(settings.get("name", path.stem)),
@@ -111,12 +110,7 @@ async def _regrade(
 
 
 def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
-    """The reward section beside samples, which may come from anywhere: it runs no foreign code.
-
-    Raises:
-        ResultsError: It names a module or a service.
-        ConfigError: It is damaged.
-    """
+    """The reward section beside samples, which may come from anywhere and may name no code."""
     rewards = parse_section(RewardConfig, settings.get("reward", {}), place)
     for number, entry in enumerate(rewards.functions):
         if entry.function not in BUILT_IN_FUNCTIONS:
@@ -167,7 +161,7 @@ def _describe_changes(
 
 
 def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``work`` to its end; what a reward function does wrong is one line.
+    """Run ``work`` to its end; the failure of a reward function becomes one line.
 
     Raises:
         ResultsError: Grading failed.
@@ -180,6 +174,6 @@ def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
-    """The settings that lie beside a samples file; none where they do not."""
+    """The settings beside a samples file; empty if there are none."""
     beside = settings_path(path)
     return read_settings(beside) if beside.exists() else {}

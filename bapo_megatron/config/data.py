@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from bapo_megatron.config.section import UNION_TAGS, Section
+from bapo_megatron.config.section import LIST_TAG, SET_TAG, Section
 
-WILDCARDS = frozenset("*?[")
-"""In a file name they make it a pattern."""
+_WILDCARDS = frozenset("*?[")
 
 RowFormatName = Literal["auto", "columns", "verl", "gsm8k", "math"]
 """How a row holds question and answer (docs/data.md)."""
@@ -20,7 +19,7 @@ class DatasetConfig(Section):
     """One set of prompts: a file, several files, or a data set of the Hugging Face Hub."""
 
     path: Path | None = None
-    """jsonl, json or parquet; ``*``, ``?`` and ``[]`` in the file's name match several files."""
+    """A jsonl, json or parquet file; ``*``, ``?`` and ``[]`` in its name match several files."""
     hub: str = ""
     """Instead of ``path``: an id on the Hugging Face Hub, such as ``openai/gsm8k``."""
     subset: str = ""
@@ -59,7 +58,7 @@ class DatasetConfig(Section):
                 f"must have subset and split only with hub, got '{self.subset or self.split}' with "
                 "path; leave them out"
             )
-        if self.is_pattern and not self.name:
+        if self._is_pattern and not self.name:
             raise ValueError(
                 f"must have a name, since path = '{self.path}' matches several files; set name"
             )
@@ -73,17 +72,15 @@ class DatasetConfig(Section):
         return self
 
     @property
-    def is_pattern(self) -> bool:
-        """Whether ``path`` matches several files."""
-        return self.path is not None and not WILDCARDS.isdisjoint(self.path.name)
+    def _is_pattern(self) -> bool:
+        return self.path is not None and not _WILDCARDS.isdisjoint(self.path.name)
 
     def files(self) -> list[Path]:
-        """The files that ``path`` names, in the order of their names; none for a set of the Hub.
-
-        A pattern that matches nothing has no files; a path without one is not looked for.
-        """
-        if self.path is None or not self.is_pattern:
-            return [] if self.path is None else [self.path]
+        """The files of ``path``, sorted by name; whether a single one exists is not checked."""
+        if self.path is None:
+            return []
+        if not self._is_pattern:
+            return [self.path]
         return sorted(self.path.parent.glob(self.path.name))
 
     @property
@@ -98,18 +95,16 @@ class TrainSetConfig(DatasetConfig):
     """One set of training prompts."""
 
     weight: float = Field(1.0, gt=0)
-    """In a list of sets: its share of the drawn prompts is its weight over the sum of all."""
+    """In a list of sets: its share of the drawn prompts is weight over sum of weights."""
 
 
 def _kind_of(value: Any) -> str:
-    return "<list>" if isinstance(value, list | tuple) else "<set>"
+    return LIST_TAG if isinstance(value, list | tuple) else SET_TAG
 
-
-assert set(UNION_TAGS) == {"<list>", "<set>"}
 
 TrainSets = Annotated[
-    Annotated[TrainSetConfig, Tag("<set>")]
-    | Annotated[tuple[TrainSetConfig, ...], Tag("<list>"), Field(min_length=1)],
+    Annotated[TrainSetConfig, Tag(SET_TAG)]
+    | Annotated[tuple[TrainSetConfig, ...], Tag(LIST_TAG), Field(min_length=1)],
     Discriminator(_kind_of),
 ]
 """One set, or a list of them."""
@@ -121,19 +116,18 @@ class DataConfig(Section):
     train: TrainSets | None = None
     """The training prompts, one set or a list of sets; needed unless ``replay`` is set."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts are left out and counted."""
+    """Limit of a prompt; longer ones are left out and counted."""
     on_bad_row: Literal["raise", "skip"] = "raise"
-    """What becomes of a training row that cannot be used: end with its place and reason, or leave
-    it out and count it. Evaluation sets are read whole, or not at all."""
+    """When a training row cannot be used: end with its place and reason, or leave it out and count
+    it. Evaluation sets are read whole, or not at all."""
     on_duplicate: Literal["keep", "drop"] = "keep"
-    """What becomes of training rows whose rendered prompt an earlier row of the set has; they are
-    counted either way."""
+    """When an earlier row of the training set has the same rendered prompt; counted either way."""
     system_prompt: str = ""
     """Put before the question as a system message, unless empty."""
     prompt_suffix: str = ""
     """Appended to the question ("Put your answer in \\boxed{}."), unless empty."""
     chat_template: Path | None = None
-    """A Jinja file that takes the place of the tokenizer's chat template."""
+    """A Jinja file that replaces the tokenizer's chat template."""
     chat_template_arguments: dict[str, Any] = Field({})
     """Values for the template's variables, such as ``enable_thinking: false``."""
     shuffle: bool = True
@@ -142,6 +136,6 @@ class DataConfig(Section):
     @property
     def train_sets(self) -> tuple[TrainSetConfig, ...]:
         """The training sets; none where ``train`` is null."""
-        if self.train is None:
-            return ()
-        return self.train if isinstance(self.train, tuple) else (self.train,)
+        if isinstance(self.train, tuple):
+            return self.train
+        return () if self.train is None else (self.train,)

@@ -1,7 +1,4 @@
-"""Every configuration key with its type, default and description, read from the schema.
-
-Validation errors of the schema as one line: place, key, rule, value, remedy.
-"""
+"""The keys of the configuration as the schema describes them, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -9,39 +6,35 @@ import difflib
 import json
 import re
 import types
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from rich.markup import escape
-from rich.table import Table
 
 from bapo_megatron.config.schema import BAPO_PRESETS, BapoConfig, RunConfig
-from bapo_megatron.config.section import UNION_TAGS
+from bapo_megatron.config.section import LIST_TAG, SET_TAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pydantic import BaseModel, ValidationError
+    from pydantic import ValidationError
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
-    from rich.console import Console
 
-
-_BOUNDS: tuple[tuple[Any, str, str], ...] = (
+_LIMITS: tuple[tuple[Any, str, str], ...] = (
     (annotated_types.Ge, "ge", "≥"),
     (annotated_types.Gt, "gt", ">"),
     (annotated_types.Le, "le", "≤"),
     (annotated_types.Lt, "lt", "<"),
 )
 _TYPE_NAMES = {int: "integer", float: "number", bool: "true | false", str: "text", Path: "path"}
+_SECTION_ERRORS = ("model_type", "model_attributes_type")
+_MAX_SHOWN = 80
 
 
-@dataclass(frozen=True, slots=True)
-class KeyInfo:
+class KeyInfo(NamedTuple):
     """One key of the configuration."""
 
     name: str
@@ -54,59 +47,41 @@ class KeyInfo:
     """The schema's own words, on one line."""
 
 
-def describe_keys(section: type[BaseModel] = RunConfig) -> list[KeyInfo]:
-    """List every key of a section, and of those within it, in the schema's order."""
-    return _section_keys(section, "")
+def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[KeyInfo]:
+    """List every key of a section and of those within it, in the schema's order.
 
-
-def print_keys(console: Console) -> None:
-    """Print every key of a run as a table."""
-    table = Table()
-    for heading in ("key", "type", "default", "meaning"):
-        table.add_column(heading, overflow="fold")
-    for key in describe_keys():
-        table.add_row(*map(escape, (key.name, key.type, key.default, key.description)))
-    console.print(table)
-
-
-def nested_section(annotation: Any) -> tuple[type[BaseModel], str] | None:
-    """The section that an annotation leads to and how its keys are reached.
-
-    Returns:
-        The section with ``.`` (a section or an optional one) or ``[].`` (a list of them), or none.
+    Args:
+        section: The outermost section.
+        prefix: Put before every name.
     """
+    keys = []
+    for name, field in section.model_fields.items():
+        nested = _nested_section(field.annotation)
+        if nested:
+            keys += describe_keys(nested[0], f"{prefix}{name}{nested[1]}")
+            continue
+        default = _default(section, prefix + name, field)
+        description = " ".join((field.description or "").split())
+        keys.append(KeyInfo(prefix + name, _type_name(field), default, description))
+    return keys
+
+
+def _nested_section(annotation: Any) -> tuple[type[BaseModel], str] | None:
+    """The section that an annotation leads to, with ``.``, or ``[].`` for a list of sections."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, "."
     for argument in get_args(annotation):
-        found = nested_section(argument)
+        found = _nested_section(argument)
         if found:
             return found[0], "[]." if get_origin(annotation) is tuple else found[1]
     return None
-
-
-def _section_keys(section: type[BaseModel], prefix: str) -> list[KeyInfo]:
-    keys = []
-    for name, field in section.model_fields.items():
-        nested = nested_section(field.annotation)
-        if nested:
-            keys += _section_keys(nested[0], f"{prefix}{name}{nested[1]}")
-            continue
-        keys.append(
-            KeyInfo(
-                name=prefix + name,
-                type=_type_name(field),
-                default=_default(section, prefix + name, field),
-                description=" ".join((field.description or "").split()),
-            )
-        )
-    return keys
 
 
 def _type_name(field: FieldInfo) -> str:
     limits = [
         f"{sign} {getattr(bound, attribute):g}"
         for bound in field.metadata
-        for kind, attribute, sign in _BOUNDS
+        for kind, attribute, sign in _LIMITS
         if isinstance(bound, kind)
     ]
     return " ".join([_annotation_name(field.annotation), *limits])
@@ -115,44 +90,37 @@ def _type_name(field: FieldInfo) -> str:
 def _annotation_name(annotation: Any) -> str:
     if annotation in _TYPE_NAMES:
         return _TYPE_NAMES[annotation]
-    arguments = get_args(annotation)
-    if get_origin(annotation) is dict:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is dict:
         return "mapping"
-    if get_origin(annotation) is Literal:
+    if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
-    if get_origin(annotation) in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         names = [_annotation_name(a) for a in arguments if a is not type(None)]
         return " | ".join([*names, "null"])
-    assert get_origin(annotation) is tuple, f"no words for the type {annotation}"
+    assert origin is tuple, f"no words for the type {annotation}"
     return f"list of {_annotation_name(arguments[0])}"
 
 
 def _default(section: type[BaseModel], key: str, field: FieldInfo) -> str:
     *parents, name = key.split(".")
-    if section is BapoConfig and name in BAPO_PRESETS["paper"]:
-        return f"{_yaml(BAPO_PRESETS['paper'][name])} (preset paper)"
+    preset = BAPO_PRESETS["paper"]
+    if section is BapoConfig and name in preset:
+        return f"{_yaml(preset[name])} (preset paper)"
     if parents and parents[-1] in ("lower", "upper"):
-        return f"{_yaml(BAPO_PRESETS['paper'][parents[-1]][name])} (preset paper)"
-    if field.default is PydanticUndefined:
-        return "required"
-    return _yaml(field.default)
+        return f"{_yaml(preset[parents[-1]][name])} (preset paper)"
+    return "required" if field.default is PydanticUndefined else _yaml(field.default)
 
 
 def _yaml(value: Any) -> str:
     """A scalar or list as it would stand in a YAML file."""
-    if isinstance(value, str) and value:
-        return value
-    return json.dumps(value)
-
-
-_LONGEST_VALUE = 80
-_SECTION_ERRORS = ("model_type", "model_attributes_type")
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def explain(
     error: ValidationError, root: type[BaseModel], place_of: Callable[[Sequence[int | str]], str]
 ) -> str:
-    """Describe the error that most likely caused the others.
+    """Describe the error that most likely caused the others: place, key, rule, value, remedy.
 
     Args:
         error: What validation of ``root`` raised.
@@ -162,13 +130,12 @@ def explain(
     # A misspelt key also leaves the right one missing: report what is there before what is not.
     rank = {"extra_forbidden": 0, "missing": 2}
     details = min(error.errors(), key=lambda entry: rank.get(entry["type"], 1))
-    location = tuple(part for part in details["loc"] if part not in UNION_TAGS)
+    location = tuple(part for part in details["loc"] if part not in (SET_TAG, LIST_TAG))
     place, key = place_of(location), _dotted(location)
     if details["type"] == "extra_forbidden":
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
-    generic_key = re.sub(r"\[\d+\]", "[]", key)
     # Keys of what is one section or a list of them are listed as those of one.
-    names = (generic_key, re.sub(r"\[\d*\]", "", key))
+    names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
     known = next((k for k in describe_keys(root) if k.name in names), None)
     if details["type"] == "missing":
         about = f" ({known.description})" if known else ""
@@ -192,21 +159,21 @@ def _dotted(location: Sequence[int | str]) -> str:
 
 
 def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
-    """What an unknown key may have meant: a key of its section, else one of any section."""
-    wanted = str(location[-1])
+    """What an unknown key may have meant: the nearest of its section, else of any section."""
+    *parents, wanted = location
     section = root
-    for part in location[:-1]:
+    for part in parents:
         if not isinstance(part, int):
-            nested = nested_section(section.model_fields[part].annotation)
+            nested = _nested_section(section.model_fields[part].annotation)
             assert nested is not None, "only sections refuse unknown keys"
             section = nested[0]
-    near = difflib.get_close_matches(wanted, section.model_fields, n=1)
-    if near:
-        return f"did you mean '{_dotted([*location[:-1], near[0]])}'?"
-    for known in describe_keys(root):
-        if known.name.rpartition(".")[2] == wanted:
-            return f"did you mean '{known.name}'?"
-    return f"known here: {', '.join(section.model_fields)}"
+    for near in difflib.get_close_matches(str(wanted), section.model_fields, n=1):
+        return f"did you mean '{_dotted([*parents, near])}'?"
+    elsewhere = {key.name.rpartition(".")[2]: key.name for key in reversed(describe_keys(root))}
+    for near in difflib.get_close_matches(str(wanted), elsewhere, n=1):
+        return f"did you mean '{elsewhere[near]}'?"
+    names = ".".join(part for part in parents if isinstance(part, str))
+    return f"its section's keys: bapo-megatron config{f' --key {names}' if names else ''}"
 
 
 def _rule(details: ErrorDetails) -> str:
@@ -215,14 +182,11 @@ def _rule(details: ErrorDetails) -> str:
         return "must be a section of keys"
     if details["type"] == "tuple_type":
         return "must be a list"
-    return (
-        re.sub(r"^\w+ should ", "must ", details["msg"])
-        .replace(" valid ", " ")
-        .replace("a int", "an int")
-    )
+    rule = re.sub(r"^\w+ should ", "must ", details["msg"])
+    return rule.replace(" valid ", " ").replace("a int", "an int")
 
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     shown = f"'{text}'" if isinstance(value, str) else text
-    return shown if len(shown) <= _LONGEST_VALUE else shown[:_LONGEST_VALUE] + "…"
+    return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"

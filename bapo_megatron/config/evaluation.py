@@ -12,31 +12,36 @@ from bapo_megatron.config.section import Section
 
 ALL_TOKENS = -1
 """The ``top_k`` that leaves no token out."""
-MOST_SAMPLES = 1000
-"""Samples of one prompt at most: n · C(n, k) stays within the range of a float64."""
+MAX_SAMPLES = 1000
+"""Limit of a prompt's samples: n · C(n, k) stays within the range of a float64."""
 
 
 class EvalSamplingConfig(Section):
-    """How the responses to one set are sampled; every value is given."""
+    """How the responses to one set are sampled."""
 
-    samples_per_prompt: int = Field(ge=1, le=MOST_SAMPLES)
-    """n, the samples of each prompt."""
+    samples_per_prompt: int = Field(1, ge=1, le=MAX_SAMPLES)
+    """n, the samples of each prompt: the k of avg@k, pass@k and maj@k."""
     max_prompts: int | None = Field(None, ge=1)
-    """Only the first N prompts."""
-    temperature: float = Field(ge=0)
-    """0 is greedy."""
-    top_p: float = Field(gt=0, le=1)
-    """Nucleus sampling."""
-    top_k: int = Field(ge=ALL_TOKENS)
-    """-1: all tokens."""
-    max_response_tokens: int = Field(ge=1)
+    """Use only the first N prompts of each set."""
+    temperature: float = Field(0.6, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling (evaluation only)."""
+    top_k: int = Field(ALL_TOKENS, ge=ALL_TOKENS)
+    """Sample from the k likeliest tokens (evaluation only); -1: from all."""
+    max_response_tokens: int = Field(4096, ge=1)
     """Longest response."""
+
+    @model_validator(mode="after")
+    def _top_k_leaves_a_token(self) -> Self:
+        _refuse_no_token(self.top_k)
+        return self
 
 
 class EvalSetConfig(DatasetConfig):
     """One evaluation set; what it does not set itself is taken from the ``eval`` section."""
 
-    samples_per_prompt: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    samples_per_prompt: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     """``eval.samples_per_prompt`` of this set."""
     max_prompts: int | None = Field(None, ge=1)
     """``eval.max_prompts`` of this set."""
@@ -55,7 +60,7 @@ class EvalSetConfig(DatasetConfig):
         return self
 
 
-class EvalConfig(Section):
+class EvalConfig(EvalSamplingConfig):
     """Evaluation inside training and by the ``eval`` command (docs/evaluation.md)."""
 
     sets: tuple[EvalSetConfig, ...] = ()
@@ -68,45 +73,26 @@ class EvalConfig(Section):
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
-    samples_per_prompt: int = Field(1, ge=1, le=MOST_SAMPLES)
-    """n, the samples of each prompt: the k of avg@k, pass@k and maj@k."""
     k_values: tuple[int, ...] = (1, 4, 16, 64)
     """Further k of pass@k and maj@k; those above a set's ``samples_per_prompt`` are left out."""
-    max_prompts: int | None = Field(None, ge=1)
-    """Use only the first N prompts of each set."""
-    temperature: float = Field(0.6, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling (evaluation only)."""
-    top_k: int = Field(ALL_TOKENS, ge=ALL_TOKENS)
-    """Sample from the k likeliest tokens (evaluation only); -1: from all."""
-    max_response_tokens: int = Field(4096, ge=1)
-    """Longest response."""
     bootstrap_resamples: int = Field(10000, ge=100)
     """Resamples of the problems behind each 95 % interval; their seed is the run's."""
     assumed_tokens_per_s: float = Field(1000.0, gt=0)
     """Rate of all servers together that the time announced by ``eval`` before it starts assumes."""
 
     @model_validator(mode="after")
-    def _k_values_are_sizes(self) -> Self:
+    def _sizes_and_names(self) -> Self:
         if any(k < 1 for k in self.k_values) or len(set(self.k_values)) < len(self.k_values):
             raise ValueError(
                 f"k_values must be different numbers of samples, from 1 on, got "
                 f"{list(self.k_values)}; correct the list"
             )
-        _refuse_no_token(self.top_k)
-        return self
-
-    @model_validator(mode="after")
-    def _function_names_are_free(self) -> Self:
-        if self.functions is not None:
-            refuse_taken_names(self.functions)
+        refuse_taken_names(self.functions or ())
         return self
 
     def sampling_of(self, dataset: EvalSetConfig) -> EvalSamplingConfig:
         """How ``dataset`` is sampled: its own settings, and these where it has none."""
-        names = EvalSamplingConfig.model_fields
-        own = {name: getattr(dataset, name) for name in names}
+        own = {name: getattr(dataset, name) for name in EvalSamplingConfig.model_fields}
         return EvalSamplingConfig.model_validate(
             {n: getattr(self, n) if value is None else value for n, value in own.items()}
         )

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -37,8 +36,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
+class _Layer(NamedTuple):
     """One source of settings."""
 
     place: str
@@ -63,8 +61,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             rule; one line that names the file or override, the key and the value.
     """
     layers = [*_read_files(path, []), *(_parse_override(override) for override in overrides)]
+    merged = OmegaConf.create()
     try:
-        merged = _merge(layers)
+        for layer in layers:
+            _make_way(merged, OmegaConf.to_container(layer.settings))
+            merged = OmegaConf.merge(merged, layer.settings)
         settings = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         remedy = "correct this key"
@@ -72,7 +73,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             _holds(layer.settings, ["name"]) for layer in layers
         ):
             remedy = "this is a base for other files: give one that inherits it and has a name"
-        raise ConfigError(f"{path}: {_first_line(error)}; {remedy}") from error
+        raise ConfigError(f"{path}: {_problem(error)}; {remedy}") from error
 
     def place_of(location: Sequence[int | str]) -> str:
         holding = (layer.place for layer in reversed(layers) if _holds(layer.settings, location))
@@ -103,43 +104,8 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def save_resolved(config: RunConfig, path: Path) -> None:
-    """Write ``dump_yaml`` to a file, atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write ``dump_yaml`` to a file, atomically."""
     atomic_write_text(path, dump_yaml(config))
-
-
-def _validate(
-    section: type[SectionT], settings: Any, place_of: Callable[[Sequence[int | str]], str]
-) -> SectionT:
-    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
-    try:
-        return section.model_validate_json(json.dumps(settings), strict=True)
-    except ValidationError as error:
-        raise ConfigError(explain(error, section, place_of)) from error
-
-
-def _merge(layers: Sequence[_Layer]) -> Any:
-    """All layers in one, the later above the earlier."""
-    merged = OmegaConf.create()
-    for layer in layers:
-        _leave_to(merged, OmegaConf.to_container(layer.settings))
-        merged = OmegaConf.merge(merged, layer.settings)
-    return merged
-
-
-def _leave_to(merged: Any, settings: Any) -> None:
-    """Remove the lists that become sections, and the reverse: OmegaConf cannot merge those."""
-    for key, value in settings.items():
-        if OmegaConf.is_interpolation(merged, key) or not isinstance(value, dict | list):
-            continue
-        below = merged.get(key)
-        if OmegaConf.is_dict(below) and isinstance(value, dict):
-            _leave_to(below, value)
-        elif OmegaConf.is_config(below) and OmegaConf.is_list(below) != isinstance(value, list):
-            del merged[key]
 
 
 def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
@@ -157,22 +123,24 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); give a YAML file") from error
     except yaml.YAMLError as error:
-        raise ConfigError(_describe_yaml_error(path, error)) from error
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(
+            f"{place}: not valid YAML: {_problem(error)}; correct this line"
+        ) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}; correct this key") from error
+        raise ConfigError(f"{path}: {_problem(error)}; correct this key") from error
     if not isinstance(settings, DictConfig):
         raise ConfigError(
             f"{path}: must be a mapping of keys, got a list; write 'key: value' lines"
         )
+    layer = _Layer(str(path), settings)
     base = settings.pop("inherit", None)
     if base is None:
-        return [_Layer(str(path), settings)]
+        return [layer]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: 'inherit' must be one file name, got {base}; name one file")
-    return [
-        *_read_files(path.parent / base, [*inheriting, path]),
-        _Layer(str(path), settings),
-    ]
+    return [*_read_files(path.parent / base, [*inheriting, path]), layer]
 
 
 def _parse_override(override: str) -> _Layer:
@@ -190,18 +158,16 @@ def _parse_override(override: str) -> _Layer:
         ) from error
 
 
-def _describe_yaml_error(path: Path, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    place = f"{path}:{mark.line + 1}" if mark else str(path)
-    return f"{place}: not valid YAML: {_problem(error)}; correct this line"
-
-
-def _problem(error: Exception) -> str:
-    return " ".join(str(getattr(error, "problem", None) or _first_line(error)).split())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _make_way(merged: Any, settings: Any) -> None:
+    """Remove the lists that become sections, and the reverse: OmegaConf cannot merge those."""
+    for key, value in settings.items():
+        if OmegaConf.is_interpolation(merged, key) or not isinstance(value, dict | list):
+            continue
+        below = merged.get(key)
+        if OmegaConf.is_dict(below) and isinstance(value, dict):
+            _make_way(below, value)
+        elif OmegaConf.is_config(below) and OmegaConf.is_list(below) != isinstance(value, list):
+            del merged[key]
 
 
 def _holds(settings: Any, location: Sequence[int | str]) -> bool:
@@ -213,3 +179,19 @@ def _holds(settings: Any, location: Sequence[int | str]) -> bool:
         except (KeyError, IndexError, TypeError):
             return False
     return True
+
+
+def _problem(error: Exception) -> str:
+    """YAML's own words, or the first line of the error."""
+    text = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return " ".join(str(text).split())
+
+
+def _validate(
+    section: type[SectionT], settings: Any, place_of: Callable[[Sequence[int | str]], str]
+) -> SectionT:
+    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
+    try:
+        return section.model_validate_json(json.dumps(settings), strict=True)
+    except ValidationError as error:
+        raise ConfigError(explain(error, section, place_of)) from error

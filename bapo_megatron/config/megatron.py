@@ -1,7 +1,4 @@
-"""Sections about the model and about what Megatron does with it.
-
-``schema.RunConfig`` holds one of each; the conventions are those of ``schema``.
-"""
+"""Configuration of the model and of what Megatron does with it."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size: ranks that share every layer."""
     sequence: bool = False
-    """Sequence parallel: tensor-parallel ranks also divide what lies between the matrix products
-    (needs tensor > 1)."""
+    """Sequence parallel: tensor-parallel ranks also divide the work between matrix products (needs
+    tensor > 1)."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel size: stages of successive layers."""
     virtual_pipeline: int = Field(1, ge=1)
@@ -38,14 +35,11 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     """Context-parallel size: ranks that divide every sequence."""
     timeout_s: float = Field(7200.0, gt=0)
-    """How long ranks wait for each other; for a batch or an evaluation as long as rank 0 does."""
+    """How long ranks wait for each other; for a batch or an evaluation, as long as rank 0 does."""
 
 
 class MegatronConfig(Section):
-    """What Megatron trades between memory, communication and time.
-
-    Up to rounding only fp8 changes results.
-    """
+    """Trades of memory, communication and time; up to rounding only ``fp8`` changes results."""
 
     distributed_optimizer: bool = True
     """Divide the optimizer's state over data-parallel ranks."""
@@ -55,34 +49,29 @@ class MegatronConfig(Section):
     """Gather updated weights while the next forward pass already runs (needs distributed_optimizer
     and overlap_grad_reduce)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to compute again in the backward pass instead of keeping them: those of the
-    attention itself (``selective``: pays only without flash attention), or everything between
-    layers (``full``)."""
+    """Activations to compute again in the backward pass instead of keeping them: those inside
+    attention (``selective``: pays only without flash attention), or all in a layer (``full``)."""
     recompute_layers: int = Field(1, ge=1)
-    """``recompute: full`` keeps the input of each block of so many layers."""
+    """Number of layers in a block whose input ``recompute: full`` keeps."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """Transformer Engine's 8-bit matrix products."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
-    """How ``fp8`` scales."""
+    """Scaling of ``fp8``."""
     optimizer_offload_share: float = Field(0.0, ge=0, le=1)
-    """Share of the optimizer's state kept in host memory and stepped there (needs a GPU and
+    """Share of the optimizer that lives and steps in host memory (needs a GPU and
     distributed_optimizer)."""
     activation_offload_layers: int = Field(0, ge=0)
-    """Layers whose activations wait in host memory (needs Transformer Engine; neither with
-    recompute nor with pipeline > 1)."""
+    """Number of layers whose activations wait in host memory (needs Transformer Engine; not with
+    recompute or pipeline > 1)."""
 
     @model_validator(mode="after")
-    def _overlap(self) -> Self:
+    def _settings_go_together(self) -> Self:
         needed = self.distributed_optimizer and self.overlap_grad_reduce
         if self.overlap_param_gather and not needed:
             raise ValueError(
                 "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce; "
                 "set both to true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offload(self) -> Self:
         if self.optimizer_offload_share > 0 and not self.distributed_optimizer:
             raise ValueError(
                 "optimizer_offload_share needs distributed_optimizer; set it to true, or the share "

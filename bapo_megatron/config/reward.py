@@ -1,4 +1,4 @@
-r"""Configuration of the rewards (docs/rewards.md)."""
+"""Configuration of the rewards (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import Section, built_in_or_own
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,34 +17,27 @@ if TYPE_CHECKING:
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
 
-_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-_FUNCTION = re.compile(f"{_DOTTED}:{_DOTTED}")
 SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
 """What may be added to the rewards of training samples, by the names of its keys and metrics."""
 
 _OWN_METRICS = (
-    "mean",
-    "solved_groups",
-    "mixed_groups",
-    "answer_found_share",
-    "timeouts",
-    "errors",
+    *("mean", "solved_groups", "mixed_groups", "answer_found_share", "timeouts", "errors"),
     *SHAPING_TERMS,
 )
 """``reward/…`` metrics that no function may take the name of."""
 
 
 class HttpRewardConfig(Section):
-    """How an HTTP service is asked."""
+    """Requests to the HTTP service of ``url``."""
 
     batch_size: int = Field(32, ge=1)
-    """Most responses of one request."""
+    """Maximum number of responses in a request."""
     connections: int = Field(4, ge=1)
     """Requests in flight at a time."""
     gather_s: float = Field(0.02, ge=0)
     """Wait this long for further responses before a request is sent."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest time of one request, its whole answer included."""
+    """Time limit of a request, until its answer is complete."""
     patience_s: float = Field(300.0, ge=0)
     """Repeat a request for this long, with growing pauses, when the connection fails or the service
     answers 5xx, 408, 425 or 429; then the run ends."""
@@ -60,22 +53,19 @@ class RewardFunctionConfig(Section):
     weight: float = 1.0
     """Factor of its reward in the sum."""
     function: str | None = None
-    """``math``, or ``package.module:function``; runs in the worker processes. A static
-    method is ``package.module:Class.method``."""
+    """``math``, or ``package.module:function`` (a static method: ``package.module:Class.method``),
+    run by the worker processes."""
     url: str | None = None
-    """Of an HTTP service, in place of ``function``."""
+    """Address of an HTTP service that scores, in place of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()
-    """Settings of ``url``."""
 
     @field_validator("function")
     @classmethod
-    def _function_can_be_named(cls, function: str | None) -> str | None:
-        if function is None or function in BUILT_IN_FUNCTIONS or _FUNCTION.fullmatch(function):
-            return function
-        raise ValueError(
-            f"must be {', '.join(BUILT_IN_FUNCTIONS)} or package.module:function, got "
-            f"'{function}'; put a colon before the function's name"
-        )
+    def _function_is_known(cls, function: str | None) -> str | None:
+        if function is None:
+            return None
+        remedy = "; put a colon before the function's name"
+        return built_in_or_own(function, BUILT_IN_FUNCTIONS, "package.module:function", remedy)
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -112,12 +102,12 @@ class OverlongConfig(Section):
 
 
 class FormatConfig(Section):
-    """A reward for the form of a response."""
+    """A reward for training samples of a certain form."""
 
     pattern: str | None = None
-    """Regular expression that is searched for; null: a closed \\boxed{…} with something in it."""
+    """Regular expression to search for; null: a closed \\boxed{…} that is not empty."""
     reward: float
-    """What a response earns that has it."""
+    """Reward of a response that matches."""
 
     @field_validator("pattern")
     @classmethod
@@ -130,12 +120,12 @@ class FormatConfig(Section):
 
 
 class RepetitionConfig(Section):
-    """A penalty for repeated n-grams (arXiv 2502.03373, Appendix C.2)."""
+    """A penalty for repeated n-grams in training samples (arXiv 2502.03373, Appendix C.2)."""
 
     ngram_tokens: int = Field(40, ge=1)
     """n, in tokens."""
     penalty: float = Field(gt=0)
-    """What a response would lose all of whose n-grams are repetitions."""
+    """Penalty of a response whose n-grams are all repetitions."""
 
 
 class RewardConfig(Section):
@@ -144,24 +134,21 @@ class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = Field(
         (RewardFunctionConfig(name="math", function="math"),), min_length=1
     )
-    """What is added up, each with its weight; the first one says which answer was found."""
+    """Functions whose weighted sum is the reward; the first one says which answer was found."""
     workers: int = Field(2, ge=1)
     """Grader processes."""
     timeout_s: float = Field(5.0, gt=0)
-    """Time limit of one answer and function; past it the answer scores 0 and is counted."""
+    """Time limit of a function for one answer; beyond it the answer scores 0 and is counted."""
     memory_limit_mb: int = Field(2048, ge=256)
-    """Limit of a grader's address space, libraries and all; past it as past ``timeout_s``."""
+    """Limit of a grader's address space, libraries included; treated like ``timeout_s``."""
     on_error: Literal["raise", "zero"] = "raise"
-    """What a function that fails does: end the run, or score 0 and be counted."""
+    """When a function fails: end the run, or score 0 and count the failure."""
     truncated: Literal["score", "zero", "mask"] = "score"
-    """Truncated training samples: scored like others, 0 whatever the functions say, or scored but
-    left out of the loss (they stay in the baseline of their group)."""
+    """Truncated training samples: ``score`` them like others, give them ``zero``, or ``mask`` them
+    out of the loss (they stay in the baseline of their group)."""
     overlong: OverlongConfig | None = None
-    """Penalty for long training samples, or none."""
     format: FormatConfig | None = None
-    """Reward for the form of training samples, or none."""
     repetition: RepetitionConfig | None = None
-    """Penalty for repetitions in training samples, or none."""
 
     @model_validator(mode="after")
     def _names_are_free(self) -> Self:
@@ -170,11 +157,7 @@ class RewardConfig(Section):
 
 
 def refuse_taken_names(functions: Sequence[RewardFunctionConfig]) -> None:
-    """Every function has a name of its own among the metrics.
-
-    Raises:
-        ValueError: One has not.
-    """
+    """Refuse a function whose metric has the name of another one (``ValueError``)."""
     names = [entry.name for entry in functions]
     for name in names:
         if name in _OWN_METRICS:

@@ -1,69 +1,66 @@
-"""Sections about generation: servers, partial and asynchronous rollout, staleness, weight sync.
+"""Configuration of generation: engines, partial and asynchronous rollout, staleness, weight sync.
 
-``schema.RunConfig`` holds a ``RolloutConfig`` and a ``ReplayConfig``; the conventions are those of
-``schema``. *Age* of a token: optimizer updates since the weights that sampled it (docs/rollout.md).
+The *age* of a token: optimizer updates since the weights that sampled it (docs/rollout.md).
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import Section, built_in_or_own
 
 ENGINES = ("sglang", "local")
 """Engines that need no module."""
 SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
-_OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ServerConfig(Section):
     """SGLang servers that this project starts: the trainer's own, or those of ``serve``."""
 
     count: int = Field(1, ge=1)
-    """How many servers; each takes ``tensor`` GPUs of the node, the next one the following."""
+    """Number of servers; each takes the node's next ``tensor`` GPUs."""
     host: str = "127.0.0.1"
     """Address that the servers of ``serve`` listen on; the trainer's own stay on the loopback."""
     port: int = Field(0, ge=0, le=65535)
-    """Port of the first server, the others follow; 0 takes free ones."""
+    """Port of the first server; the others follow. 0: free ports."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """How long a server may take until it answers."""
+    """Time limit of a start, until the server answers."""
     max_restart_wait_s: float = Field(60.0, ge=1)
-    """A server that ended is started again at once, then after 1, 2, 4, … seconds up to this."""
+    """A server that ended is restarted at once, then after 1, 2, 4, … seconds up to this."""
     tensor: int = Field(1, ge=1)
     """The server's own tensor-parallel size."""
     mem_fraction: float = Field(0.8, gt=0, lt=1)
     """``--mem-fraction-static``."""
     max_total_tokens: int | None = Field(None, ge=1)
-    """KV cache size in tokens; if empty, the server's choice on a GPU, and 65536 without one."""
+    """Size of the KV cache in tokens; null: the server's choice on a GPU, else 65536."""
     max_running_requests: int | None = Field(None, ge=1)
-    """Largest batch; the server's choice if empty."""
+    """Largest batch; null: the server's choice."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments, passed to ``sglang.launch_server`` as they are."""
+    """Further arguments for ``sglang.launch_server``."""
 
 
 class DynamicSamplingConfig(Section):
-    """Groups whose rewards are all equal teach nothing: replace them by others."""
+    """Replacement of groups that teach nothing, since their rewards are all equal."""
 
     enabled: bool = False
-    """Leave out groups whose rewards are all equal and draw others until the batch is full."""
+    """Leave them out and draw others until the batch is full."""
     max_groups_ratio: float = Field(4.0, ge=1)
-    """At most this many times ``groups_per_step`` groups are finished for one batch; then those
-    left out last fill it."""
+    """Limit of the groups finished for a batch, over ``groups_per_step``; once it is reached, those
+    left out last fill the batch."""
 
 
 class StalenessConfig(Section):
-    """What is done with tokens, responses or groups that are too old to be trained on."""
+    """Treatment of tokens, responses or groups that are too old to train on."""
 
     max_age: int | None = Field(None, ge=0)
-    """Largest age when a batch is formed, in optimizer updates; none: no limit."""
+    """Largest age when a batch is formed, in optimizer updates; null: no limit."""
     measure: Literal["token", "mean", "oldest"] = "oldest"
-    """Which age is limited: of each token by itself (``action: mask`` only), the mean over a
-    response's tokens, or that of its oldest token."""
+    """Age to limit: that of each token (``action: mask`` only), the mean over a response's tokens,
+    or that of its oldest token."""
     action: Literal["drop", "mask", "regenerate"] = "drop"
     """``drop`` the response's whole group; ``mask`` the tokens (``measure: token``) or the response
     out of the loss; ``regenerate`` the response from its prompt."""
@@ -79,7 +76,7 @@ class StalenessConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the servers."""
+    """Transfer of new weights to the servers."""
 
     method: Literal["broadcast", "disk", "tensor"] = "broadcast"
     """``broadcast``: a collective group of rank 0 and all servers; ``disk``: a directory that all
@@ -89,44 +86,43 @@ class WeightSyncConfig(Section):
     ``retract`` computes their keys and values anew under the new weights, ``in_place`` keeps the
     old ones, so that later log-probs belong to no single version."""
     bucket_mb: int = Field(512, ge=1)
-    """Weights are sent in pieces of at most this many 10^6 bytes (or one tensor)."""
+    """Size limit of a piece of weights, in 10^6 bytes (a piece has at least one tensor)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Of the broadcast group; ``auto``: nccl where rank 0 has a GPU and no engine is in the
+    """Backend of the broadcast group; ``auto``: nccl where rank 0 has a GPU and no engine is in the
     collector's process, else gloo."""
     master_address: str = ""
     """Address of rank 0 as the servers see it; empty: the loopback for servers on it, else this
     host's name."""
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time of one attempt, once there are servers, and again of ``verify``; servers that
-    take longer are taken out, and the others get the weights in another attempt. How long a server
-    is waited for is ``health.patience_s``."""
+    """Time limit of an attempt with the servers that are there (``health.patience_s``: the wait for
+    one), and of ``verify``. Servers that exceed it are taken out; the others get a new attempt."""
     verify: Literal["none", "logprobs"] = "none"
-    """``logprobs``: after each sync every server's log-probs of a probe batch are compared with the
-    trainer's; a server that differs serves nobody. Before that, unless requests are ``abort``ed,
-    and with ``colocated``, it has sampled for a moment: those tokens stay."""
+    """``logprobs``: after each sync, compare every server's log-probs of a probe batch with the
+    trainer's and take out servers that differ. Unless requests are ``abort``ed, and with
+    ``colocated``, tokens that such a server sampled in between stay."""
     verify_tolerance: float = Field(0.05, gt=0)
-    """Largest mean absolute difference of the probe's log-probs; 1e-3 suits float32."""
+    """Limit of the probe's mean absolute log-prob difference; 1e-3 suits float32."""
 
 
 class HealthConfig(Section):
     """When a server counts as lost, and how long the run waits for one."""
 
     interval_s: float = Field(5.0, gt=0)
-    """Time between two questions to a server."""
+    """Time between two health checks of a server."""
     timeout_s: float = Field(30.0, gt=0)
-    """A server that answers none of the questions of this time is taken out; also one whose
-    scheduler, with requests in flight, neither samples nor answers for four times as long."""
+    """Take out a server that answers no check for this long, or whose scheduler, with requests in
+    flight, neither samples nor answers for four times as long."""
     patience_s: float = Field(900.0, gt=0)
-    """How long the run waits without any usable server before it saves and ends."""
+    """How long a run without a usable server waits before it saves and ends."""
 
 
 class LocalConfig(Section):
     """The engine ``local``: the transformers model in the collector's process."""
 
     max_rows: int = Field(256, ge=8)
-    """Responses in a decode step; others wait for their turn."""
+    """Maximum number of responses in a decode step; others wait their turn."""
     decode_steps_ahead: int | None = Field(None, ge=1)
-    """Decode steps made while the trainer trains, with ``async_steps``; none: half of
+    """Decode steps beside the training of a batch, with ``async_steps``; null: half of
     ``max_response_tokens``. The next push waits for them (docs/rollout.md)."""
 
 
@@ -138,13 +134,12 @@ class EpisodesConfig(Section):
     step_timeout_s: float = Field(30.0, gt=0)
     """Time limit of one call; an environment that exceeds it has failed."""
     workers: int = Field(4, ge=1)
-    """Processes that run it: how many answers are made at a time."""
+    """Processes that run the environment, each one call at a time."""
     memory_limit_mb: int = Field(2048, ge=256)
-    """Limit of the address space of each; past it the environment has failed."""
+    """Limit of each worker's address space; beyond it the environment has failed."""
     on_error: Literal["raise", "zero", "mask"] = "raise"
-    """What an environment that fails does: end the run, or only the episode, which is counted and
-    has the reward 0; with ``mask`` it is left out of the loss, too (it stays in the baseline of its
-    group)."""
+    """When an environment fails: end the run, or only the episode, which is counted and has the
+    reward 0; ``mask`` also leaves it out of the loss (it stays in the baseline of its group)."""
 
 
 class RolloutConfig(Section):
@@ -154,16 +149,15 @@ class RolloutConfig(Section):
     """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
     repeats bit for bit), or ``package.module:Class``."""
     environment: str = SINGLE_TURN
-    """What answers the policy's turns: ``single_turn``, nothing does; or ``package.module:Class``
+    """What answers the policy's turns: nothing (``single_turn``), or ``package.module:Class``
     (docs/extending.md)."""
     episodes: EpisodesConfig = EpisodesConfig()
-    """Limits of episodes with an environment."""
     groups_per_step: int = Field(64, ge=1)
     """Prompts per step."""
     samples_per_group: int = Field(8, ge=2)
     """Responses per prompt, G."""
     max_response_tokens: int = Field(4096, ge=1)
-    """Longest response, over all resumptions and turns, what an environment writes included."""
+    """Longest response, over all resumptions and turns, an environment's text included."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
     top_p: float = 1.0
@@ -173,44 +167,37 @@ class RolloutConfig(Section):
     min_p: float = 0.0
     """Must be 0, for the same reason."""
     oversample_groups: int = Field(0, ge=0)
-    """Groups in flight beyond ``groups_per_step``. What is unfinished when the step has its groups
-    is aborted; with ``partial`` it is resumed by the next step, else it is discarded."""
+    """Groups in flight beyond ``groups_per_step``. Once the step has its groups, unfinished
+    responses are aborted; the next step resumes them if ``partial``, else they are discarded."""
     partial: bool = True
     """Keep unfinished responses of one step and resume them in the next (partial rollout)."""
     tokens_per_step: int | None = Field(None, ge=1)
-    """Response tokens to generate for one step, after which it takes the groups that are complete
-    (at least one per update); none: only ``groups_per_step`` ends it."""
+    """Response tokens to generate for a step, which then takes the complete groups (at least one
+    per update); null: only ``groups_per_step`` ends it."""
     max_carries: int | None = Field(None, ge=1)
-    """How many batches a started group may miss before it is dropped; none: any number."""
+    """Number of batches that a started group may miss before it is dropped; null: any."""
     async_steps: int = Field(0, ge=0)
-    """How many steps generation may be ahead of training; 0: nothing is generated meanwhile."""
+    """Number of steps that generation may be ahead of training; 0: never ahead."""
     fixed_lag: int | None = Field(None, ge=1)
-    """Every response of a step is sampled with the weights of exactly this many steps before, for
-    studies of staleness; those of the first steps with the first weights. A push waits until all
-    are complete. None: with the newest weights that are there."""
+    """For studies of staleness: sample every response of a step with the weights of exactly this
+    many steps before (in the first steps: the first weights), and let a push wait until all are
+    complete. Null: the newest weights."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Replacement of groups that teach nothing."""
     staleness: StalenessConfig = StalenessConfig()
-    """The limit of ages."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    """How new weights reach the servers."""
     servers: tuple[str, ...] = ()
     """Addresses (http://host:port) of running servers; empty: the trainer starts its own."""
     server: ServerConfig = ServerConfig()
-    """How servers are started, by the trainer or by ``serve``."""
     local: LocalConfig = LocalConfig()
-    """The engine ``local``."""
     health: HealthConfig = HealthConfig()
-    """When a server counts as lost."""
     colocated: bool = False
-    """The trainer's own servers share its GPUs: they release their memory while it trains."""
+    """Let the trainer's own servers share its GPUs: they release their memory while it trains."""
     request_timeout_s: float = Field(1800.0, gt=0)
-    """Longest time in which a server with requests in flight may sample no token of any of them;
-    then it is taken out."""
+    """Take out a server that, with requests in flight, samples no token for this long."""
     max_connections: int = Field(512, ge=1)
-    """Requests in flight over all servers."""
+    """Limit of the requests in flight, over all servers."""
     stream_tokens: int = Field(64, ge=1)
-    """Servers send the tokens of a response in pieces of this many: what a lost server costs."""
+    """Tokens that servers send at a time: what a response loses with its server."""
     dump: bool = True
     """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay, and
     their texts in ``rollouts/texts/``."""
@@ -219,12 +206,12 @@ class RolloutConfig(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps generation may be ahead of training."""
+        """Number of steps that generation may be ahead of training."""
         return self.async_steps if self.fixed_lag is None else self.fixed_lag
 
     @property
     def decode_steps_ahead(self) -> int:
-        """Decode steps beside the training of one batch, by an engine that is driven."""
+        """Decode steps of a driven engine beside the training of one batch."""
         return self.local.decode_steps_ahead or -(-self.max_response_tokens // 2)
 
     @property
@@ -236,9 +223,7 @@ class RolloutConfig(Section):
     @classmethod
     def _known_name(cls, name: str, info: ValidationInfo) -> str:
         known = ENGINES if info.field_name == "engine" else (SINGLE_TURN,)
-        if name not in known and not _OWN_CLASS.fullmatch(name):
-            raise ValueError(f"must be {', '.join(known)} or package.module:Class, got '{name}'")
-        return name
+        return built_in_or_own(name, known, "package.module:Class")
 
     @model_validator(mode="after")
     def _no_filters(self) -> Self:
@@ -252,7 +237,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _partial_is_needed(self) -> Self:
+    def _settings_go_together(self) -> Self:
         for name in ("async_steps", "tokens_per_step", "max_carries", "fixed_lag"):
             value = getattr(self, name)
             if value and not self.partial:
@@ -260,11 +245,7 @@ class RolloutConfig(Section):
                     f"partial must be true with {name}: {value}, got false: responses must be kept "
                     f"for later steps; set partial: true, or leave {name} out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _lag_is_fixed(self) -> Self:
-        """Each step gets the groups drawn for it, so all of them must be complete at its push."""
+        # Each step gets the groups drawn for it, so all of them must be complete at its push.
         others = {
             "async_steps": self.async_steps,
             "oversample_groups": self.oversample_groups,
@@ -280,10 +261,6 @@ class RolloutConfig(Section):
                     "the weights of one push, beside the training; leave "
                     f"{name} or fixed_lag out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _colocated_servers_are_own(self) -> Self:
         for name in ("async_steps", "servers"):
             value = getattr(self, name)
             if self.colocated and value:
@@ -295,16 +272,16 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Samples that are trained on again. ``replay: DIR`` is short for ``replay: {dumps: DIR}``."""
+    """Samples to train on again. ``replay: DIR`` is short for ``replay: {dumps: DIR}``."""
 
     dumps: Path | None = None
-    """Directory of rollout dumps to train from, without any server."""
+    """Directory of rollout dumps to train on, without any server."""
     batches: int = Field(0, ge=0)
-    """Groups of this many earlier batches may be trained on again, beside new ones; 0: none."""
+    """Number of earlier batches whose groups may be trained on again, beside new ones."""
     share: float = Field(0.5, gt=0, lt=1)
-    """Share of a batch's groups that are taken from earlier batches, as far as there are any."""
+    """Share of a batch's groups to take from earlier batches, as far as there are any."""
     max_age: int | None = Field(None, ge=1)
-    """Groups with an older token are not replayed; in optimizer updates; none: no limit."""
+    """Age limit of the oldest token of a replayed group, in optimizer updates; null: no limit."""
 
     @model_validator(mode="before")
     @classmethod

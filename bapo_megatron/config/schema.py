@@ -1,13 +1,12 @@
 """The typed configuration of a run: frozen, every key documented, unknown keys refused.
 
-``_s`` is seconds. ``load.load_config`` reads YAML into ``RunConfig`` and turns validation errors
-into one line; ``check.check_config`` holds rules that cross sections.
+A name that ends in ``_s`` holds seconds. ``load.load_config`` reads YAML into ``RunConfig`` and
+turns validation errors into one line; ``check.check_config`` holds rules that cross sections.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,18 +22,10 @@ from bapo_megatron.config.megatron import (
 )
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.config.section import Section
+from bapo_megatron.config.section import Section, built_in_or_own
 
 BUILT_IN_OBJECTIVES = ("bapo", "clip", "none")
 BUILT_IN_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
-
-_NAMED_OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-def _built_in_or_own(name: str, built_in: tuple[str, ...], own: str) -> str:
-    if name in built_in or _NAMED_OBJECT.fullmatch(name):
-        return name
-    raise ValueError(f"must be {', '.join(built_in)} or {own}, got '{name}'")
 
 
 class RangeConfig(Section):
@@ -43,13 +34,13 @@ class RangeConfig(Section):
     start: float
     """First candidate."""
     max: float
-    """Last candidate at most."""
+    """Upper limit of the candidates."""
     step: float = Field(gt=0)
-    """Distance of candidates."""
+    """Distance between candidates."""
 
     @property
     def candidates(self) -> int:
-        """How many values the bound may take."""
+        """Number of values that the bound may take."""
         return math.floor((self.max - self.start) / self.step + 1e-6) + 1
 
 
@@ -76,9 +67,8 @@ BAPO_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-
 MAX_CANDIDATES = 256
-"""Candidates of each bound at most: the table of the search stays small (csrc/README.md)."""
+"""Limit of each bound's candidates: the table of the search stays small (csrc/README.md)."""
 
 
 class BapoConfig(Section):
@@ -141,7 +131,7 @@ class BapoConfig(Section):
 
 
 class FixedClipConfig(Section):
-    """A fixed clip: [0.8, 1.2] is GRPO and PPO, [0.8, 1.28] is clip-higher."""
+    """The clip of ``objective: clip``: [0.8, 1.2] is GRPO and PPO, [0.8, 1.28] is clip-higher."""
 
     low: float = Field(0.8, ge=0, le=1)
     """Lower bound of the importance ratio."""
@@ -160,70 +150,56 @@ class CorrectionConfig(Section):
     """``token``: min(w, cap) per token; ``sequence``: min(∏ w, cap) for a response's tokens;
     ``icepop``: tokens with w outside [low, high] are left out of the loss."""
     cap: float = Field(2.0, gt=0)
-    """Of ``token`` and ``sequence``."""
+    """Limit of the weight (``token`` and ``sequence``)."""
     low: float = Field(0.5, gt=0, le=1)
-    """Of ``icepop``."""
+    """Smallest weight of a token that is kept (``icepop``)."""
     high: float = Field(5.0, ge=1)
-    """Of ``icepop``."""
+    """Largest weight of a token that is kept (``icepop``)."""
 
 
 class AlgorithmConfig(Section):
     """Advantages, clipping and the loss (docs/algorithm.md)."""
 
     objective: str = "bapo"
-    """What updates minimise: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO;
-    ``none``, without a clip; or ``package.module:name``, your function or class
-    (docs/algorithm.md)."""
-    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """The loss: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO; ``none``, without
+    a clip; or ``package.module:name``, your function or class (docs/algorithm.md)."""
+    objective_options: dict[str, Any] = Field({})
     """Keyword arguments for your class, or extra ones for your function."""
     bapo: BapoConfig = BapoConfig.model_validate({})
-    """Settings of ``objective: bapo``."""
     fixed: FixedClipConfig = FixedClipConfig()
-    """Settings of ``objective: clip``."""
     dual_clip: float | None = Field(None, ge=1.0001)
     """Upper limit of the ratio for negative advantages (3 in the recipe), or none."""
     advantage: str = "grpo"
     """Advantage of each response of a group: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, or
     ``package.module:function``, called with rewards [G] and the group's samples."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum_norm"] = "token_mean"
-    """How token losses become one number; denominators are global."""
+    """How token losses are reduced to one number; denominators are global."""
     token_sum_norm_constant: float = Field(1.0, gt=0)
     """The constant of ``token_sum_norm``: the sum is divided by responses × constant."""
     behaviour: Literal["rollout", "recomputed"] = "rollout"
     """μ: the engine's own log-probs, or the trainer's at the start of the step."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Correction for the engine's mismatch, with ``behaviour: recomputed``."""
     updates_per_batch: int = Field(1, ge=1)
-    """Optimizer updates that one batch is divided into (whole groups each)."""
+    """Number of optimizer updates that a batch is split into (whole groups each)."""
     epochs: int = Field(1, ge=1)
     """Passes over the batch."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     on_nonfinite: Literal["raise", "skip_update"] = "raise"
-    """What a non-finite log-prob, advantage or gradient norm does."""
+    """When a log-prob, advantage or gradient norm is not finite: end the run or skip the update."""
 
     @field_validator("objective")
     @classmethod
     def _objective_is_known(cls, name: str) -> str:
-        return _built_in_or_own(name, BUILT_IN_OBJECTIVES, "package.module:name")
+        return built_in_or_own(name, BUILT_IN_OBJECTIVES, "package.module:name")
 
     @field_validator("advantage")
     @classmethod
     def _advantage_is_known(cls, name: str) -> str:
-        return _built_in_or_own(name, BUILT_IN_ADVANTAGES, "package.module:function")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _clip_has_a_new_name(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "clip" in given:
-            new = "clip" if given["clip"] == "fixed" else given["clip"]
-            raise ValueError(
-                f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
-            )
-        return given
+        return built_in_or_own(name, BUILT_IN_ADVANTAGES, "package.module:function")
 
     @model_validator(mode="after")
-    def _options_belong_to_own_code(self) -> Self:
+    def _settings_go_together(self) -> Self:
         if self.objective_options and ":" not in self.objective:
             raise ValueError(
                 "objective_options are those of an objective of your own, got "
@@ -236,10 +212,6 @@ class AlgorithmConfig(Section):
                     f"objective_options.{name} must be finite, got {value}; leave it out, or use "
                     "null"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _correction_compares(self) -> Self:
         if self.correction.kind != "none" and self.behaviour != "recomputed":
             raise ValueError(
                 f"behaviour must be recomputed with correction.kind: {self.correction.kind}, got "
@@ -250,25 +222,30 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _recipe_preset(cls, given: Any) -> Any:
-        """The recipe preset also sets what lies outside the search."""
-        if not isinstance(given, dict) or not isinstance(given.get("bapo"), dict):
+    def _complete(cls, given: Any) -> Any:
+        """Refuse a former key; the recipe preset also sets what lies outside the search."""
+        if not isinstance(given, dict):
             return given
-        if given["bapo"].get("preset") != "recipe":
-            return given
-        return {"behaviour": "recomputed", "dual_clip": 3.0, **given}
+        if "clip" in given:
+            new = "clip" if given["clip"] == "fixed" else given["clip"]
+            raise ValueError(
+                f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
+            )
+        bapo = given.get("bapo")
+        if isinstance(bapo, dict) and bapo.get("preset") == "recipe":
+            return {"behaviour": "recomputed", "dual_clip": 3.0, **given}
+        return given
 
 
 class OpsConfig(Section):
     """The kernels of the loss stage (docs/kernels.md)."""
 
     backend: Literal["auto", "cpu", "cuda", "reference"] = "auto"
-    """``auto`` takes the compiled kernels of the device; ``reference`` is readable PyTorch, slow
-    and for checks. A backend that is named and missing is an error."""
+    """``auto``: the compiled kernels of the device; ``reference``: readable, slow PyTorch, for
+    checks. A backend that is named but missing is an error."""
     logits_chunk_tokens: int = Field(0, ge=0)
-    """Make logits for this many response tokens at a time, and their gradient at once, so that
-    memory does not grow with the length (long contexts; 1024 or more keeps the speed). 0: make all
-    logits of a micro-batch."""
+    """Compute logits and their gradient for this many response tokens at a time, so that memory
+    does not grow with the length (1024 or more keeps the speed). 0: all logits of a micro-batch."""
 
 
 class TrainConfig(Section):
@@ -279,9 +256,8 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: int = Field(8192, ge=1)
     """Token budget of one packed forward pass on one rank."""
     dump_tokens: int = Field(0, ge=0)
-    """Write log-prob, behaviour log-prob, advantage, entropy and mask of every response token of
-    each N-th step to ``<run_dir>/tokens``, a parquet file per update, which ``bounds`` reads; 0:
-    never."""
+    """Every N steps, write log-prob, behaviour log-prob, advantage, entropy and mask of every
+    response token to ``<run_dir>/tokens``, a parquet file per update (for ``bounds``); 0: never."""
 
 
 class CheckpointConfig(Section):
@@ -290,14 +266,14 @@ class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)
     """Save each N steps; 0: only at the end."""
     keep_last: int = Field(2, ge=1)
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0)
-    """Checkpoints whose step is a multiple of this stay for good; 0: none."""
+    """Keep every checkpoint whose step is a multiple of this; 0: none."""
     best: str = ""
     """Metric of an evaluation, such as ``eval/aime24/avg_at_k``: the checkpoint with its largest
-    value is saved in any case, named by ``checkpoints/best``, and stays. Empty: none."""
+    value is always saved, kept, and named by ``checkpoints/best``. Empty: none."""
     asynchronous: bool = False
-    """Write in the background while training goes on (its copy waits in host memory)."""
+    """Write in the background while training goes on (from a copy in host memory)."""
     at_end: bool = True
     """Save a checkpoint and a Hugging Face export when the run ends."""
 
@@ -319,11 +295,10 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run."""
     run_dir: Path
-    """Directory of everything that the run writes."""
+    """Directory for everything that the run writes."""
     seed: int = Field(0, ge=0)
     """Seed of data order, initialisation and dropout."""
     replay: ReplayConfig = ReplayConfig()
-    """Training from dumps, or on earlier batches again."""
     resume: bool = False
     """Continue from the newest checkpoint in ``run_dir``."""
     model: ModelConfig
@@ -339,3 +314,11 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("run_dir", mode="before")
+    @classmethod
+    def _run_dir_is_named(cls, given: Any) -> Any:
+        # An empty path would be the current directory.
+        if given == "":
+            raise ValueError("must be a directory, got ''; name one (is a variable not set?)")
+        return given

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bapo_megatron.config.check_sections import check_heads
+from bapo_megatron.config.check import check_heads
 from bapo_megatron.config.megatron import MegatronConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.hardware import Assumptions, LayerKind

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.check_sections import check_heads, check_layers
+from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
 
@@ -62,7 +62,7 @@ class HfConfig:
 
     @property
     def division_fields(self) -> dict[str, int]:
-        """The config.json fields by which ``config.check_sections`` checks a division."""
+        """The config.json fields by which ``config.check`` checks a division."""
         return {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,

@@ -1,7 +1,4 @@
-"""The metrics of a step from its batch, its evaluations and its updates (names: docs/algorithm.md).
-
-What the updates of a step report is formed in ``trainer.numbers``.
-"""
+"""Metrics of a step, from batch, evaluations and updates (their names: docs/algorithm.md)."""
 
 from __future__ import annotations
 
@@ -17,18 +14,12 @@ from bapo_megatron.types import FinishReason, StepMetrics
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bapo_megatron.types import (
-        EvalResult,
-        Group,
-        RolloutBatch,
-        RolloutStats,
-        Sample,
-    )
+    from bapo_megatron.types import EvalResult, Group, RolloutBatch, RolloutStats, Sample
 
 _ROUNDING = 1e-9
 
 BEFORE_TRAINING = -1
-"""The step of an evaluation that comes before the first one."""
+"""The step (from 0) of an evaluation before the first one; no step is finished then."""
 
 _EVAL_FIELDS = (
     "answer_found_share",
@@ -44,7 +35,7 @@ _EVAL_FIELDS = (
     "wall_s",
     "tokens_per_s",
 )
-"""Fields of an ``EvalResult`` that are metrics of the same name."""
+"""Fields of an ``EvalResult`` that become metrics of the same name."""
 
 
 def step_metrics(
@@ -54,7 +45,7 @@ def step_metrics(
 
     Args:
         batch: The samples that were trained on.
-        updates: What its updates report (``trainer.numbers``).
+        updates: Metrics of its updates (``trainer.records``).
         lr: Learning rate of the step's first update.
         phase_s: Seconds by phase.
     """
@@ -78,7 +69,7 @@ def step_metrics(
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
-    """``eval/<name>/…`` of every evaluation set."""
+    """The metrics ``eval/<set>/…`` of every evaluation set."""
     values: dict[str, float] = {}
     for result in results:
         prefix = f"eval/{result.name}"
@@ -120,7 +111,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """About turns and what was written between them; nothing without an environment."""
+    """Metrics of turns and of the text between them; none without an environment."""
     errors, samples = batch.stats.environment_errors, batch.samples
     if errors is None:
         return {}
@@ -139,7 +130,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def is_solved(group: Group) -> bool:
-    """Whether all its responses are right, whatever shaping makes of their rewards."""
+    """Whether all responses are correct, whatever shaping does to their rewards."""
     scores = (
         sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
         for sample in group.samples
@@ -157,7 +148,7 @@ def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """``data/<name>/…`` of every training set with a group in the batch."""
+    """The metrics ``data/<set>/…`` of every training set with a group in the batch."""
     groups_by_source: dict[str, list[Group]] = {}
     for group in batch.groups:
         groups_by_source.setdefault(group.samples[0].prompt.source, []).append(group)
@@ -171,22 +162,14 @@ def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _work_metrics(stats: RolloutStats) -> dict[str, float]:
-    """What the engines did for the batch, and what became of groups that are not in it."""
-    dropped = {
-        f"rollout/dropped_{reason}_groups": float(count)
-        for reason, count in stats.dropped_groups.items()
-    }
+    """The engines' work for the batch, and the groups that were left out of it."""
+    names = ["generated_tokens", "resumed_samples", "unfinished_samples", "replayed_groups"]
+    names += ["equal_reward_groups", "filled_groups", "regenerated_samples", "lost_requests"]
+    dropped = stats.dropped_groups
     return {
-        "rollout/generated_tokens": float(stats.generated_tokens),
-        "rollout/resumed_samples": float(stats.resumed_samples),
-        "rollout/unfinished_samples": float(stats.unfinished_samples),
-        "rollout/replayed_groups": float(stats.replayed_groups),
-        "rollout/equal_reward_groups": float(stats.equal_reward_groups),
-        "rollout/filled_groups": float(stats.filled_groups),
-        "rollout/dropped_groups": float(sum(stats.dropped_groups.values())),
-        **dropped,
-        "rollout/regenerated_samples": float(stats.regenerated_samples),
-        "rollout/lost_requests": float(stats.lost_requests),
+        **{f"rollout/{name}": float(getattr(stats, name)) for name in names},
+        "rollout/dropped_groups": float(sum(dropped.values())),
+        **{f"rollout/dropped_{reason}_groups": float(n) for reason, n in dropped.items()},
     }
 
 

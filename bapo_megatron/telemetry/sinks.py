@@ -35,19 +35,12 @@ _COLUMNS = (
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a ``metrics.jsonl``, one per step.
+    """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
 
     Raises:
-        ValueError: a line is not a JSON object; the message names file and line.
+        ValueError: A line is not a JSON object; the message names file and line.
     """
-    rows: list[dict[str, float]] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
-        rows.append(row)
-    return rows
+    return _parse(path, path.read_text())
 
 
 class MetricsSinks:
@@ -56,21 +49,19 @@ class MetricsSinks:
     def __init__(
         self, run_dir: Path, run_name: str, config: LogConfig, *, first_step: int, total_steps: int
     ) -> None:
-        """Open the sinks; what an earlier try wrote from ``first_step`` on is dropped.
+        """Open the sinks when ``first_step`` steps are finished; later rows are dropped.
 
-        With ``first_step`` 0 that is everything, the row before training too.
+        With ``first_step`` 0 these are all rows, including the one before training.
         """
         self._total_steps = total_steps
         self._console = Console() if config.console else None
         self._lines = 0
         path = run_dir / "metrics.jsonl"
-        if path.exists():
+        kept = []
+        if first_step and path.exists():
             # A kill may have torn the last line; its step is made again.
-            atomic_write_text(path, "".join(path.read_text().rpartition("\n")[:2]))
-        earlier = read_metrics(path) if path.exists() else []
-        kept = [
-            json.dumps(row) + "\n" for row in earlier if first_step > 0 and row["step"] < first_step
-        ]
+            earlier = _parse(path, path.read_text().rpartition("\n")[0])
+            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] <= first_step]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
         self._tensorboard: Any = None
@@ -97,21 +88,19 @@ class MetricsSinks:
             )
 
     def write(self, metrics: StepMetrics) -> None:
-        """Report one step everywhere; the JSON line is on disk when this returns.
-
-        TensorBoard and Weights & Biases count steps done: 1 after the first.
-        """
+        """Report a step everywhere, as a number of finished steps; flush its JSON line to disk."""
+        finished = metrics.step + 1
         finite = {k: v for k, v in metrics.values.items() if math.isfinite(v)}
-        self._file.write(json.dumps({"step": metrics.step, **finite}) + "\n")
+        self._file.write(json.dumps({"step": finished, **finite}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._console is not None and metrics.step != BEFORE_TRAINING:
             self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
         if self._tensorboard is not None:
             for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, metrics.step + 1)
+                self._tensorboard.add_scalar(name, value, finished)
         if self._wandb is not None:
-            self._wandb.log(finite, step=metrics.step + 1)
+            self._wandb.log(finite, step=finished)
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -136,6 +125,16 @@ class MetricsSinks:
             row = f"[bold]step{blank}  {heads}      time[/bold]\n{row}"
         self._lines += 1
         return row
+
+
+def _parse(path: Path, text: str) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
+    return rows
 
 
 def _width(heading: str) -> int:

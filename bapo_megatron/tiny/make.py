@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -21,15 +21,12 @@ if TYPE_CHECKING:
     from bapo_megatron.tiny.task import Problem
 
 RECIPE_NAME = "tiny.json"
-"""Says how a directory was made; its presence marks the directory as one of ours."""
-
-FORMAT_VERSION = 1
-"""Raised whenever the same settings would give another result."""
+"""Says how a directory was made, and so marks it as one of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class TinySettings:
-    """Everything but the seed that decides the result."""
+    """Everything but the seed that determines the result."""
 
     num_train: int = 2048
     """Prompts of train.jsonl."""
@@ -47,51 +44,35 @@ class TinyReport:
 
     model_dir: Path
     """Hugging Face directory of the warmed-up model."""
-    train_file: Path
-    """JSON lines with "prompt" and "answer", for reinforcement learning."""
-    heldout_file: Path
-    """The same for evaluation; no prompt of training or warm-up is in it."""
     num_parameters: int
-    """Parameters of the model."""
     warmup_s: float
     """Seconds of the supervised warm-up."""
     final_loss: float
     """Mean cross entropy in nats per response token at the end of the warm-up."""
-    reused: bool
-    """Whether an earlier result with the same seed and settings was kept."""
 
 
 def make_tiny(
-    out_dir: Path,
-    seed: int,
-    *,
-    settings: TinySettings | None = None,
-    reuse: bool = False,
-    console: Console | None = None,
+    out_dir: Path, seed: int, settings: TinySettings | None = None, console: Console | None = None
 ) -> TinyReport:
     """Make a tiny model with a supervised warm-up, and its training and held-out prompts.
 
-    The same seed and settings give the same bytes of weights and data on the same machine,
-    whatever torch's thread count outside. The result appears under ``out_dir`` at once when it is
-    complete and replaces an earlier one.
+    On the same machine, the same seed and settings give the same bytes of weights and data,
+    whatever torch's thread count. The complete result appears at once and replaces an earlier one.
 
     Args:
-        out_dir: Gets model/, train.jsonl, heldout.jsonl and tiny.json.
-        seed: Decides the split of the problems, the initial weights and the warm-up.
+        out_dir: Gets model/, tiny.json, and the prompts of training and evaluation: train.jsonl and
+            heldout.jsonl, JSON lines with "prompt" and "answer".
+        seed: Determines the split of the problems, the initial weights and the warm-up.
         settings: Sizes and optimisation; the demo's by default.
-        reuse: Keep a complete earlier result with the same seed and settings.
         console: Where progress is shown; standard error by default.
 
     Raises:
-        ValueError: ``out_dir`` holds something that this function did not make.
+        ValueError: ``out_dir`` holds something else, which would be lost.
         OSError: ``out_dir`` cannot be written.
     """
     settings = settings or TinySettings()
     out_dir = out_dir.resolve()
-    recipe = {"format_version": FORMAT_VERSION, "seed": seed} | asdict(settings)
-    earlier = _read_earlier(out_dir)
-    if reuse and earlier is not None and earlier["recipe"] == recipe:
-        return _report(out_dir, earlier["result"], reused=True)
+    _refuse_foreign(out_dir)
     splits = split_problems(settings.num_train, settings.num_heldout, seed)
     tokenizer = build_tokenizer()
     model = TinyQwen2(tiny_config(tokenizer), seed)
@@ -104,57 +85,35 @@ def make_tiny(
         seed,
         console or Console(stderr=True),
     )
-    result = {
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "warmup_s": warmup.elapsed_s,
-        "final_loss": warmup.final_loss,
-    }
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with atomic_directory(out_dir) as temporary_dir:
         (temporary_dir / "model").mkdir()
         save_model(model, tokenizer, temporary_dir / "model")
         _write_problems(temporary_dir / "train.jsonl", splits.train)
         _write_problems(temporary_dir / "heldout.jsonl", splits.heldout)
-        about = {"recipe": recipe, "torch": torch.__version__, "result": result}
+        about = {"recipe": {"seed": seed} | asdict(settings), "torch": torch.__version__}
+        about["result"] = {"num_parameters": num_parameters} | asdict(warmup)
         (temporary_dir / RECIPE_NAME).write_text(json.dumps(about, indent=2) + "\n")
-    return _report(out_dir, result, reused=False)
+    return TinyReport(out_dir / "model", num_parameters, warmup.elapsed_s, warmup.final_loss)
 
 
-def _read_earlier(out_dir: Path) -> dict[str, Any] | None:
-    """Return what an earlier call recorded, or None where nothing is.
-
-    Raises:
-        ValueError: There is something else, which would be lost.
-    """
+def _refuse_foreign(out_dir: Path) -> None:
     if not out_dir.exists():
-        return None
+        return
     if not out_dir.is_dir():
         raise ValueError(f"{out_dir} is a file; name a directory")
-    if not any(out_dir.iterdir()):
-        return None
     try:
-        earlier = json.loads((out_dir / RECIPE_NAME).read_text(encoding="utf-8"))
-        if {"recipe", "result"} <= earlier.keys():
-            return dict(earlier)
-    except (OSError, ValueError, AttributeError):
-        pass
-    raise ValueError(
-        f"{out_dir} is not empty and holds no {RECIPE_NAME} of an earlier make-tiny, so its "
-        "content would be lost; name another directory or remove this one"
-    )
-
-
-def _report(out_dir: Path, result: dict[str, Any], *, reused: bool) -> TinyReport:
-    return TinyReport(
-        model_dir=out_dir / "model",
-        train_file=out_dir / "train.jsonl",
-        heldout_file=out_dir / "heldout.jsonl",
-        reused=reused,
-        **result,
-    )
+        is_ours = "recipe" in json.loads((out_dir / RECIPE_NAME).read_text())
+    except (OSError, ValueError, TypeError):
+        is_ours = False
+    if any(out_dir.iterdir()) and not is_ours:
+        raise ValueError(
+            f"{out_dir} is not empty and holds no {RECIPE_NAME} of an earlier make-tiny, so its "
+            "content would be lost; name another directory or remove this one"
+        )
 
 
 def _write_problems(path: Path, problems: Iterable[Problem]) -> None:
-    """Write one JSON object with "prompt" and "answer" per line."""
     lines = [
         json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems
     ]

@@ -1,8 +1,9 @@
-"""A tiny Qwen2 in plain torch whose parameters carry Hugging Face's names.
+"""The tiny model: its tokenizer, and a Qwen2 in plain torch with Hugging Face's parameter names.
 
-Warming up is one loop over it, without transformers' import.
+The tokenizer knows the 256 bytes and a few words of the task, so no text is unknown to it.
 
-The tiny model's tokenizer: the 256 bytes and a few words of the task, so no text is unknown.
+Shapes: B = sequences, S = positions, D = hidden size, N = query heads, M = key-value heads,
+H = head size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 PAD, EOS, BOS, USER, ASSISTANT = "<pad>", "<eos>", "<bos>", "<|user|>", "<|assistant|>"
-SPECIAL_TOKENS = (PAD, EOS, BOS, USER, ASSISTANT)
+_SPECIAL_TOKENS = (PAD, EOS, BOS, USER, ASSISTANT)
 """Their ids are 0 to 4; the bytes follow."""
 
 TASK_WORDS = ("\\boxed{", "\n\\boxed{", "\n+", " maybe ", ", no ", "=?")
@@ -42,18 +43,15 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(max_tokens: int = 2048) -> Qwen2Tokenizer:
-    """Build the tokenizer; nothing is learned, so it is always the same.
+    """Build the byte-level tokenizer with its chat template; nothing in it is learned.
 
     It is a ``Qwen2Tokenizer`` because ``AutoTokenizer`` makes one of whatever lies beside a Qwen2
     model, with Qwen2's pre-tokenizer; words of the task are added tokens, which it leaves whole.
 
     Args:
-        max_tokens: The model's longest sequence, prompt and response.
-
-    Returns:
-        A byte-level tokenizer with a chat template and at most ``VOCABULARY_SIZE`` ids.
+        max_tokens: Limit of the model's sequences, prompt and response together.
     """
-    letters = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    letters = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Qwen2Tokenizer(
         vocab={letter: index for index, letter in enumerate(letters)},
         merges=[],
@@ -71,18 +69,12 @@ def build_tokenizer(max_tokens: int = 2048) -> Qwen2Tokenizer:
     return tokenizer
 
 
-# B = sequences, S = positions, D = hidden size, N = query heads, M = key-value heads, H = head size
-
 INITIAL_STD = 0.08
 """Standard deviation of the initial matrices; biases start at 0 and norms at 1."""
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
-    """Describe the two-layer model of 115,264 parameters.
-
-    Args:
-        tokenizer: Gives the special ids and the longest sequence.
-    """
+    """The configuration of a two-layer model with 115,264 parameters."""
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=VOCABULARY_SIZE,
@@ -125,8 +117,6 @@ class TinyQwen2(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
-
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -196,8 +186,6 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """SwiGLU."""
-
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -218,14 +206,7 @@ def _rotate(heads_BNSH: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor
 
 
 def save_model(model: TinyQwen2, tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
-    """Write a Hugging Face model directory.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        model_dir: Existing directory; gets config.json, generation_config.json, model.safetensors
-            and the tokenizer's files.
-    """
+    """Write model, tokenizer and their configuration to an existing directory."""
     model.config.save_pretrained(model_dir)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,

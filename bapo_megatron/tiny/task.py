@@ -19,7 +19,7 @@ import random
 from dataclasses import dataclass
 
 GUESS_OFFSETS = (-3, -2, -1, 1, 2, 3)
-"""By how much a wrong guess misses the true sum."""
+"""Differences of wrong guesses from the true sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class SolutionMixture:
     right_guess_share: float = 0.15
     """Share of guesses that hit the sum."""
     min_guesses: int = 5
-    """Fewest guesses in a sloppy step."""
+    """Minimum number of guesses in a sloppy step."""
     max_guesses: int = 7
-    """Most guesses in a sloppy step."""
+    """Maximum number of guesses in a sloppy step."""
 
     def __post_init__(self) -> None:
         for name in ("sloppy_step_share", "right_guess_share"):
@@ -73,7 +73,7 @@ class ProblemSplits:
 
 
 def all_problems() -> list[Problem]:
-    """Return all 11,100 sums of two, three and four digits, in a fixed order."""
+    """All 11,100 sums of two, three and four digits, in a fixed order."""
     return [
         Problem(digits)
         for count in (2, 3, 4)
@@ -82,12 +82,7 @@ def all_problems() -> list[Problem]:
 
 
 def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits:
-    """Deal all problems to training, held-out and warm-up (the rest).
-
-    Args:
-        num_train: Problems for reinforcement learning.
-        num_heldout: Problems for evaluation.
-        seed: Seed of the shuffle.
+    """Deal all problems, shuffled by ``seed``, to evaluation, training, and warm-up (the rest).
 
     Raises:
         ValueError: Fewer than one problem would remain for the warm-up.
@@ -108,16 +103,7 @@ def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits
 
 
 def write_solution(problem: Problem, mixture: SolutionMixture, rng: random.Random) -> str:
-    """Write one solution, each of its steps careful or sloppy.
-
-    Args:
-        problem: The sum.
-        mixture: How often steps are sloppy.
-        rng: Decides every choice.
-
-    Returns:
-        The text of the response, without an end-of-sequence token.
-    """
+    """Write one solution, each of its steps careful or sloppy, without an end-of-sequence token."""
     total = problem.digits[0]
     text = str(total)
     for index, digit in enumerate(problem.digits[1:]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -75,24 +76,34 @@ def warm_up(
 ) -> WarmupResult:
     """Train ``model`` in place to write solutions like those of ``mixture``.
 
-    Args:
-        model: The model; left in evaluation mode.
-        tokenizer: Its tokenizer with a chat template.
-        problems: Problems to draw from; each draw has a new solution.
-        mixture: How solutions are written.
-        settings: The optimisation.
-        seed: Seed of the draws.
-        console: Where progress is shown.
+    Problems are drawn with replacement (``seed``); each draw has a new solution. The model is left
+    in evaluation mode.
     """
     rng = random.Random(f"warmup-{seed}")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
-    prompt_ids = _PromptIds(tokenizer)
+
+    @functools.cache
+    def prompt_ids(problem: Problem) -> list[int]:
+        ids: list[int] = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.prompt}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return ids
+
     losses: list[float] = []
     started_s = time.monotonic()
     model.train()
-    with _torch_threads(settings.num_threads), _progress(console) as progress:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    with _torch_threads(settings.num_threads), progress:
         bar = progress.add_task("warm-up", total=settings.num_steps, loss=math.nan)
         for step in range(settings.num_steps):
             for group in optimizer.param_groups:
@@ -100,7 +111,7 @@ def warm_up(
             drawn = rng.choices(problems, k=settings.batch_size)
             solutions = tokenizer([write_solution(problem, mixture, rng) for problem in drawn])
             pairs = [
-                (prompt_ids.of(problem), [*solution_ids, tokenizer.eos_token_id])
+                (prompt_ids(problem), [*solution_ids, tokenizer.eos_token_id])
                 for problem, solution_ids in zip(drawn, solutions["input_ids"], strict=True)
             ]
             optimizer.zero_grad(set_to_none=True)
@@ -147,11 +158,7 @@ def learning_rate(step: int, settings: WarmupSettings) -> float:
 def pad_batch(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad prompts and responses to one length, on the right.
-
-    Args:
-        pairs: Prompt ids and response ids of each solution.
-        pad_id: Fills ``input_ids``.
+    """Pad pairs of prompt ids and response ids to one length, on the right.
 
     Returns:
         ``input_ids`` and ``labels``, both [B, S] int64; labels are ``IGNORED_LABEL`` outside
@@ -167,39 +174,11 @@ def pad_batch(
     return input_ids_BS, labels_BS
 
 
-class _PromptIds:
-    """Chat-template ids of problems, computed once each."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._cache: dict[Problem, list[int]] = {}
-
-    def of(self, problem: Problem) -> list[int]:
-        if problem not in self._cache:
-            self._cache[problem] = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": problem.prompt}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-        return self._cache[problem]
-
-
 @contextmanager
 def _torch_threads(num_threads: int) -> Iterator[None]:
-    """Set torch's thread count for a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-        console=console,
-    )

@@ -68,7 +68,7 @@ def run_faults(directory: Path, num_faults: int, num_steps: int, seed: int) -> l
         if process.poll() is None:
             process.kill()
             process.communicate()
-    assert [row["step"] for row in steps(run_dir)] == list(range(num_steps))
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, num_steps + 1))
     return faults
 
 

@@ -68,18 +68,18 @@ def test_without_a_mask_every_token_counts(tmp_path: Path) -> None:
     values = columns()
     del values["mask"]
     report = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
-    assert (report.positive_tokens, report.exit) == (2, "start")
+    assert (report.positive_tokens, report.result.exit) == (2, "start")
 
 
 def test_an_empty_file_gives_the_start(tmp_path: Path) -> None:
     values = {name: column[:0] for name, column in columns().items()}
-    assert bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG).exit == "start"
+    assert bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG).result.exit == "start"
 
 
 def test_what_is_masked_may_hold_anything(tmp_path: Path) -> None:
     values = columns()
     values["logprob"][2] = np.nan
-    assert bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG).exit == "met"
+    assert bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG).result.exit == "met"
 
 
 def test_the_printed_report_marks_the_chosen_pair(tmp_path: Path) -> None:

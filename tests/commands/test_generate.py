@@ -74,7 +74,11 @@ def test_the_summary_weighs_samples_not_batches() -> None:
             generated_tokens=20, generation_s=3.0, unfinished_samples=1, reward_timeouts=1
         ),
     ]
-    summary = summarise([BatchTotals.of(first), BatchTotals.of(second)], stats, wall_s=7.0)
+    batches = [
+        dataclasses.replace(first, stats=stats[0]),
+        dataclasses.replace(second, stats=stats[1]),
+    ]
+    summary = summarise([BatchTotals.of(batch) for batch in batches], wall_s=7.0)
     assert dataclasses.asdict(summary) == {
         "steps": 2,
         "groups": 3,

@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.commands.grade import GradeError, grade_file
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.data.rows import parse_answer
+from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import RewardError
 from tests.launch import REPOSITORY
 
@@ -63,7 +63,7 @@ def test_a_function_that_scores_whole_groups_is_refused(tmp_path):
     with pytest.raises(
         RewardError, match=r"reward\.functions: 'rank' scores the responses to a pr"
     ):
-        grade_file(path, rewards, parse_answer=parse_answer, output=1, report=print)
+        run_async(grade_file(path, rewards, output=1, report=print))
 
 
 def test_every_line_gets_a_line_in_order(tmp_path):
@@ -133,9 +133,7 @@ def test_every_fault_of_a_line_is_told_with_its_number(tmp_path, bad, message):
     output = os.open(os.devnull, os.O_WRONLY)
 
     with pytest.raises(GradeError) as raised:
-        grade_file(
-            path, RewardConfig(), parse_answer=parse_answer, output=output, report=lambda n: None
-        )
+        run_async(grade_file(path, RewardConfig(), output=output, report=lambda n: None))
 
     os.close(output)
     assert str(raised.value).startswith(f"{path}:2: {message}")

@@ -123,7 +123,21 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?",
         ),
         ("temperature: 1", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
-        ("model: {zzz: 1}", "unknown key 'model.zzz'; known here: path, dtype"),
+        (
+            "model: {zzz: 1}",
+            "unknown key 'model.zzz'; its section's keys: bapo-megatron config --key model",
+        ),
+        (
+            "eval: {sets: [{zzz: 1}]}",
+            "unknown key 'eval.sets[0].zzz'; its section's keys: bapo-megatron config --key "
+            "eval.sets",
+        ),
+        ("zzz: 1", "unknown key 'zzz'; its section's keys: bapo-megatron config"),
+        ("rollout: {lrr: 1}", "unknown key 'rollout.lrr'; did you mean 'optimizer.lr'?"),
+        (
+            "run_dir: ''",
+            "'run_dir' must be a directory, got ''; name one (is a variable not set?)",
+        ),
         (
             "eval: {sets: [{pth: x}]}",
             "unknown key 'eval.sets[0].pth'; did you mean 'eval.sets[0].path'?",
@@ -441,3 +455,10 @@ def test_what_megatron_cannot_combine_is_refused_before_it_starts(folder, overri
 
     assert "megatron" in message
     assert rule in message
+
+
+def test_a_run_dir_from_an_unset_variable_is_refused(folder):
+    assert error_of(folder / "base.yaml", "run_dir=") == (
+        "override 'run_dir=': 'run_dir' must be a directory, got ''; name one (is a variable not "
+        "set?)"
+    )

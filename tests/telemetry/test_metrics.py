@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.table import Table
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapo_megatron.commands.plot import draw_dynamics
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.telemetry.metrics import (
     BEFORE_TRAINING,
     eval_metrics,
@@ -254,10 +257,10 @@ def test_sinks_drop_rows_that_a_resumed_run_makes_again(tmp_path) -> None:
         sinks.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward/mean"]) for row in rows] == [
-        (0, 0.1),
         (1, 0.1),
-        (2, 0.9),
+        (2, 0.1),
         (3, 0.9),
+        (4, 0.9),
     ]
     assert "x" not in rows[0]
 
@@ -269,24 +272,29 @@ def test_a_run_that_begins_anew_drops_the_row_before_training_too(tmp_path) -> N
         sinks.write(StepMetrics(BEFORE_TRAINING, {"reward/mean": reward}))
         sinks.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert rows == [{"step": BEFORE_TRAINING, "reward/mean": 0.9}]
+    assert rows == [{"step": 0, "reward/mean": 0.9}]
 
 
 def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "a": 1}\n{"step": 1, "a"')
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
     config = LogConfig(console=False, tensorboard=False)
     sinks = MetricsSinks(tmp_path, "run", config, first_step=1, total_steps=4)
     sinks.write(StepMetrics(1, {"a": 2.0}))
     sinks.close()
-    assert read_metrics(path) == [{"step": 0, "a": 1}, {"step": 1, "a": 2.0}]
+    assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2.0}]
 
 
-def test_tensorboard_events_are_written(tmp_path) -> None:
-    sinks = MetricsSinks(tmp_path, "run", LogConfig(console=False), first_step=0, total_steps=1)
-    sinks.write(StepMetrics(0, {"reward/mean": 0.5}))
+def test_every_sink_counts_finished_steps(tmp_path, capsys) -> None:
+    sinks = MetricsSinks(tmp_path, "run", LogConfig(), first_step=0, total_steps=6)
+    for step in (BEFORE_TRAINING, 0, 5):
+        sinks.write(StepMetrics(step, {"reward/mean": 0.5}))
     sinks.close()
-    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 6]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 6]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "1/6", "6/6"]
 
 
 def test_a_resumed_run_goes_on_at_weights_and_biases_under_the_same_id(
@@ -319,6 +327,17 @@ def test_dynamics_figure_is_a_png_and_needs_metrics(tmp_path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_dynamics([run], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_tables_are_whole_where_output_is_no_terminal(capsys, monkeypatch) -> None:
+    table = Table("key", "meaning")
+    table.add_row("a", "word " * 60)
+    for columns, num_lines in ((None, 5), ("80", 9)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        uncut_console().print(table)
+        assert len(capsys.readouterr().out.splitlines()) == num_lines
 
 
 def test_a_broken_metrics_line_is_named(tmp_path) -> None:

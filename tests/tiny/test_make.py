@@ -19,8 +19,8 @@ QUIET = Console(quiet=True)
 FILES = ("train.jsonl", "heldout.jsonl", "model/model.safetensors", "model/tokenizer.json")
 
 
-def make_short(out_dir: Path, seed: int = 0, **options):
-    return make_tiny(out_dir, seed, settings=SHORT, console=QUIET, **options)
+def make_short(out_dir: Path, seed: int = 0):
+    return make_tiny(out_dir, seed, settings=SHORT, console=QUIET)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -54,29 +54,22 @@ def test_another_seed_gives_other_weights_and_other_data(tmp_path):
 
 def test_report_names_the_files_and_heldout_prompts_are_new(tmp_path):
     report = make_short(tmp_path / "tiny")
-    train, heldout = rows(report.train_file), rows(report.heldout_file)
+    train, heldout = (rows(tmp_path / "tiny" / f"{name}.jsonl") for name in ("train", "heldout"))
     assert report.model_dir == tmp_path / "tiny" / "model"
     assert (len(train), len(heldout)) == (2048, 512)
     assert len({row["prompt"] for row in train + heldout}) == 2560
     assert all(set(row) == {"prompt", "answer"} for row in train + heldout)
     digits = [int(digit) for digit in heldout[0]["prompt"].removesuffix("=?").split("+")]
     assert heldout[0]["answer"] == str(sum(digits))
-    assert (report.num_parameters, report.reused) == (115_264, False)
+    assert report.num_parameters == 115_264
     assert 0 < report.final_loss < 7
 
 
-def test_an_earlier_result_is_kept_only_when_asked_and_only_with_the_same_settings(tmp_path):
-    out_dir = tmp_path / "tiny"
-    first = make_short(out_dir)
-    (out_dir / "model" / "mark").touch()
-    kept = make_short(out_dir, reuse=True)
-    assert (kept.reused, kept.final_loss) == (True, first.final_loss)
-    assert (out_dir / "model" / "mark").exists()
-    assert not make_short(out_dir, seed=1, reuse=True).reused
-    assert not (out_dir / "model" / "mark").exists()
-    (out_dir / "model" / "mark").touch()
-    assert not make_short(out_dir, seed=1).reused
-    assert not (out_dir / "model" / "mark").exists()
+def test_an_earlier_result_is_replaced(tmp_path):
+    make_short(tmp_path / "tiny")
+    (tmp_path / "tiny" / "model" / "mark").touch()
+    make_short(tmp_path / "tiny")
+    assert not (tmp_path / "tiny" / "model" / "mark").exists()
 
 
 def test_a_directory_of_somebody_else_is_refused_and_unchanged(tmp_path):
@@ -110,7 +103,7 @@ def test_an_interrupted_write_leaves_the_earlier_result(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_warmed_up_model_is_right_in_about_a_third_and_writes_boxed_answers(tmp_path):
     report = make_tiny(tmp_path / "tiny", 0, console=QUIET)
-    texts, answers = sample_answers(report.model_dir, rows(report.heldout_file))
+    texts, answers = sample_answers(report.model_dir, rows(tmp_path / "tiny" / "heldout.jsonl"))
     boxed = [text.partition("\n\\boxed{")[2] for text in texts]
     right = [text == f"{answer}}}<eos>" for text, answer in zip(boxed, answers, strict=True)]
     well_formed = [text.endswith("}<eos>") for text in boxed]

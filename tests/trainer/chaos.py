@@ -61,7 +61,7 @@ def steps(run_dir: Path) -> list[dict[str, float]]:
     """Rows of the steps that were made."""
     path = run_dir / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
-    return [row for row in rows if row["step"] >= 0]
+    return [row for row in rows if row["step"] > 0]
 
 
 def wait_for(

@@ -78,7 +78,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     # Forget everything after the first step, as if the run had been killed there.
     (run_dir / "checkpoints" / "latest").write_text("step_1\n")
     rows = _train(replay_config, run_dir, *EVERY_STEP, *resumed_by, "resume=true", ranks=2)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     _assert_equal_metrics(rows, expected, tolerance)
     resumed_weights = _weights(run_dir)
     assert resumed_weights.keys() == expected_weights.keys()

@@ -92,7 +92,7 @@ def test_the_run_reports_what_it_did(finished: Path) -> None:
     assert {"rollout", "training", "weight_sync", "evaluation"} <= summary["phase_s"].keys()
     rows = read_metrics(finished / "metrics.jsonl")
     assert "eval/sums/pass_at_k" in rows[0]
-    assert rows[0]["step"] == -1
+    assert rows[0]["step"] == 0
     assert "eval/sums/pass_at_k" in rows[-1]
     (scored,) = read_results(finished / "eval" / "step_000002.json")
     assert (scored.name, scored.num_prompts, scored.samples_per_prompt) == ("sums", 21, 2)
@@ -143,7 +143,7 @@ def test_a_resumed_run_pushes_its_weights_and_continues_the_versions(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     row = read_metrics(finished / "metrics.jsonl")[-1]
-    assert row["step"] == 3
+    assert row["step"] == 4
     # With the base weights in the server this would be far off.
     assert row["mismatch/logprob_abs_max"] <= 1e-4
 
@@ -162,7 +162,7 @@ def test_a_server_that_dies_in_the_middle_is_started_again_and_the_run_goes_on(
     wait_for(process, lambda: len(steps(run_dir)) >= num_before + 3, "steps with the new server")
     # It has the trainer's weights, not those it started with, and every step was made once.
     rows = steps(run_dir)
-    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert max(row["mismatch/logprob_abs_max"] for row in rows) < 1e-4
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)

@@ -170,7 +170,7 @@ def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
     objective = load_objective(AlgorithmConfig()).objective
     updates = update_metrics([_update(sums, dict(objective.report_decision(SEARCHES[0])))])
     values = step_metrics(_batch(), updates, 0.0, {}).values
-    drawn = {name for _, series in PANELS for name, _ in series}
+    drawn = {name for series in PANELS.values() for name in series.values()}
     assert drawn <= values.keys()
     assert {"rollout/stale_token_share", "rollout/age_max"} <= drawn
 

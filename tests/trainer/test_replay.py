@@ -97,7 +97,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert "Warning" not in result.stderr
     rows = read_metrics(run_dir / "metrics.jsonl")
     expected = read_metrics(uninterrupted / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row, reference in zip(rows, expected, strict=True):
         for name in COMPARED:
             assert row[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-6), name

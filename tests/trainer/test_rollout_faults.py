@@ -66,7 +66,7 @@ def test_a_run_outlives_a_server_that_hangs_for_a_while_and_one_that_is_killed(
     assert process.returncode == 0, out + err
     assert "died (SIGKILL)" in err
     rows = steps(run_dir)
-    assert [row["step"] for row in rows] == list(range(num_steps))
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
     assert sum(row["rollout/lost_requests"] for row in rows) > 0
     assert assert_balanced(run_dir)["trained"] == num_steps * GROUPS_PER_STEP
 
@@ -105,5 +105,5 @@ def test_a_run_without_servers_saves_and_ends_and_one_that_is_killed_resumes(
     result = run([*resumed, f"train.steps={made + 6}"], timeout_s=400)
     assert result.returncode == 0, result.stderr
     rows = steps(run_dir)
-    assert [row["step"] for row in rows] == list(range(made + 6))
+    assert [row["step"] for row in rows] == list(range(1, made + 7))
     assert assert_balanced(run_dir)["trained"] == (made + 6) * GROUPS_PER_STEP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from bapo_megatron.config.check_sections import check_model
+from bapo_megatron.config.check import check_model
 from bapo_megatron.config.load import ConfigError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from bapo_megatron.config.check_sections import check_heads, check_model, refuse_twice
+from bapo_megatron.config.check import check_heads, check_model, refuse_twice
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 

@@ -1,0 +1,113 @@
+"""``config``: the keys of every run, and one run resolved and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from rich.console import Console
+
+from bapo_megatron import cli
+from bapo_megatron.commands import config as config_command
+from bapo_megatron.config.describe import describe_keys
+from bapo_megatron.config.load import ConfigError
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that passes all checks; its layout needs two ranks."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    hf_config = {"num_attention_heads": 6, "num_hidden_layers": 6, "max_position_embeddings": 600}
+    Path("model/config.json").write_text(json.dumps(hf_config))
+    for name in ("model/model.safetensors", "model/tokenizer_config.json", "train.jsonl"):
+        Path(name).touch()
+    settings = {
+        "name": "x",
+        "run_dir": "runs/x",
+        "model": {"path": "model"},
+        "parallel": {"tensor": 2},
+        "data": {"train": {"path": "train.jsonl"}, "max_prompt_tokens": 100},
+        "rollout": {"max_response_tokens": 400},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
+    return "run.yaml"
+
+
+def run(*arguments: str) -> None:
+    cli.app(["config", *arguments], standalone_mode=False)
+
+
+def test_without_a_terminal_each_key_is_a_line_with_tabs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run()
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(describe_keys())
+    assert lines[0] == "name\ttext\trequired\tName of the run."
+    assert {line.count("\t") for line in lines} == {3}
+
+
+def test_keys_are_filtered_by_a_part_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--key", "parallel.p")
+
+    assert capsys.readouterr().out == (
+        "parallel.pipeline\tinteger ≥ 1\t1\tPipeline-parallel size: stages of successive layers.\n"
+    )
+    with pytest.raises(typer.BadParameter, match=r"no key contains 'paralel'; leave out --key"):
+        run("--key", "paralel")
+
+
+def test_a_terminal_gets_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        config_command, "Console", lambda: Console(force_terminal=True, no_color=True, width=100)
+    )
+    run("--key", "virtual_pipeline")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in lines[1].strip("┃").split("┃")] == [
+        "key", "type", "default", "meaning",
+    ]  # fmt: skip
+    assert "parallel.virtual_pipeline" in lines[3]
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_configuration_is_printed_and_checked(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config_file)
+
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 100
+    with pytest.raises(typer.BadParameter, match="--key lists keys of any run; leave out CONFIG"):
+        run(config_file, "--key", "train")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train.path=no.jsonl", r"data\.train\.path: no such file 'no\.jsonl'"),
+        ("rollout.servers=[a:1]", r"rollout\.servers: must be addresses like http://host"),
+        ("algorithm.objective=no_module:f", "no_module"),
+        ("algorithm.advantage=no_module:f", "no_module"),
+    ],
+)
+def test_what_train_would_refuse_is_told_after_the_resolved_configuration(
+    config_file: str, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        run(config_file, override)
+    assert yaml.safe_load(capsys.readouterr().out)["name"] == "x"
+
+
+def test_a_number_of_ranks_is_checked_where_it_is_known(
+    config_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"parallel\.tensor: must divide the number of ranks"):
+        run(config_file)
