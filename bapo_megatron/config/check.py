@@ -49,7 +49,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     _check_parallel(config.parallel, world_size)
     hf_config = check_model(config.model)
     check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
-    _check_layers(hf_config, config.parallel, config.megatron)
+    check_layers(hf_config, config.parallel, config.megatron)
     _check_optimizer(config)
     if not owns_files:
         return
@@ -193,9 +193,10 @@ def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
             )
 
 
-def _check_layers(
+def check_layers(
     hf_config: dict[str, Any], parallel: ParallelConfig, megatron: MegatronConfig
 ) -> None:
+    """The layers of ``config.json`` can be divided over the pipeline's stages and chunks."""
     layers = hf_config.get("num_hidden_layers")
     parts = parallel.pipeline * parallel.virtual_pipeline
     if isinstance(layers, int) and layers % parts:

@@ -68,9 +68,9 @@ def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
     atomic_write_text(json_path, f"[\n{entries}\n]\n")
     known = [result for result in results if result.settings]
     tables = (
-        _markdown_table(_SCORE_HEADINGS, _score_rows(results), num_left=2),
-        _markdown_table(list(_SAMPLE_COLUMNS), _rows(_SAMPLE_COLUMNS, results), num_left=1),
-        _markdown_table(list(_SETTING_COLUMNS), _rows(_SETTING_COLUMNS, known), num_left=2),
+        markdown_table(_SCORE_HEADINGS, _score_rows(results), num_left=2),
+        markdown_table(list(_SAMPLE_COLUMNS), _rows(_SAMPLE_COLUMNS, results), num_left=1),
+        markdown_table(list(_SETTING_COLUMNS), _rows(_SETTING_COLUMNS, known), num_left=2),
     )
     text = "# Evaluation\n\n" + "\n".join(tables)
     text += "".join(f"\n{line}\n" for line in scoring_lines(results))
@@ -148,9 +148,8 @@ def rich_table(
     return table
 
 
-def _markdown_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int
-) -> str:
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> str:
+    """A table in Markdown, the first ``num_left`` columns aligned to the left."""
     marks = ["---" if number < num_left else "---:" for number in range(len(headings))]
     lines = [headings, marks, *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
