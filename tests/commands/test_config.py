@@ -66,7 +66,9 @@ def test_a_terminal_gets_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        config_command, "Console", lambda: Console(force_terminal=True, no_color=True, width=100)
+        config_command,
+        "Console",
+        lambda: Console(force_terminal=True, color_system=None, width=100),
     )
     run("--key", "virtual_pipeline")
 
