@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.check import check_heads, check_layers
+from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
 
@@ -76,22 +77,22 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
     The vocabulary is padded, so that it always divides.
 
     Raises:
-        ValueError: Key, rule, value and remedy.
+        ConfigError: Key, rule, value and remedy.
     """
     check_heads(hf.division_fields, "parallel.tensor", parallel.tensor)
     if hf.intermediate_size % parallel.tensor:
-        raise ValueError(
+        raise ConfigError(
             f"parallel.tensor: must divide the model's {hf.intermediate_size} intermediate "
             f"channels, got {parallel.tensor}; choose a divisor"
         )
     check_layers(hf.division_fields, parallel, MegatronConfig())
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ValueError(
+        raise ConfigError(
             "parallel.virtual_pipeline: needs parallel.pipeline > 1, got "
             f"{parallel.virtual_pipeline} with 1; set it to 1, or raise parallel.pipeline"
         )
     if parallel.sequence and parallel.tensor == 1:
-        raise ValueError(
+        raise ConfigError(
             "parallel.sequence: needs parallel.tensor > 1, got 1; "
             "set parallel.sequence=false, or raise parallel.tensor"
         )
