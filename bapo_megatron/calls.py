@@ -6,7 +6,7 @@ so a field that is renamed on one side fails in mypy on the other. On the wire:
 
     → {"id": 1, "call": "collect", "arguments": {"step": 0}}
     ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
-    ← {"id": 1, "result": {"batch": {"path": "…/step_000000.parquet", "keep": true}}}
+    ← {"id": 1, "result": {"path": "…/step_000000.parquet"}}
 
 or ``{"id": 1, "error": "one line that says what to do"}``; a ``{"warning": "…"}`` may come at any
 time.

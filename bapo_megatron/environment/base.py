@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an episode is about."""
+    """The prompt that an episode is about, and its seed."""
 
     prompt_id: str
     source: str
@@ -39,7 +39,7 @@ class Turn:
     """What the policy has just written."""
 
     number: int
-    """Which turn of the episode it is, from 0."""
+    """Number of the turn in its episode, from 0."""
     text: str
     """The decoded tokens, without special ones."""
     token_ids: tuple[int, ...]
@@ -59,13 +59,17 @@ class Step:
     """Chat messages (``role``, ``content``), rendered once by the chat template. Either these or
     ``token_ids`` unless the episode is done."""
     token_ids: Sequence[int] = ()
-    """Exactly what is written, in place of ``messages``."""
+    """Written exactly, in place of ``messages``."""
     is_done: bool = False
     """The episode ends with this turn, and nothing is written."""
 
 
 class Environment(Protocol):
-    """Runs episodes; any number at a time."""
+    """Runs episodes; any number at a time.
+
+    ``start`` and ``step`` raise ``EnvironmentFailedError`` where the environment failed in this
+    episode, and another ``RolloutError`` where it cannot be run at all.
+    """
 
     async def open(self) -> None:
         """Prepare, so that an environment that cannot be loaded is found before any episode.
@@ -76,27 +80,15 @@ class Environment(Protocol):
         ...
 
     async def start(self, task: Task) -> Any:
-        """Begin an episode.
-
-        Returns:
-            The first state, a JSON value.
-
-        Raises:
-            EnvironmentFailedError: The environment failed in this episode.
-            RolloutError: It cannot be run at all.
-        """
+        """Begin an episode; returns the first state, a JSON value."""
         ...
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """Answer a turn; the result depends on the arguments alone.
 
         Args:
-            state: What ``start`` or the step before has given.
+            state: What ``start`` or the step before has returned.
             turn: Returns what the policy wrote; it is decoded only then.
-
-        Raises:
-            EnvironmentFailedError: The environment failed in this episode.
-            RolloutError: It cannot be run at all.
         """
         ...
 
@@ -117,7 +109,7 @@ class UserEnvironment(Protocol):
     """
 
     def start(self, task: Task) -> Any | Awaitable[Any]:
-        """The first state: what ``step`` has to know of the task, and of its seed."""
+        """Return the first state: what ``step`` has to know about the task and its seed."""
         ...
 
     def step(self, state: Any, turn: Turn) -> Step | Awaitable[Step]:
@@ -132,12 +124,12 @@ class EnvironmentFailedError(RolloutError):
     """An environment failed in one episode; the message is one line that says what to do."""
 
     def __init__(self, message: str, kind: Literal["error", "timeout", "tokens"]) -> None:
-        """Keep the kind.
+        """Keep message and kind.
 
         Args:
             message: Place, rule, value, remedy.
-            kind: ``timeout``: it exceeded ``rollout.episodes.step_timeout_s``. ``tokens``: what it
-                wrote cannot be used as tokens. ``error``: everything else.
+            kind: ``timeout``: it exceeded ``rollout.episodes.step_timeout_s``. ``tokens``: its
+                answer cannot be used as tokens. ``error``: everything else.
         """
         super().__init__(message)
         self.kind = kind

@@ -1,4 +1,4 @@
-"""What a worker of an environment does: calls the user's class and checks what it returns."""
+"""A worker of an environment: calls the user's class and checks what it returns."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import json
 import numbers
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bapo_megatron.environment.base import Step, Task, Turn
+from bapo_megatron.environment.base import Step, Task, Turn, UserEnvironment
 from bapo_megatron.names import LoadError, load_named, shown
 from bapo_megatron.worker import settled
 
-if TYPE_CHECKING:
-    from bapo_megatron.environment.base import UserEnvironment
-
-MAX_STATE_BYTES = 1_000_000
+_MAX_STATE_BYTES = 1_000_000
 """Largest state, as JSON: every checkpoint holds those of all episodes in progress."""
-MAX_STATE_DEPTH = 100
-"""Deepest nesting of a state, since JSON is read and written by recursion: a state may hold what a
-model wrote, which may be any number of brackets."""
+_MAX_STATE_DEPTH = 100
+"""JSON is read and written by recursion, and a state may hold what a model wrote, which may be any
+number of brackets."""
 _MAX_WRITTEN_BYTES = 500_000
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -48,7 +45,7 @@ def _load(name: str) -> UserEnvironment:
     if not isinstance(named, type):
         raise LoadError(f"must name a class, got {type(named).__name__}; name a class")
     try:
-        environment: Any = named()
+        environment: UserEnvironment = named()
     except MemoryError:
         raise
     except Exception as error:
@@ -64,8 +61,7 @@ def _load(name: str) -> UserEnvironment:
             inspect.signature(function).bind(*arguments)
         except (TypeError, ValueError) as error:
             raise LoadError(f"must be callable as {call}: {error}; correct the method") from error
-    loaded: UserEnvironment = environment
-    return loaded
+    return environment
 
 
 class EnvironmentHandler:
@@ -74,56 +70,47 @@ class EnvironmentHandler:
     facts = None
 
     def __init__(self, environment: UserEnvironment) -> None:
-        """Keep the user's environment."""
         self._environment = environment
         self._loop = asyncio.new_event_loop()
 
     def answer(self, request: Mapping[str, Any]) -> Any:
-        """A first state, or a step."""
+        """Return a first state, or a step."""
         if "task" in request:
             state = settled(self._environment.start(Task(**request["task"])), self._loop)
-            check_state(state)
+            _check_state(state)
             return state
         turn = request["turn"]
         turn = Turn(**{**turn, "token_ids": tuple(turn["token_ids"])})
-        return checked_step(settled(self._environment.step(request["state"], turn), self._loop))
+        return _checked_step(settled(self._environment.step(request["state"], turn), self._loop))
 
 
-def check_state(state: Any) -> None:
-    """Refuse what cannot travel with a sample.
-
-    Raises:
-        ValueError: It is no JSON value, or too large.
-    """
+def _check_state(state: Any) -> None:
+    """Refuse what cannot travel with a sample."""
     try:
         text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the state must be a JSON value ({error})") from error
-    if len(text) > MAX_STATE_BYTES:
+    if len(text) > _MAX_STATE_BYTES:
         raise ValueError(
-            f"the state must be at most {MAX_STATE_BYTES:,} bytes of JSON, got {len(text):,}"
+            f"the state must be at most {_MAX_STATE_BYTES:,} bytes of JSON, got {len(text):,}"
         )
     depth = max_depth = 0
     for bracket in _BRACKET.findall(_STRING.sub("", text)):
         depth += 1 if bracket in "[{" else -1
         max_depth = max(max_depth, depth)
-    if max_depth > MAX_STATE_DEPTH:
+    if max_depth > _MAX_STATE_DEPTH:
         raise ValueError(
-            f"the state must be nested at most {MAX_STATE_DEPTH} deep, got {max_depth}"
+            f"the state must be nested at most {_MAX_STATE_DEPTH} deep, got {max_depth}"
         )
 
 
-def checked_step(step: Any) -> dict[str, Any]:
-    """A step as it is sent: its fields, as JSON values.
-
-    Raises:
-        ValueError: It breaks a rule of ``base.Step``.
-    """
+def _checked_step(step: Any) -> dict[str, Any]:
+    """The fields of a step as JSON values; refuse one that breaks a rule of ``base.Step``."""
     if not isinstance(step, Step):
         raise ValueError(f"step must return a Step, got {type(step).__name__}")
     if not isinstance(step.is_done, bool):
         raise ValueError(f"is_done must be true or false, got {step.is_done!r:.80}")
-    check_state(step.state)
+    _check_state(step.state)
     messages = [_message(message) for message in _items(step.messages, "messages")]
     token_ids = [_token_id(token_id) for token_id in _items(step.token_ids, "token_ids")]
     if messages and token_ids:

@@ -5,11 +5,13 @@ Its code can neither stall the event loop that generates nor end the process.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task
+from bapo_megatron.config.rollout import EpisodesConfig
+from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.workers import (
     HandlerNotLoadedError,
@@ -18,53 +20,40 @@ from bapo_megatron.workers import (
     WorkersClosedError,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bapo_megatron.environment.base import Turn
-
 
 class WorkerEnvironment:
     """Runs a ``base.UserEnvironment``; belongs to the event loop that first calls it."""
 
-    def __init__(
-        self, name: str, *, workers: int, step_timeout_s: float, memory_limit_mb: int
-    ) -> None:
+    def __init__(self, name: str, limits: EpisodesConfig) -> None:
         """Set the processes up; ``open`` starts the first one.
 
         Args:
             name: ``package.module:Class``.
-            workers: Number of processes; so many episodes are stepped at a time.
-            step_timeout_s: Time limit of one call, not counting the wait for a free process.
-            memory_limit_mb: Limit of a process's address space, in 10^6 · 1.048576 bytes.
+            limits: Number of processes, so of episodes that are stepped at a time, and limits of a
+                call, which do not count the wait for a free process.
         """
         self._name = name
-        self._step_timeout_s = step_timeout_s
-        self._memory_limit_mb = memory_limit_mb
+        self._limits = limits
         self._workers = WorkerPool(
             "bapo_megatron.environment.handler:build",
             (name,),
-            workers=workers,
-            timeout_s=step_timeout_s,
-            memory_limit_mb=memory_limit_mb,
+            workers=limits.workers,
+            timeout_s=limits.step_timeout_s,
+            memory_limit_mb=limits.memory_limit_mb,
         )
 
     async def open(self) -> None:
-        """Load the class in one process.
-
-        Raises:
-            RolloutError: It cannot be loaded, or lacks a method.
-        """
+        """Load the class in one process, so that one that cannot be loaded is found now."""
         with self._rollout_errors():
             await self._workers.start()
 
     async def start(self, task: Task) -> Any:
-        """Begin an episode; see ``base.Environment.start``."""
+        """See ``base.Environment.start``."""
         request = {"task": _fields_of(task)}
         return await self._ask("start", request, f"prompt '{task.prompt_id}'")
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
-        """Answer a turn; see ``base.Environment.step``."""
+        """See ``base.Environment.step``."""
         played = turn()
         request = {"state": state, "turn": _fields_of(played)}
         step = await self._ask(
@@ -77,34 +66,30 @@ class WorkerEnvironment:
         await self._workers.close()
 
     async def _ask(self, method: str, request: dict[str, Any], episode: str) -> Any:
-        """What a method returned, checked by the process that ran it."""
+        """Call a method; the process that runs it checks what it returns."""
         with self._rollout_errors():
             outcome = await self._workers.ask(request)
         if outcome.kind == "result":
             return outcome.result
-        call = f"rollout.environment: {self._name}.{method}"
-        otherwise = "or set rollout.episodes.on_error=zero"
+        limits, remedy = self._limits, "correct it, raise the limit,"
         if outcome.kind == "timeout":
-            raise EnvironmentFailedError(
-                f"{call} must return within rollout.episodes.step_timeout_s = "
-                f"{self._step_timeout_s:g} s, and did not ({episode}); correct it, raise the "
-                f"limit, {otherwise}",
-                "timeout",
-            )
-        if outcome.kind == "memory":
-            raise EnvironmentFailedError(
-                f"{call} needs more memory than rollout.episodes.memory_limit_mb = "
-                f"{self._memory_limit_mb} ({episode}); correct it, raise the limit, {otherwise}",
-                "error",
-            )
-        reason = "it ended two processes" if outcome.kind == "died" else outcome.error
+            limit = f"rollout.episodes.step_timeout_s = {limits.step_timeout_s:g} s"
+            what = f"must return within {limit}, and did not"
+        elif outcome.kind == "memory":
+            limit = f"rollout.episodes.memory_limit_mb = {limits.memory_limit_mb}"
+            what = f"needs more memory than {limit}"
+        else:
+            reason = "it ended two processes" if outcome.kind == "died" else outcome.error
+            what, remedy = f"failed: {reason}", "correct it,"
         raise EnvironmentFailedError(
-            f"{call} failed: {reason} ({episode}); correct it, {otherwise}", "error"
+            f"rollout.environment: {self._name}.{method} {what} ({episode}); {remedy} or set "
+            "rollout.episodes.on_error=zero",
+            "timeout" if outcome.kind == "timeout" else "error",
         )
 
     @contextmanager
     def _rollout_errors(self) -> Iterator[None]:
-        """Errors of the pool of workers, in the words of environments."""
+        """Turn errors of the pool of workers into errors of the environment."""
         try:
             yield
         except HandlerNotLoadedError as error:

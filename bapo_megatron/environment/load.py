@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
-from bapo_megatron.config.rollout import SINGLE_TURN
+from bapo_megatron.config.rollout import SINGLE_TURN, EpisodesConfig
+from bapo_megatron.environment.base import Environment, Step, Task, Turn
 from bapo_megatron.environment.in_workers import WorkerEnvironment
-from bapo_megatron.environment.single_turn import SingleTurn
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.rollout import EpisodesConfig
-    from bapo_megatron.environment.base import Environment
+_END = Step(state=None, is_done=True)
 
 
 def load_environment(name: str, limits: EpisodesConfig) -> Environment:
@@ -20,11 +19,25 @@ def load_environment(name: str, limits: EpisodesConfig) -> Environment:
         name: ``single_turn``, or ``package.module:Class`` of a ``base.UserEnvironment``.
         limits: Number of its processes, and what a call may take.
     """
-    if name == SINGLE_TURN:
-        return SingleTurn()
-    return WorkerEnvironment(
-        name,
-        workers=limits.workers,
-        step_timeout_s=limits.step_timeout_s,
-        memory_limit_mb=limits.memory_limit_mb,
-    )
+    return SingleTurn() if name == SINGLE_TURN else WorkerEnvironment(name, limits)
+
+
+class SingleTurn:
+    """The environment of a plain prompt and its response: ends every episode with its first turn.
+
+    Its calls never let other tasks run.
+    """
+
+    async def open(self) -> None:
+        """There is nothing to prepare."""
+
+    async def start(self, task: Task) -> Any:
+        """There is no state."""
+        return None
+
+    async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
+        """End the episode."""
+        return _END
+
+    async def close(self) -> None:
+        """There is nothing to end."""

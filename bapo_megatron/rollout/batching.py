@@ -10,28 +10,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Any
 
-from bapo_megatron.engine.base import SamplingSettings, sample_seed
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.stream import PromptMixture, PromptStream
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.buffer import DropReason, RolloutBuffer, buffer_from_json, buffer_to_json
-from bapo_megatron.rollout.driving import BURST, Driver, reporting, wait_for_news
-from bapo_megatron.rollout.episodes import EpisodePlan, Episodes
-from bapo_megatron.rollout.selection import Selection, merge
-from bapo_megatron.types import RolloutBatch, RolloutStats
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-    from bapo_megatron.data.stream import PromptMixture, PromptStream
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.episodes import Interaction
-    from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.pool import EnginePool
-    from bapo_megatron.rollout.selection import BatchPlan, LeftOver
-    from bapo_megatron.types import SampleText
+from bapo_megatron.rollout.buffer import (
+    DropReason,
+    PendingGroup,
+    PendingSample,
+    RolloutBuffer,
+    buffer_from_json,
+    buffer_to_json,
+)
+from bapo_megatron.rollout.driving import BURST, Driver, reporting
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
+from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +49,14 @@ class _Totals:
 
     def since(self, before: _Totals) -> _Totals:
         """What was counted after ``before``."""
-
-        def difference(now: Any, then: Any) -> Any:
-            if not isinstance(now, dict):
-                return now - then
-            differences = {key: now.get(key, 0) - then.get(key, 0) for key in {**then, **now}}
-            return {key: n for key, n in sorted(differences.items()) if n}
-
-        return _Totals(
-            **{
-                f.name: difference(getattr(self, f.name), getattr(before, f.name))
-                for f in fields(self)
-            }
-        )
+        return _Totals(*map(_difference, astuple(self), astuple(before)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Formed:
-    """A batch, and what its delivery changes."""
-
-    batch: RolloutBatch
-    texts: tuple[SampleText, ...]
-    chosen: list[PendingGroup]
-    left_over: LeftOver
-    totals: _Totals
-    at_s: float
+def _difference(now: Any, then: Any) -> Any:
+    if not isinstance(now, dict):
+        return now - then
+    differences = {key: now.get(key, 0) - then.get(key, 0) for key in {**then, **now}}
+    return {key: n for key, n in sorted(differences.items()) if n}
 
 
 class BatchCollector:
@@ -89,17 +72,7 @@ class BatchCollector:
         plan: BatchPlan,
         report: Callable[[str], None],
     ) -> None:
-        """Put the parts together; ``attach`` comes before the first batch.
-
-        Args:
-            interaction: Answers the policy's turns.
-            grader: Decodes and scores.
-            prompts: Training prompts.
-            config: Sizes of batches and groups, and the rules.
-            replay: How many groups of earlier batches are trained on again.
-            plan: What the run asks of its batches.
-            report: Takes a line about the progress, twice a second.
-        """
+        """Put the parts together; ``attach`` comes before the first batch."""
         self._interaction = interaction
         self._grader = grader
         self._prompts = prompts
@@ -108,32 +81,26 @@ class BatchCollector:
         self._report = report
         self._buffer = RolloutBuffer(num_earlier_batches=replay.batches)
         self._selection = Selection(self._buffer, config, replay, plan)
+        self._is_attached = False
         self._pool: EnginePool
         self._episodes: Episodes
-        self._is_attached = False
-        self._driver: Driver | None = None
+        self._driver: Driver
         self._ahead: asyncio.Task[None] | None = None
         """Generates until an end of its own; its failure is that of the next ``collect``."""
         self._sampled_version: int | None = None
-        """Weights that sampled last."""
+        """Version of the weights that sampled last."""
         self._num_regenerated = 0
         self._is_paused = False
         self._started_s = 0.0
         self._before = _Totals()
-        """When the last batch was formed."""
+        """As of the last batch."""
 
     def attach(self, pool: EnginePool) -> None:
         """Sample from these servers."""
         self._pool, self._is_attached = pool, True
-        self._episodes = Episodes(pool, self._interaction, self._grader, self._plan_of)
-        if pool.stepper is not None:
-            self._driver = Driver(
-                pool.stepper,
-                pool,
-                self._episodes.is_settled,
-                self._episodes.news,
-                awaits_scores=self._selection.needs_scores,
-            )
+        self._episodes = Episodes(pool, self._interaction, self._grader, self._request_of)
+        awaits_scores = self._selection.needs_scores
+        self._driver = Driver(pool, self._episodes, awaits_scores=awaits_scores)
 
     @property
     def finished_samples(self) -> int:
@@ -156,9 +123,7 @@ class BatchCollector:
             await asyncio.wait([self._ahead])
 
     async def collect(
-        self,
-        step: int,
-        hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]],
+        self, step: int, hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]]
     ) -> RolloutBatch | None:
         """Generate and score the batch of ``step``.
 
@@ -180,41 +145,27 @@ class BatchCollector:
         assert version is not None, "weights are synchronised before the first batch"
         replayed = self._selection.replayed(step, version)
         num_new = self._config.groups_per_step - len(replayed)
-        ahead = max(0, self._selection.steps_ahead(step)) * self._config.groups_per_step
-        has_end = self._driver is not None or self._config.fixed_lag is not None
+        num_ahead = self._selection.steps_ahead(step) * self._config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
             self._started_s = time.monotonic()  # generation starts: time counts from now
         with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
             await self._end_ahead()
             self._check_lag(step, num_new, version)
-            num_wanted = num_new if self._config.fixed_lag is not None else num_new + ahead
-            self._give_up_stale(version)
-            self._go_on(num_wanted)
-            while not (chosen := self._choose(num_new, replayed)):
-                if self._pool.needs_weights:
-                    return None
-                await self._advance()
-                self._give_up_stale(version)
-                self._go_on(num_wanted)
+            if not await self._generate(num_new, len(replayed), num_ahead, version):
+                return None
             generation_s = time.monotonic() - self._started_s
-            if not ahead:
-                await self._stop()
-                # Older groups may have got their scores meanwhile: they come first, if young
-                # enough.
-                self._give_up_stale(version)
-                chosen = self._choose(num_new, replayed)
-            if self._driver is not None:
-                await self._driver.settle()  # whose scores are counted must not depend on graders
-            while not all(group.is_scored for group in chosen):
-                await self._advance()
-        formed = self._form(step, version, chosen, replayed, generation_s)
-        await hand_over(formed.batch, formed.texts)
-        self._commit(formed)
-        if ahead and has_end:
-            self._ahead = asyncio.create_task(self._generate_ahead(ahead, version))
-        elif ahead:
-            self._go_on(ahead)
-        return formed.batch
+            chosen = await self._settle(num_new, len(replayed), version, stops=not num_ahead)
+        left_over = self._selection.left_over(chosen)
+        totals, formed_s = self._totals(left_over), time.monotonic()
+        groups = merge(chosen, replayed)
+        stats = self._stats(totals, chosen, len(replayed), left_over, generation_s)
+        batch = RolloutBatch(step, version, tuple(group.to_group() for group in groups), stats)
+        await hand_over(batch, [pending.text() for group in groups for pending in group.samples])
+        self._commit(chosen, left_over)
+        self._before, self._started_s = totals, formed_s
+        if num_ahead:
+            self._start_ahead(num_ahead, version)
+        return batch
 
     async def pause(self) -> bool:
         """Make way for new weights; nothing is sampled until ``resume``.
@@ -237,7 +188,7 @@ class BatchCollector:
             await self._episodes.resume(self._buffer)
 
     def leave_out_lost(self, num_requests: int) -> None:
-        """Lost requests that do not belong to batches: they were counted during an evaluation."""
+        """Leave out requests that an evaluation lost: batches did not."""
         lost = self._before.lost_requests + num_requests
         self._before = replace(self._before, lost_requests=lost)
 
@@ -270,10 +221,7 @@ class BatchCollector:
                     f"rollout.{name}: was {state[name]} when the samples were saved and is {value} "
                     "now; resume with the same value"
                 )
-        for group in self._buffer:
-            if self._grader.sees_groups and not group.is_scored:
-                group.start_again((), sees_groups=True)  # as other reward functions left it
-        size, longest = self._config.samples_per_group, self._config.max_response_tokens
+        size, max_tokens = self._config.samples_per_group, self._config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
         for saved in (*self._buffer, *earlier):
             if len(saved.samples) != size:
@@ -282,28 +230,60 @@ class BatchCollector:
                     f"{saved.group_id} was saved and is {size} now; resume with the same value"
                 )
         for group in self._buffer:
-            most = max(pending.num_tokens for pending in group.samples)
-            if most > longest:
+            if self._grader.sees_groups and not group.is_scored:
+                group.start_again((), sees_groups=True)  # as other reward functions left it
+            num_tokens = max(pending.num_tokens for pending in group.samples)
+            if num_tokens > max_tokens:
                 raise ValueError(
-                    f"rollout.max_response_tokens: must be at least the {most} tokens of a saved "
-                    f"sample, got {longest}; resume with the former value"
+                    f"rollout.max_response_tokens: must be at least the {num_tokens} tokens of a "
+                    f"saved sample, got {max_tokens}; resume with the former value"
                 )
 
-    def _plan_of(self, pending: PendingSample) -> EpisodePlan:
-        sample, config = pending.sample, self._config
-        return EpisodePlan(
-            SamplingSettings(
+    def _request_of(self, pending: PendingSample) -> GenerateRequest:
+        """The request for a sample's whole response."""
+        sample, prompt, config = pending.sample, pending.prompt, self._config
+        return GenerateRequest(
+            input_ids=prompt.token_ids,
+            sampling=SamplingSettings(
                 temperature=config.temperature,
                 max_new_tokens=config.max_response_tokens,
                 seed=sample_seed(self._plan.seed, sample.group_id, sample.index),
             ),
-            label=f"sample {sample.index} of group {sample.group_id}, {sample.prompt.prompt_id}",
+            label=f"sample {sample.index} of group {sample.group_id}, {prompt.prompt_id}",
             order=(sample.group_id, sample.index),
         )
 
-    def _choose(self, num_new: int, replayed: Sequence[PendingGroup]) -> list[PendingGroup]:
+    async def _generate(
+        self, num_new: int, num_replayed: int, num_ahead: int, version: int
+    ) -> bool:
+        """Generate until a batch can be chosen; returns whether servers still hold the weights."""
+        num_wanted = num_new if self._config.fixed_lag is not None else num_new + num_ahead
+        while True:
+            self._give_up_stale(version)
+            self._go_on(num_wanted)
+            if self._choose(num_new, num_replayed):
+                return True
+            if self._pool.needs_weights:
+                return False
+            await self._driver.advance()
+
+    async def _settle(
+        self, num_new: int, num_replayed: int, version: int, *, stops: bool
+    ) -> list[PendingGroup]:
+        """Choose the groups of a batch, and wait for their scores."""
+        if stops:
+            await self._stop()
+            # Older groups may have got their scores meanwhile: they come first, if young enough.
+            self._give_up_stale(version)
+        chosen = self._choose(num_new, num_replayed)
+        await self._driver.settle()  # whose scores are counted must not depend on graders
+        while not all(group.is_scored for group in chosen):
+            await self._driver.advance()
+        return chosen
+
+    def _choose(self, num_new: int, num_replayed: int) -> list[PendingGroup]:
         spent_tokens = self._episodes.generated_tokens - self._before.generated_tokens
-        return self._selection.choose(num_new, len(replayed), spent_tokens)
+        return self._selection.choose(num_new, num_replayed, spent_tokens)
 
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
@@ -328,26 +308,18 @@ class BatchCollector:
             self._episodes.cancel(pending)
         self._buffer.drop(group, reason)
 
-    async def _advance(self) -> None:
-        """Until there is something to decide on, or for a moment.
-
-        Raises:
-            RolloutError: No server could go on.
-            RewardError: Grading failed.
-        """
-        if self._driver is not None:
-            await self._driver.drive(BURST)
-            return
-        await wait_for_news(self._episodes.news)
-        self._episodes.raise_failure()
-
     async def _stop(self) -> None:
         await self._episodes.stop()
-        if self._driver is not None:
-            await self._driver.settle()
+        await self._driver.settle()
+
+    def _start_ahead(self, num_groups: int, version: int) -> None:
+        if self._config.fixed_lag is not None or self._driver.is_driving:
+            self._ahead = asyncio.create_task(self._generate_ahead(num_groups, version))
+        else:
+            self._go_on(num_groups)
 
     async def _generate_ahead(self, num_groups: int, version: int) -> None:
-        """Generate for later steps beside the training, and end by oneself, with nothing in flight.
+        """Generate for later steps beside the training; end by itself, with nothing in flight.
 
         With a fixed lag all groups are completed by the weights that are there; an engine that is
         driven makes a fixed number of decode steps, or fewer where no request is left.
@@ -358,9 +330,8 @@ class BatchCollector:
                 while not all(group.is_finished for group in self._buffer):
                     if self._pool.needs_weights:
                         break  # ``_check_lag`` says it, unless the same weights come again
-                    await self._advance()
+                    await self._driver.advance()
             else:
-                assert self._driver is not None, "others go on until they are paused"
                 remaining = self._config.decode_steps_ahead
                 while remaining and (made := await self._driver.drive(min(BURST, remaining))):
                     remaining -= made
@@ -373,23 +344,14 @@ class BatchCollector:
             raise
 
     async def _end_ahead(self) -> None:
-        """Wait for what was generated ahead.
-
-        Raises:
-            RolloutError: No server could go on.
-            RewardError: Grading failed.
-        """
+        """Wait for what was generated ahead, and raise its failure."""
         await self.wait_for_ahead()
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             ahead.result()
 
     def _check_lag(self, step: int, num_new: int, version: int) -> None:
-        """With a fixed lag, the weights that began responses continue them, as far ahead as asked.
-
-        Raises:
-            RolloutError: They are gone, or nothing was generated ahead.
-        """
+        """With a fixed lag, the weights that began responses must also have completed them."""
         sampled, self._sampled_version = self._sampled_version, version
         if self._config.fixed_lag is None:
             return
@@ -409,22 +371,18 @@ class BatchCollector:
                 "checkpoint; resume with the train.steps of the run that saved it"
             )
 
-    def _form(
+    def _stats(
         self,
-        step: int,
-        version: int,
-        chosen: list[PendingGroup],
-        replayed: Sequence[PendingGroup],
+        totals: _Totals,
+        chosen: Sequence[PendingGroup],
+        num_replayed: int,
+        left_over: LeftOver,
         generation_s: float,
-    ) -> _Formed:
-        """The batch, of groups that stay in the buffer until ``_commit``."""
-        left_over = self._selection.left_over(chosen)
-        given_up = Counter(reason.value for _, reason in left_over.given_up)
-        totals = self._totals(given_up)
+    ) -> RolloutStats:
         new = totals.since(self._before)
         is_dynamic = self._selection.is_dynamic
         num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
-        stats = RolloutStats(
+        return RolloutStats(
             generated_tokens=new.generated_tokens,
             generation_s=generation_s,
             resumed_samples=new.resumed_samples,
@@ -432,38 +390,27 @@ class BatchCollector:
             reward_timeouts=new.reward_timeouts,
             reward_errors=new.reward_errors,
             environment_errors=new.environment_errors if self._config.has_environment else None,
-            replayed_groups=len(replayed),
+            replayed_groups=num_replayed,
             equal_reward_groups=new.dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
             filled_groups=num_filled,
             dropped_groups=new.dropped,
             regenerated_samples=new.regenerated_samples,
             lost_requests=new.lost_requests,
         )
-        merged = merge(chosen, replayed)
-        groups = tuple(group.to_group() for group in merged)
-        texts = tuple(pending.text() for group in merged for pending in group.samples)
-        return _Formed(
-            RolloutBatch(step, version, groups, stats),
-            texts,
-            chosen,
-            left_over,
-            totals,
-            time.monotonic(),
-        )
 
-    def _commit(self, formed: _Formed) -> None:
+    def _commit(self, chosen: Sequence[PendingGroup], left_over: LeftOver) -> None:
         """The trainer has the batch: its groups leave, and so do those that are given up."""
-        self._buffer.take(formed.chosen)
-        for group, reason in formed.left_over.given_up:
+        self._buffer.take(chosen)
+        for group, reason in left_over.given_up:
             self._drop(group, reason)
-        for group in formed.left_over.carried:
+        for group in left_over.carried:
             group.carries += 1
         self._buffer.check()
-        self._before, self._started_s = formed.totals, formed.at_s
 
-    def _totals(self, given_up: Mapping[str, int] | None = None) -> _Totals:
-        """What was counted so far; ``given_up`` counts as dropped."""
-        dropped = dict(self._buffer.dropped + Counter(given_up))
+    def _totals(self, left_over: LeftOver | None = None) -> _Totals:
+        """What was counted so far; groups that are given up count as dropped."""
+        given_up = () if left_over is None else left_over.given_up
+        dropped = dict(self._buffer.dropped + Counter(reason.value for _, reason in given_up))
         if not self._is_attached:
             return _Totals(dropped=dropped)
         return _Totals(

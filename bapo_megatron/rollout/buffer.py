@@ -6,38 +6,33 @@ for a reason that is counted, so that at any moment
     drawn = trained + dropped + in the buffer.
 
 In between, each of its samples is unfinished (it may have a prefix from earlier steps, of one turn
-or of several), finished, or scored. ``buffer_json`` turns the whole buffer into JSON, bit for bit.
-
-The rollout buffer as JSON values for a checkpoint; arrays as base64 of little-endian bytes.
+or of several), finished, or scored. For a checkpoint the whole buffer becomes JSON, bit for bit.
 """
 
 from __future__ import annotations
 
 import base64
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.data.staleness import join_spans
+from bapo_megatron.engine.base import Completion
+from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.types import (
     FinishReason,
     Group,
     Prompt,
+    PromptTokens,
     Sample,
     SampleText,
     VersionSpan,
     WrittenSpan,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bapo_megatron.engine.base import Completion
-    from bapo_megatron.reward.base import Score
-    from bapo_megatron.types import Prompt, PromptTokens
 
 
 class DropReason(StrEnum):
@@ -55,22 +50,22 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class PendingSample:
-    """A sample on its way, with what only the collector knows of it."""
+    """A sample on its way, with what only the collector knows about it."""
 
     sample: Sample
-    """Without the latest parts while it is sampled: ``settle`` adds them."""
+    """Lacks the latest parts while it is sampled: ``settle`` adds them."""
     prompt: Prompt
     texts: tuple[str, ...] | None = None
-    """What policy and environment wrote, by turns, decoded, special tokens left out; there when the
-    sample has its reward."""
+    """Decoded texts of policy and environment, by turns, without special tokens; set together with
+    the reward."""
     has_begun: bool = False
     """The environment has begun the episode."""
     state: Any = None
-    """The environment's, after its latest answer."""
+    """State of the environment after its latest answer."""
     awaits_answer: bool = False
     """A turn has ended, and the environment has not answered it."""
-    score: Score | None = None
-    """Score of the response alone, before group functions and shaping."""
+    graded: tuple[Response, Score] | None = None
+    """The finished response and its score alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
     # A long response comes in a thousand parts; joined one by one, all of it is copied each time.
 
@@ -86,9 +81,9 @@ class PendingSample:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far, of policy and environment."""
-        settled = len(self.sample.response_token_ids)
-        return settled + sum(len(part.token_ids) for part in self._parts)
+        """Response tokens so far, including those of the environment."""
+        num_settled = len(self.sample.response_token_ids)
+        return num_settled + sum(len(part.token_ids) for part in self._parts)
 
     @property
     def is_within_turn(self) -> bool:
@@ -106,7 +101,7 @@ class PendingSample:
 
         Args:
             part: Tokens after ``input_ids()``.
-            max_response_tokens: Longest response over all requests and turns; reaching it is
+            max_response_tokens: Limit of the response over all requests and turns; reaching it is
                 LENGTH, also where the request was aborted at that very token.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
@@ -121,7 +116,7 @@ class PendingSample:
             self.finish(FinishReason.LENGTH)
 
     def write(self, token_ids: Sequence[int]) -> None:
-        """Add what the environment answered; the policy's next turn comes after it."""
+        """Add the environment's answer; the policy's next turn follows."""
         assert self.awaits_answer, "environments write between two turns"
         self.settle()
         sample = self.sample
@@ -154,13 +149,13 @@ class PendingSample:
 
     def start_again(self) -> None:
         """Forget the response."""
-        self.sample = empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
-        self.texts = self.state = self.score = None
+        self.sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
+        self.texts = self.state = self.graded = None
         self.has_begun = self.awaits_answer = False
         self._parts = []
 
     def text(self) -> SampleText:
-        """What people read of it; it is scored."""
+        """What people read of the sample, once it is scored."""
         assert self.texts is not None
         return SampleText(
             group_id=self.sample.group_id,
@@ -170,19 +165,6 @@ class PendingSample:
             response_text=self.texts[-1],
             turns=self.texts if len(self.texts) > 1 else (),
         )
-
-
-def empty_sample(group_id: int, index: int, prompt: PromptTokens) -> Sample:
-    """A sample without any token."""
-    return Sample(
-        group_id=group_id,
-        index=index,
-        prompt=prompt,
-        response_token_ids=np.empty(0, dtype=np.int32),
-        behaviour_logprobs=np.empty(0, dtype=np.float32),
-        versions=(),
-        finish_reason=FinishReason.ABORT,
-    )
 
 
 @dataclass(slots=True)
@@ -198,7 +180,7 @@ class PendingGroup:
     def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> PendingGroup:
         """A group without any token."""
         tokens = prompt.tokens()
-        samples = [empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
+        samples = [_empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
         return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
 
     @property
@@ -217,12 +199,7 @@ class PendingGroup:
         return all(pending.is_scored for pending in self.samples)
 
     def start_again(self, samples: Sequence[PendingSample], *, sees_groups: bool) -> None:
-        """Forget some responses.
-
-        Args:
-            samples: These.
-            sees_groups: Whether the rewards of the others depend on them.
-        """
+        """Forget some responses, and with ``sees_groups`` the rewards that depended on them."""
         for pending in samples:
             pending.start_again()
         if sees_groups:
@@ -246,15 +223,23 @@ class PendingGroup:
         return Group(self.group_id, tuple(pending.sample for pending in self.samples))
 
 
+def _empty_sample(group_id: int, index: int, prompt: PromptTokens) -> Sample:
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt=prompt,
+        response_token_ids=np.empty(0, dtype=np.int32),
+        behaviour_logprobs=np.empty(0, dtype=np.float32),
+        versions=(),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
 class RolloutBuffer:
     """Groups by id; the oldest come first."""
 
     def __init__(self, num_earlier_batches: int = 0) -> None:
-        """Start empty.
-
-        Args:
-            num_earlier_batches: Of how many trained batches the groups are kept for replay.
-        """
+        """Start empty; keep the groups of so many trained batches for replay."""
         self.groups: dict[int, PendingGroup] = {}
         self.next_group_id = 0
         """Also the number of groups that were drawn."""
@@ -277,10 +262,6 @@ class RolloutBuffer:
         self.next_group_id += 1
         return group
 
-    def finished(self) -> list[PendingGroup]:
-        """Groups whose samples are all finished, oldest first."""
-        return [group for group in self if group.is_finished]
-
     def take(self, groups: Sequence[PendingGroup]) -> None:
         """Remove groups: the trainer has them."""
         for group in groups:
@@ -302,10 +283,13 @@ class RolloutBuffer:
 
 _FORMAT = 5
 _ARRAYS = {"response_token_ids": "<i4", "behaviour_logprobs": "<f4"}
+_SCORE_FIELDS = ("reward", "reward_components", "answer_found")
+_SAMPLE_FIELDS = ("versions", "written", "finish_reason", *_SCORE_FIELDS)
+_PENDING_FIELDS = ("texts", "has_begun", "state", "awaits_answer")
 
 
 def buffer_to_json(buffer: RolloutBuffer) -> dict[str, Any]:
-    """Everything that ``buffer_from_json`` needs."""
+    """The buffer as JSON values, arrays as base64 of little-endian bytes."""
     return {
         "format": _FORMAT,
         "next_group_id": buffer.next_group_id,
@@ -317,7 +301,7 @@ def buffer_to_json(buffer: RolloutBuffer) -> dict[str, Any]:
 
 
 def buffer_from_json(buffer: RolloutBuffer, state: dict[str, Any]) -> None:
-    """Put what ``buffer_to_json`` returned into ``buffer``.
+    """Fill a buffer with what ``buffer_to_json`` returned.
 
     Raises:
         ValueError: Another version of this program wrote it.
@@ -338,79 +322,48 @@ def buffer_from_json(buffer: RolloutBuffer, state: dict[str, Any]) -> None:
 
 
 def _group_to_json(group: PendingGroup) -> dict[str, Any]:
-    prompt = group.samples[0].prompt
     return {
         "group_id": group.group_id,
         "carries": group.carries,
-        "prompt": {
-            "prompt_id": prompt.prompt_id,
-            "token_ids": list(prompt.token_ids),
-            "answer": prompt.answer,
-            "text": prompt.text,
-            "source": prompt.source,
-            "row": dict(prompt.row),
-        },
+        "prompt": asdict(group.samples[0].prompt),
         "samples": [_sample_to_json(pending) for pending in group.samples],
     }
 
 
 def _group_from_json(saved: dict[str, Any]) -> PendingGroup:
     prompt = Prompt(**{**saved["prompt"], "token_ids": tuple(saved["prompt"]["token_ids"])})
-    group_id, tokens = saved["group_id"], prompt.tokens()
-    samples = [
-        _sample_from_json(sample, group_id, index, prompt, tokens)
-        for index, sample in enumerate(saved["samples"])
-    ]
-    return PendingGroup(group_id, samples, saved["carries"])
+    group = PendingGroup.start(saved["group_id"], prompt, len(saved["samples"]))
+    group.carries = saved["carries"]
+    for pending, values in zip(group.samples, saved["samples"], strict=True):
+        _fill_sample(pending, values)
+    return group
 
 
 def _sample_to_json(pending: PendingSample) -> dict[str, Any]:
     pending.settle()
     sample = pending.sample
-    arrays = {name: _encode(getattr(sample, name), dtype) for name, dtype in _ARRAYS.items()}
+    arrays = {
+        name: base64.b64encode(getattr(sample, name).astype(dtype).tobytes()).decode("ascii")
+        for name, dtype in _ARRAYS.items()
+    }
     return {
         **arrays,
-        "versions": [list(span) for span in sample.versions],
-        "written": [list(span) for span in sample.written],
-        "finish_reason": sample.finish_reason.value,
-        "reward": sample.reward,
-        "reward_components": sample.reward_components,
-        "answer_found": sample.answer_found,
-        "texts": pending.texts,
-        "has_begun": pending.has_begun,
-        "state": pending.state,
-        "awaits_answer": pending.awaits_answer,
+        **{name: getattr(sample, name) for name in _SAMPLE_FIELDS},
+        **{name: getattr(pending, name) for name in _PENDING_FIELDS},
     }
 
 
-def _sample_from_json(
-    saved: dict[str, Any], group_id: int, index: int, prompt: Prompt, tokens: PromptTokens
-) -> PendingSample:
-    sample = Sample(
-        group_id=group_id,
-        index=index,
-        prompt=tokens,
-        versions=tuple(VersionSpan(*span) for span in saved["versions"]),
-        written=tuple(WrittenSpan(*span) for span in saved["written"]),
-        finish_reason=FinishReason(saved["finish_reason"]),
-        reward=saved["reward"],
-        reward_components=saved["reward_components"],
-        answer_found=saved["answer_found"],
-        **{name: _decode(saved[name], dtype) for name, dtype in _ARRAYS.items()},
-    )
-    return PendingSample(
-        sample,
-        prompt,
-        texts=None if saved["texts"] is None else tuple(saved["texts"]),
-        has_begun=saved["has_begun"],
-        state=saved["state"],
-        awaits_answer=saved["awaits_answer"],
-    )
-
-
-def _encode(values: np.ndarray, dtype: str) -> str:
-    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")
-
-
-def _decode(encoded: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(encoded), dtype=dtype).astype(dtype[1:])
+def _fill_sample(pending: PendingSample, saved: dict[str, Any]) -> None:
+    sample = pending.sample
+    for name, dtype in _ARRAYS.items():
+        values = np.frombuffer(base64.b64decode(saved[name]), dtype=dtype)
+        setattr(sample, name, values.astype(dtype[1:]))
+    sample.versions = tuple(VersionSpan(*span) for span in saved["versions"])
+    sample.written = tuple(WrittenSpan(*span) for span in saved["written"])
+    sample.finish_reason = FinishReason(saved["finish_reason"])
+    for name in _SCORE_FIELDS:
+        setattr(sample, name, saved[name])
+    for name in _PENDING_FIELDS:
+        setattr(pending, name, saved[name])
+    if pending.texts is not None:
+        pending.texts = tuple(pending.texts)

@@ -12,59 +12,22 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from bapo_megatron.calls import (
-    Failure,
-    Notice,
-    Progress,
-    Request,
-    Result,
-    decode,
-    decode_reply,
-    encode,
-)
+from bapo_megatron import calls
+from bapo_megatron.calls import Call, Caller, RequestT, ResponseT
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import (
-    child_environment,
-    describe_exit,
-    end_group,
-    open_log,
-    tail,
-)
-from bapo_megatron.rollout.messages import (
-    COLLECT,
-    CONNECT,
-    EVALUATE,
-    OPEN,
-    RELEASE_MEMORY,
-    RESTORE,
-    STATE,
-    SYNC_WEIGHTS,
-    Collect,
-    Connect,
-    Evaluate,
-    GetState,
-    Open,
-    ReleaseMemory,
-    SourceState,
-    SyncWeights,
-)
-from bapo_megatron.weight_sync.messages import RESUME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import Any
-
-    from bapo_megatron.calls import Call, Caller, Reply, RequestT, ResponseT
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import EncodedBatch, EvalResult
-
+from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log, tail
+from bapo_megatron.rollout import messages
+from bapo_megatron.types import EncodedBatch, EvalResult
+from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -73,20 +36,20 @@ _CLOSE_GRACE_S = 5.0
 
 
 class CollectorClient:
-    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background."""
+    """A ``RolloutSource`` on real servers; ``start`` it early, it gets ready in the background.
+
+    Its calls raise ``RolloutError`` with the line that the collector has sent, or, where the
+    collector has died, with the end of its log.
+    """
 
     def __init__(
-        self,
-        config: RunConfig,
-        *,
-        on_progress: Callable[[str], None],
-        for_training: bool = True,
+        self, config: RunConfig, *, on_progress: Callable[[str], None], for_training: bool = True
     ) -> None:
         """Prepare; nothing is started.
 
         Args:
             config: The run.
-            on_progress: Takes lines for people while something is waited for.
+            on_progress: Takes lines for people during a wait.
             for_training: Whether batches will be collected; else only evaluations are, and neither
                 the training prompts nor the temperature convention matter.
         """
@@ -103,7 +66,7 @@ class CollectorClient:
         self._call_numbers = itertools.count(1)
         self._opening: Callable[[], None] | None = None
         self._is_connected = False
-        # Servers that it did not start may hold anything.
+        # Nobody knows what servers hold that others have started.
         self._start_version = None if config.rollout.servers else START_VERSION
         self._lacks_weights = self._start_version is None
 
@@ -125,31 +88,27 @@ class CollectorClient:
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._opening = self._start(
-            OPEN, Open(config=self._config, for_training=self._for_training, device=device)
+            messages.OPEN,
+            messages.Open(config=self._config, for_training=self._for_training, device=device),
         )
 
     def wait_ready(self) -> None:
-        """Wait until prompts are loaded and every server answers by the trainer's convention.
-
-        Raises:
-            RolloutError: A data row is unreadable, a server does not start or answer, or its
-                log-probs do not fit.
-        """
+        """Wait until prompts are loaded and every server answers by the trainer's convention."""
         if self._is_connected:
             return
         self._wait_opened()
-        self._call(CONNECT, Connect(version=self._start_version))
+        self._call(messages.CONNECT, messages.Connect(version=self._start_version))
         self._is_connected = True
 
     def collect(self, step: int) -> EncodedBatch | None:
         """Return the batch of ``step``; needs a weight sync before the first one."""
         self.wait_ready()
-        written = self._call(COLLECT, Collect(step=step)).batch
-        if written is None:
+        path = self._call(messages.COLLECT, messages.Collect(step=step)).path
+        if path is None:
             return None
-        batch = read_encoded(written.path)
-        if not written.keep:
-            written.path.unlink()
+        batch = read_encoded(path)
+        if not self._config.rollout.dump:
+            path.unlink()
         return batch
 
     def sync_weights(self, model_dir: Path, version: int) -> None:
@@ -157,13 +116,13 @@ class CollectorClient:
         self.wait_ready()
         self._on_progress(f"loading weights version {version} into the servers")
         self._lacks_weights = True
-        self._call(SYNC_WEIGHTS, SyncWeights(model_dir=model_dir.absolute(), version=version))
-        self._lacks_weights = False
+        self._call(LOAD, Load(model_dir=model_dir.absolute(), version=version))
+        self._call(RESUME, Resume())
 
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         self.wait_ready()
-        self._call(RELEASE_MEMORY, ReleaseMemory())
+        self._call(messages.RELEASE_MEMORY, None)
         self._lacks_weights = True
 
     @property
@@ -172,7 +131,7 @@ class CollectorClient:
         return _WeightCalls(self)
 
     def ensure_weights(self) -> None:
-        """Load ``model.path`` into servers of whose weights nothing is known."""
+        """Load ``model.path`` into servers whose weights are unknown."""
         self.wait_ready()
         if self._lacks_weights:
             self.sync_weights(self._config.model.path, START_VERSION)
@@ -180,7 +139,7 @@ class CollectorClient:
     def evaluate(self, step: int) -> list[EvalResult] | None:
         """Score every evaluation set with the weights that were pushed.
 
-        Every answer is kept in ``<run_dir>/eval``, under the step; before training: ``start``.
+        Every sample is kept in ``<run_dir>/eval``, under the step, or ``start`` before training.
 
         Returns:
             None where no server holds the trainer's weights any more.
@@ -194,7 +153,7 @@ class CollectorClient:
 
         Args:
             weights: Names them, see ``evaluation.settings``.
-            resume: Go on with the samples of an earlier process.
+            resume: Continue with the samples of an earlier process.
         """
         while True:
             self.ensure_weights()
@@ -204,29 +163,24 @@ class CollectorClient:
             self._lacks_weights = True
 
     def _evaluate(self, moment: str, *, weights: str, resume: bool) -> list[EvalResult] | None:
-        results = self._call(
-            EVALUATE, Evaluate(moment=moment, weights=weights, resume=resume)
-        ).results
+        request = messages.Evaluate(moment=moment, weights=weights, resume=resume)
+        results = self._call(messages.EVALUATE, request).results
         return None if results is None else list(results)
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""
         self._wait_opened()
-        return self._call(STATE, GetState()).values
+        return self._call(messages.STATE, None).values
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; works before the servers are ready.
-
-        Raises:
-            RolloutError: It does not fit data and settings, or a replay wrote it.
-        """
+        """Continue from ``state``; works before the servers are ready."""
         if not state:
             raise RolloutError(
                 "the checkpoint was written by a replay and has no position in the training data; "
                 "continue with replay, or start a new run with model.path set to its export"
             )
         self._wait_opened()
-        self._call(RESTORE, SourceState(values=state))
+        self._call(messages.RESTORE, messages.SourceState(values=state))
 
     def close(self) -> None:
         """End the collector and its servers; safe to call twice, does nothing in a fork."""
@@ -251,40 +205,38 @@ class CollectorClient:
         return self._start(call, request)()
 
     def _start(self, call: Call[RequestT, ResponseT], request: RequestT) -> Callable[[], ResponseT]:
-        """Send a request; what is returned waits for the response."""
+        """Send a request; the function that is returned waits for the response."""
         assert self._socket is not None, "start comes first"
         number = next(self._call_numbers)
         with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
-            self._socket.sendall(encode(Request(number, call.name, request)))
-        return lambda: decode(call.response, self._wait_for(number))
+            self._socket.sendall(calls.encode(calls.Request(number, call.name, request)))
+
+        def wait() -> ResponseT:
+            response = calls.decode(call.response, self._wait_for(number))
+            if call is RESUME:  # the last call of every push
+                self._lacks_weights = False
+            return response
+
+        return wait
 
     def _wait_for(self, number: int) -> Any:
         """Handle messages until call ``number`` is answered."""
         while True:
-            message = self._receive()
-            if message is None:
-                continue
-            match message:
-                case Progress(progress):
+            match self._receive():
+                case calls.Progress(progress):
                     self._on_progress(progress)
-                case Notice(warning):
+                case calls.Notice(warning):
                     _LOG.warning("%s", warning)
-                case Failure(id=id_, error=error) if id_ == number:
+                case calls.Failure(id=id_, error=error) if id_ == number:
                     raise RolloutError(error)
-                case Result(id=id_, result=result) if id_ == number:
+                case calls.Result(id=id_, result=result) if id_ == number:
                     return result
 
-    def _receive(self) -> Reply | None:
-        """The next message, or none if there is none for a while.
-
-        Raises:
-            RolloutError: The collector died.
-        """
+    def _receive(self) -> calls.Reply | None:
+        """Return the next message, or none if there is none for a while."""
         if not self._lines and self._poll.poll(_POLL_S * 1000):
             self._receive_chunk()
-        if not self._lines:
-            return None
-        return decode_reply(self._lines.popleft())
+        return calls.decode_reply(self._lines.popleft()) if self._lines else None
 
     def _receive_chunk(self) -> None:
         """Read what the socket has; a line of many megabytes is copied once."""
@@ -293,27 +245,27 @@ class CollectorClient:
         with contextlib.suppress(ConnectionError):
             chunk = self._socket.recv(_RECEIVE_BYTES)
         if not chunk:
-            self._raise_collector_died()
+            raise self._collector_died()
         first, *others = chunk.split(b"\n")
         self._partial_line += first
         for part in others:
             self._lines.append(bytes(self._partial_line))
             self._partial_line = bytearray(part)
 
-    def _raise_collector_died(self) -> None:
+    def _collector_died(self) -> RolloutError:
         assert self._process is not None
         try:
             how = describe_exit(self._process.wait(_CLOSE_GRACE_S))
         except subprocess.TimeoutExpired:
             how = "its connection closed"
-        raise RolloutError(
+        return RolloutError(
             f"the collector process died ({how}); the last lines of {self._log_path} say why:\n"
             f"{tail(self._log_path)}"
         )
 
 
 class _WeightCalls:
-    """A ``Caller`` for pushes: waits for the servers first, and notes when they have weights."""
+    """A ``Caller`` for pushes, which waits for the servers first."""
 
     def __init__(self, client: CollectorClient) -> None:
         self._client = client
@@ -321,14 +273,5 @@ class _WeightCalls:
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        client = self._client
-        client.wait_ready()
-        wait = client._start(call, request)
-
-        def answer() -> ResponseT:
-            response = wait()
-            if call is RESUME:  # the last call of every push
-                client._lacks_weights = False
-            return response
-
-        return answer
+        self._client.wait_ready()
+        return self._client._start(call, request)

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable
 
-from bapo_megatron.engine.base import MemoryPart
+from bapo_megatron.engine.base import Engine, EngineServer, MemoryPart
+from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import ServerError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from bapo_megatron.engine.base import Engine, EngineServer
-    from bapo_megatron.engine.supervisor import ServerSupervisor
-    from bapo_megatron.rollout.pool import EnginePool
-    from bapo_megatron.weight_sync.servers import Pausable
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.weight_sync.servers import Pausable
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 class ColocatedServers:
     """The memory of the trainer's own servers.
 
-    It stands between ``WeightReceiver`` and what generates: ``pause`` comes before new weights,
+    Stands between ``WeightReceiver`` and ``generation``: ``pause`` comes before new weights,
     ``resume`` after them.
     """
 
@@ -40,14 +35,6 @@ class ColocatedServers:
         generation: Pausable | None,
         timeout_s: float,
     ) -> None:
-        """Put the parts together; nothing is sent.
-
-        Args:
-            supervisor: Owns the servers.
-            pool: Uses them.
-            generation: Is paused and resumed with them.
-            timeout_s: Longest time of one call.
-        """
         self._supervisor = supervisor
         self._pool = pool
         self._generation = generation
@@ -57,7 +44,7 @@ class ColocatedServers:
         self._starts_at_release: dict[EngineServer, int] = {}
 
     async def release(self) -> None:
-        """Have every server give its memory away; call it when a batch is complete.
+        """Have every server give its memory away, when a batch is complete.
 
         A server that ends meanwhile is started again only after ``pause``.
 
@@ -72,18 +59,14 @@ class ColocatedServers:
         await self._on_all(servers, lambda engine: engine.release_memory(self._timeout_s))
 
     async def pause(self) -> bool:
-        """Before new weights: pause generation and give the servers memory for their weights.
-
-        Returns:
-            Whether generation was running.
-        """
+        """Pause generation and give the servers memory for new weights; see ``Pausable.pause``."""
         was_running = self._generation is not None and await self._generation.pause()
         await self._take(MemoryPart.WEIGHTS)
         self._supervisor.allow_restarts()
         return was_running
 
     async def resume(self) -> None:
-        """After new weights: give the servers memory for their cache, and let requests in."""
+        """Give the servers memory for their cache, and let requests in."""
         await self._take(MemoryPart.CACHE)
         self._starts_at_release.clear()
         self._pool.states.memory_is_away = False

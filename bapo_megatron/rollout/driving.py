@@ -1,4 +1,4 @@
-"""Drives engines that sample only when they are told to; waits for what others do by themselves.
+"""Gets episodes on: drives an engine that has a stepper, waits for one that samples by itself.
 
 With an ``engine.base.Stepper`` all decisions of a run are taken between two bursts of decode steps,
 when everything has *settled*: every request waits inside the engine, and, where decisions depend on
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bapo_megatron.engine.base import Stepper
-    from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.episodes import Episodes
+from bapo_megatron.rollout.pool import EnginePool
 
 BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded, and others take
@@ -29,85 +26,75 @@ _REPORT_INTERVAL_S = 0.5
 
 
 class Driver:
-    """Makes a pool's engine sample, in counted decode steps."""
+    """Gets the episodes of a pool on, in counted decode steps where its engine has a stepper.
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        pool: EnginePool,
-        is_settled: Callable[[bool], bool],
-        news: asyncio.Event,
-        *,
-        awaits_scores: bool,
-    ) -> None:
-        """Put the parts together.
+    Its coroutines raise what the work of an episode has failed with.
+    """
 
-        Args:
-            stepper: The pool's.
-            pool: Says whether its engine still has the weights.
-            is_settled: Whether nothing will change before the next decode step, scores included if
-                its argument is true; raises what the work failed with.
-            news: Is set when something that ``is_settled`` waits for has happened.
-            awaits_scores: Whether scores must be there before the next decode step; else graders
-                work beside the engine.
-        """
-        self._stepper = stepper
+    def __init__(self, pool: EnginePool, episodes: Episodes, *, awaits_scores: bool) -> None:
+        """Keep the parts; with ``awaits_scores``, every burst waits until all scores are there."""
         self._pool = pool
-        self._is_settled = is_settled
-        self._news = news
+        self._stepper = pool.stepper
+        self._episodes = episodes
         self._awaits_scores = awaits_scores
+
+    @property
+    def is_driving(self) -> bool:
+        """Whether the engine samples only when it is driven."""
+        return self._stepper is not None
+
+    async def advance(self) -> None:
+        """Go on until there may be something to decide on, or for a moment."""
+        if not await self.drive(BURST):
+            await self._wait_for_news()
+            self._episodes.raise_failure()
+
+    async def drive(self, max_steps: int) -> int:
+        """Settle, make up to so many decode steps, and settle again.
+
+        Returns:
+            The decode steps made; 0 where there is no request, or nobody that could sample it, or
+            the engine samples by itself.
+        """
+        if self._stepper is None or not await self.settle(scored=self._awaits_scores):
+            return 0
+        num_steps = await self._stepper.decode(max_steps)
+        await self.settle(scored=self._awaits_scores)
+        return num_steps
 
     async def settle(self, *, scored: bool = True) -> bool:
         """Wait until nothing will change before the next decode step.
+
+        Does nothing where the engine samples by itself.
 
         Args:
             scored: Also wait for every score.
 
         Returns:
             Whether that is so; else no engine holds the weights any more.
-
-        Raises:
-            RolloutError: Sampling failed.
-            RewardError: Grading failed.
         """
-        while True:
+        while self._stepper is not None:
             for _ in range(_MAX_TURNS):
                 await asyncio.sleep(0)
-                if self._is_settled(scored):
+                if self._episodes.is_settled(scored):
                     return True
-            await wait_for_news(self._news)
+            await self._wait_for_news()
             if self._pool.needs_weights:
-                return self._is_settled(scored)
+                return self._episodes.is_settled(scored)
+        return True
 
-    async def drive(self, max_steps: int) -> int:
-        """Settle, make up to so many decode steps, and settle again.
-
-        Returns:
-            The decode steps made; 0 where there is no request, or nobody that could sample it.
-
-        Raises:
-            RolloutError: Sampling failed.
-            RewardError: Grading failed.
-        """
-        if not await self.settle(scored=self._awaits_scores):
-            return 0
-        num_steps = await self._stepper.decode(max_steps)
-        await self.settle(scored=self._awaits_scores)
-        return num_steps
-
-
-async def wait_for_news(news: asyncio.Event) -> None:
-    """Until there are news, or for a moment; they count as read."""
-    with contextlib.suppress(TimeoutError):
-        # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
-        async with asyncio.timeout(_REPORT_INTERVAL_S):
-            await news.wait()
-    news.clear()
+    async def _wait_for_news(self) -> None:
+        """Wait for news, but only for a moment; they count as read."""
+        with contextlib.suppress(TimeoutError):
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
+            async with asyncio.timeout(_REPORT_INTERVAL_S):
+                await self._episodes.news.wait()
+        self._episodes.news.clear()
 
 
 @contextlib.contextmanager
 def reporting(report: Callable[[], None]) -> Iterator[None]:
-    """Have ``report`` called at once, and then twice a second until the block ends."""
+    """Call ``report`` at once, and then twice a second until the block ends."""
 
     async def repeat() -> None:
         while True:

@@ -1,12 +1,10 @@
 """Plays episodes, of training and of evaluations: each is sampled until it ends, then scored.
 
-One task per sample. It lives as long as requests may be in flight: beyond the step that started it
-with ``rollout.async_steps``. What has been received is in the sample at once, so that a task may be
-ended at any moment and begun again where it stopped.
-
     begin → the policy's turn → the environment's answer → … → the end → a score
 
-Between two turns of the policy: what ended a turn is answered by the environment.
+One task per sample. It lives as long as requests may be in flight: with ``rollout.async_steps``
+beyond the step that started it. What has been received is in the sample at once, so that a task may
+be ended at any moment and begun again where it stopped.
 """
 
 from __future__ import annotations
@@ -15,23 +13,17 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
-from bapo_megatron.environment.base import EnvironmentFailedError, Task, Turn
+from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
+from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.engine.base import Completion, SamplingSettings
-    from bapo_megatron.environment.base import Environment, Step
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.pool import EnginePool
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,38 +34,42 @@ class Interaction:
     def __init__(
         self, environment: Environment, renderer: ChatRenderer, config: EpisodesConfig
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            environment: Its owner closes it.
-            renderer: Makes tokens of an environment's messages, and text of the policy's tokens.
-            config: The limits.
-        """
+        """Put the parts together; the environment's owner closes it."""
         self._environment = environment
         self._renderer = renderer
         self._config = config
         self.errors: Counter[str] = Counter()
         """Episodes that ended because the environment failed, by kind."""
 
-    async def go_on(self, pending: PendingSample, *, seed: int, max_response_tokens: int) -> None:
+    async def go_on(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended.
 
         The sample changes only once the answer is there.
 
         Args:
             pending: Has not begun, or awaits an answer.
-            seed: The episode's, the same after every resume.
-            max_response_tokens: Longest response, what the environment writes included.
+            sampling: For the whole response, with its seed, the same after every resume, and its
+                limit, what the environment writes included.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
         """
+        assert sampling.seed is not None, "episodes have a seed"
         try:
             if not pending.has_begun:
-                pending.state = await self._environment.start(_task(pending, seed))
+                prompt = pending.prompt
+                task = Task(
+                    prompt_id=prompt.prompt_id,
+                    source=prompt.source,
+                    prompt=prompt.text,
+                    answer=prompt.answer,
+                    row=prompt.row,
+                    seed=sampling.seed,
+                )
+                pending.state = await self._environment.start(task)
                 pending.has_begun = True
             else:
-                await self._answer(pending, max_response_tokens)
+                await self._answer(pending, sampling.max_new_tokens)
         except EnvironmentFailedError as error:
             if self._config.on_error == "raise":
                 raise
@@ -110,12 +106,7 @@ class Interaction:
             pending.write(token_ids)
 
     def _token_ids(self, step: Step, pending: PendingSample) -> Sequence[int]:
-        """What the environment writes.
-
-        Raises:
-            EnvironmentFailedError: A token is not the tokenizer's, or the chat template refuses the
-                messages.
-        """
+        """The tokens that the environment writes, all of them the tokenizer's."""
         turn = pending.sample.num_turns - 1
         where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
         if not step.messages:
@@ -138,41 +129,19 @@ class Interaction:
             ) from error
 
 
-def _task(pending: PendingSample, seed: int) -> Task:
-    prompt = pending.prompt
-    return Task(
-        prompt_id=prompt.prompt_id,
-        source=prompt.source,
-        prompt=prompt.text,
-        answer=prompt.answer,
-        row=prompt.row,
-        seed=seed,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodePlan:
-    """How one episode is played."""
-
-    sampling: SamplingSettings
-    """Settings for the whole response; the environment gets the same seed."""
-    label: str
-    """Names it in errors."""
-    order: tuple[int, int]
-    """Its place among all that are played."""
-
-
 class Episodes:
-    """The tasks of samples that are on their way, and what they count."""
+    """The tasks of samples that are on their way, and what they count.
+
+    A task fails with ``RolloutError`` where no server could go on or an environment failed, with
+    ``RewardError`` where grading failed; ``raise_failure`` and ``is_settled`` raise it, once.
+    """
 
     def __init__(
         self,
         pool: EnginePool,
         interaction: Interaction,
         grader: Grader,
-        plan: Callable[[PendingSample], EpisodePlan],
-        *,
-        needs_logprobs: bool = True,
+        plan: Callable[[PendingSample], GenerateRequest],
         on_score: Callable[[PendingSample], Awaitable[None]] | None = None,
     ) -> None:
         """Put the parts together; nothing is started.
@@ -181,21 +150,19 @@ class Episodes:
             pool: Samples.
             interaction: Answers the policy's turns.
             grader: Decodes and scores.
-            plan: How each sample is played.
-            needs_logprobs: Whether the engine's log-probs are wanted.
+            plan: Returns the request for a sample's whole response. The environment gets its seed.
             on_score: Takes a sample as soon as it has its score.
         """
         self._pool = pool
         self._interaction = interaction
         self._grader = grader
         self._plan = plan
-        self._needs_logprobs = needs_logprobs
         self._on_score = on_score
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._sampling: dict[asyncio.Task[None], PendingSample] = {}
-        """Those in which the policy has the turn."""
+        """Tasks in which the policy has the turn."""
         self._asking: set[asyncio.Task[None]] = set()
-        """Those that wait for their environment."""
+        """Tasks that wait for their environment."""
         self._failure: BaseException | None = None
         self.is_running = False
         """Whether requests may be in flight."""
@@ -216,13 +183,13 @@ class Episodes:
         for group in groups:
             for pending in group.samples:
                 key = (group.group_id, pending.sample.index)
-                is_graded = pending.is_scored or pending.score is not None
+                is_graded = pending.is_scored or pending.graded is not None
                 task = self._tasks.get(key)
                 if not is_graded and (task is None or task.done()):
                     self._start(key, pending, group)
 
     async def stop(self) -> None:
-        """Abort every request; each sample has what there was. Answers and scoring go on."""
+        """Abort every request; samples keep what came. Environments and graders go on."""
         if not self.is_running:
             return
         self.is_running = False
@@ -231,7 +198,7 @@ class Episodes:
             await asyncio.sleep(0)  # their requests have ended
 
     async def pause(self, config: WeightSyncConfig) -> None:
-        """Make way for new weights, as ``in_flight`` says."""
+        """Make way for new weights, as ``config.in_flight`` says."""
         if config.in_flight == "abort":
             await self.stop()
         elif self.is_running:
@@ -250,12 +217,7 @@ class Episodes:
             task.cancel()
 
     def raise_failure(self) -> None:
-        """Do nothing while every task does its work.
-
-        Raises:
-            RolloutError: No server could go on, or an environment failed.
-            RewardError: Grading failed.
-        """
+        """Raise what a task has failed with, if any has."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -263,15 +225,10 @@ class Episodes:
     def is_settled(self, scored: bool) -> bool:
         """Whether every task that samples waits inside the engine for the next tokens.
 
-        None is on its way there, or ends, whether its response did or was given up; none waits for
-        its environment.
+        So no task is on its way there, or about to end, and none waits for its environment.
 
         Args:
             scored: Whether no task may be grading either.
-
-        Raises:
-            RolloutError: No server could go on, or an environment failed.
-            RewardError: Grading failed.
         """
         self.raise_failure()
         if self._asking or len(self._sampling) != self._pool.num_in_flight:
@@ -316,52 +273,45 @@ class Episodes:
 
     async def _play_turns(self, pending: PendingSample) -> bool:
         """Let policy and environment take their turns; returns whether the episode has ended."""
-        task, plan = asyncio.current_task(), self._plan(pending)
+        task, request = asyncio.current_task(), self._plan(pending)
         assert task is not None
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
-                await self._ask(task, pending, plan)
-            elif not (self.is_running and await self._sample(pending, plan)):
+                await self._ask(task, pending, request.sampling)
+            elif not (self.is_running and await self._sample(pending, request)):
                 return False
         self._sampling.pop(task, None)  # ``stop`` does not wait for its score
         return True
 
     async def _ask(
-        self, task: asyncio.Task[None], pending: PendingSample, plan: EpisodePlan
+        self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
     ) -> None:
         """Have the environment begin the episode, or answer a turn."""
-        assert plan.sampling.seed is not None, "episodes have a seed"
         self._sampling.pop(task, None)  # nor for its environment
         self._asking.add(task)
         try:
-            await self._interaction.go_on(
-                pending,
-                seed=plan.sampling.seed,
-                max_response_tokens=plan.sampling.max_new_tokens,
-            )
+            await self._interaction.go_on(pending, sampling)
         finally:
             self._asking.discard(task)
         if self.is_running and not pending.is_finished:
             self._sampling[task] = pending
         self.news.set()
 
-    async def _sample(self, pending: PendingSample, plan: EpisodePlan) -> bool:
+    async def _sample(self, pending: PendingSample, request: GenerateRequest) -> bool:
         """Go on with the policy's turn; returns whether it has ended."""
-        longest, is_resumed = plan.sampling.max_new_tokens, pending.is_within_turn
+        max_tokens, is_resumed = request.sampling.max_new_tokens, pending.is_within_turn
 
         def take(part: Completion) -> None:
-            pending.append(part, longest)
+            pending.append(part, max_tokens)
             self.generated_tokens += len(part.token_ids)
 
-        completion = await self._pool.generate(
-            pending.input_ids(),
-            replace(plan.sampling, max_new_tokens=longest - pending.num_tokens),
-            label=plan.label,
-            affinity=pending.sample.group_id,
-            order=plan.order,
+        remaining = max_tokens - pending.num_tokens
+        request = replace(
+            request,
+            input_ids=pending.input_ids(),
+            sampling=replace(request.sampling, max_new_tokens=remaining),
             sampled_tokens=pending.num_tokens,
-            return_logprobs=self._needs_logprobs,
-            on_part=take,
         )
+        completion = await self._pool.generate(request, take, affinity=pending.sample.group_id)
         self.resumed_samples += is_resumed and completion is not None
         return pending.is_finished or pending.awaits_answer

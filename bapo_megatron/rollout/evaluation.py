@@ -8,31 +8,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bapo_megatron.config.evaluation import eval_reward
-from bapo_megatron.engine.base import SamplingSettings, sample_seed
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
-from bapo_megatron.evaluation.settings import eval_settings
+from bapo_megatron.evaluation.settings import EvalSet, eval_settings
 from bapo_megatron.evaluation.summary import summarise
-from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, empty_sample
-from bapo_megatron.rollout.driving import BURST, Driver, reporting, wait_for_news
-from bapo_megatron.rollout.episodes import EpisodePlan, Episodes
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.evaluation.settings import EvalSet
-    from bapo_megatron.reward.pool import RewardPool
-    from bapo_megatron.rollout.episodes import Interaction
-    from bapo_megatron.rollout.grading import Grader
-    from bapo_megatron.rollout.pool import EnginePool
-    from bapo_megatron.types import EvalResult
+from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+from bapo_megatron.rollout.driving import Driver, reporting
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.replay import write_errors
+from bapo_megatron.types import EvalResult
 
 _WAITING_RATIO = 2
 """Samples on their way per connection: while some are graded or answered, others are sampled."""
@@ -40,7 +34,7 @@ _WAITING_RATIO = 2
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Samples of one prompt that are to be made."""
+    """Where the missing samples of one prompt belong."""
 
     group: PendingGroup
     eval_set: EvalSet
@@ -59,16 +53,6 @@ class Evaluator:
         config: RunConfig,
         report: Callable[[str], None],
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            interaction: Answers the policy's turns.
-            grader: Decodes and scores.
-            votes: Compares answers with each other, by the function ``math``.
-            sets: What to evaluate.
-            config: The run; of it the evaluation, the rewards, the seed and its directory.
-            report: Takes a line about the progress.
-        """
         self._interaction = interaction
         self._grader = grader
         self._votes = votes
@@ -82,22 +66,24 @@ class Evaluator:
 
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
-    ) -> list[EvalResult]:
+    ) -> list[EvalResult] | None:
         """Score every set with the weights that the servers hold.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
-        responses of one set before the next one begins.
+        responses of one set before they begin the next.
 
         Args:
             pool: The servers.
             moment: Begins the names of the results files, see ``samples_file``; empty for an
-                evaluation without training. One that is asked for again goes on where it failed.
-            weights: Names the weights: only samples of these are gone on with.
-            resume: Go on with the samples of an earlier process.
+                evaluation without training. One that is asked for again continues where it failed.
+            weights: Names the weights; only their samples are continued.
+            resume: Continue with the samples of an earlier process.
+
+        Returns:
+            None where no server holds the weights any more.
 
         Raises:
-            RolloutError: A server failed, or gave up, an environment failed, or the results cannot
-                be written.
+            RolloutError: Servers or an environment failed, or the results cannot be written.
             ResultsError: The files hold samples of something else.
             RewardError: Grading failed; comparing answers too (inside an exception group).
         """
@@ -108,24 +94,18 @@ class Evaluator:
                 for s in self._sets
             ]
             self._begun = moment
-            await self._sample(pool, journals)
-            samples = [
-                in_order(
-                    journal.samples,
-                    [prompt.prompt_id for prompt in eval_set.prompts],
-                    eval_set.sampling.samples_per_prompt,
-                )
-                for eval_set, journal in zip(self._sets, journals, strict=True)
-            ]
+            if not await self._sample(pool, journals):
+                return None
         self._begun = None
         results = []
-        for eval_set, groups in zip(self._sets, samples, strict=True):
+        for eval_set, journal in zip(self._sets, journals, strict=True):
             self._report(f"evaluation of {eval_set.name}: counting")
-            results.append(
-                await summarise_set(eval_set, groups, self._votes, self._config, weights)
-            )
+            prompt_ids = [prompt.prompt_id for prompt in eval_set.prompts]
+            groups = in_order(journal.samples, prompt_ids, eval_set.sampling.samples_per_prompt)
+            votes, config = self._votes, self._config
+            results.append(await summarise_set(eval_set, groups, votes, config, weights))
         path = results_file(self._config.run_dir, moment)
-        with _named_write_errors(path):
+        with _write_errors(path):
             write_results(results, path)
         return results
 
@@ -135,23 +115,18 @@ class Evaluator:
     ) -> AsyncIterator[SampleJournal]:
         path = samples_file(self._config.run_dir, moment, eval_set.name)
         settings = settings_of(eval_set, self._config, weights)
-        with _named_write_errors(path):
+        with _write_errors(path):
             journal = await SampleJournal.open(path, settings, resume=is_resumed)
         try:
             yield journal
-            with _named_write_errors(path):
+            with _write_errors(path):
                 journal.sync()
         finally:
             journal.close()
 
-    async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> None:
-        """Make every sample that its journal lacks.
-
-        Raises:
-            RolloutError: No server could go on, an environment failed, or a file cannot be written.
-            RewardError: Grading failed.
-        """
-        began_s, before = time.monotonic(), sum(len(journal.samples) for journal in journals)
+    async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
+        """Make every sample that its journal lacks; returns whether servers had the weights."""
+        began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
         places = self._missing(journals)
         num_missing = sum(len(place.group.samples) for place in places.values())
@@ -159,68 +134,66 @@ class Evaluator:
 
         async def keep(pending: PendingSample) -> None:
             place = places[pending.sample.group_id]
-            group, journal = place.group, place.journal
             assert pool.version is not None, "a generated answer implies a version"
             sample = _eval_sample(pending, pool.version, time.monotonic() - started_s)
-            with _named_write_errors(journal.path):
-                await journal.append(sample)
-            group.samples = [other for other in group.samples if other is not pending]
+            with _write_errors(place.journal.path):
+                await place.journal.append(sample)
+            place.group.samples = [other for other in place.group.samples if other is not pending]
             self.num_samples += 1
 
-        def plan_of(pending: PendingSample) -> EpisodePlan:
-            return self._plan(pending, places[pending.sample.group_id].eval_set)
+        def request_of(pending: PendingSample) -> GenerateRequest:
+            return self._request_of(pending, places[pending.sample.group_id].eval_set)
 
-        episodes = Episodes(
-            pool, self._interaction, self._grader, plan_of, needs_logprobs=False, on_score=keep
-        )
+        episodes = Episodes(pool, self._interaction, self._grader, request_of, on_score=keep)
+        driver = Driver(pool, episodes, awaits_scores=False)
 
-        def num_done() -> int:
-            return sum(len(journal.samples) for journal in journals)
+        def num_made() -> int:
+            return sum(len(journal.samples) for journal in journals) - num_before
 
         def report() -> None:
+            done, total = num_before + num_made(), num_before + num_missing
             rate = episodes.generated_tokens / max(time.monotonic() - began_s, 1e-9)
-            total = before + num_missing
-            self._report(f"evaluation: {num_done()}/{total} samples, {rate:.0f} tokens/s")
+            self._report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
 
-        driver, most_underway = None, _WAITING_RATIO * self._config.rollout.max_connections
-        if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
-            most_underway = num_missing
-            driver = Driver(
-                pool.stepper, pool, episodes.is_settled, episodes.news, awaits_scores=False
-            )
+        max_underway = _WAITING_RATIO * self._config.rollout.max_connections
+        if driver.is_driving:  # gets all: what it samples next must not depend on graders
+            max_underway = num_missing
+        num_begun = 0
         try:
             with reporting(report):
-                num_begun = 0
-                while num_done() < before + num_missing:
-                    while waiting and num_begun - (num_done() - before) < most_underway:
+                while num_made() < num_missing:
+                    if pool.needs_weights:
+                        return False
+                    while waiting and num_begun - num_made() < max_underway:
                         num_begun += len(waiting[0].samples)
                         episodes.advance([waiting.popleft()])
-                    if driver is None or not await driver.drive(BURST):
-                        await wait_for_news(episodes.news)
-                        episodes.raise_failure()
+                    await driver.advance()
+            return True
         finally:
             await episodes.close()
 
     def _missing(self, journals: Sequence[SampleJournal]) -> dict[int, _Place]:
-        """What is to be made, by group, in the order of sets and prompts."""
+        """Missing samples by group, in the order of sets and prompts."""
         places: dict[int, _Place] = {}
         for eval_set, journal in zip(self._sets, journals, strict=True):
             for prompt in eval_set.prompts:
                 # Numbers of its own: those of training may be in flight.
                 group_id = -1 - len(places)
-                tokens = prompt.tokens()
-                samples = [
-                    PendingSample(empty_sample(group_id, index, tokens), prompt)
-                    for index in range(eval_set.sampling.samples_per_prompt)
+                group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
+                group.samples = [
+                    pending
+                    for index, pending in enumerate(group.samples)
                     if (prompt.prompt_id, index) not in journal.samples
                 ]
-                places[group_id] = _Place(PendingGroup(group_id, samples), eval_set, journal)
+                places[group_id] = _Place(group, eval_set, journal)
         return places
 
-    def _plan(self, pending: PendingSample, eval_set: EvalSet) -> EpisodePlan:
+    def _request_of(self, pending: PendingSample, eval_set: EvalSet) -> GenerateRequest:
+        """The request for a sample's whole response."""
         sample, prompt_id, sampling = pending.sample, pending.prompt.prompt_id, eval_set.sampling
-        return EpisodePlan(
-            SamplingSettings(
+        return GenerateRequest(
+            input_ids=pending.prompt.token_ids,
+            sampling=SamplingSettings(
                 temperature=sampling.temperature,
                 max_new_tokens=sampling.max_response_tokens,
                 top_p=sampling.top_p,
@@ -229,22 +202,23 @@ class Evaluator:
             ),
             label=f"evaluation of {eval_set.name}, {prompt_id}, sample {sample.index}",
             order=(-sample.group_id, sample.index),
+            return_logprobs=False,
         )
 
 
 def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> EvalSample:
     sample, prompt = pending.sample, pending.prompt
-    assert pending.score is not None, "it was scored"
-    assert pending.texts is not None, "it was decoded"
+    assert pending.graded is not None, "it was scored"
+    response, score = pending.graded
     return EvalSample(
         prompt_id=prompt.prompt_id,
         index=sample.index,
         prompt=prompt.text,
         answer=prompt.answer,
-        response=pending.texts[-1],
-        turns=pending.texts if len(pending.texts) > 1 else (),
+        response=response.text,
+        turns=response.turns,
         state=pending.state,
-        **score_fields(pending.score),
+        **score_fields(score),
         num_tokens=sample.num_sampled,
         num_environment_tokens=sample.num_written,
         finish_reason=sample.finish_reason,
@@ -281,10 +255,7 @@ async def summarise_set(
 def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:
     """Where the samples of a set are: ``eval/step_000020_aime24.jsonl``, or ``eval/aime24.jsonl``.
 
-    Args:
-        run_dir: Directory of the run.
-        moment: ``step_<n>``, ``start``, or empty for an evaluation without training.
-        set_name: Of the set.
+    ``moment`` is ``step_<n>``, ``start``, or empty for an evaluation without training.
     """
     return run_dir / "eval" / f"{moment}{'_' * bool(moment)}{set_name}.jsonl"
 
@@ -295,7 +266,7 @@ def results_file(run_dir: Path, moment: str) -> Path:
 
 
 def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str, object]:
-    """What the samples of a set are made with."""
+    """Everything that decides the samples of a set and their scores."""
     rollout = config.rollout
     return eval_settings(
         name=eval_set.name,
@@ -309,13 +280,5 @@ def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str,
     )
 
 
-@contextlib.contextmanager
-def _named_write_errors(path: Path) -> Iterator[None]:
-    """An operating-system error of the block says what could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise RolloutError(
-            f"cannot write the evaluation results to {path}: {error.strerror}; free space, or "
-            "change run_dir"
-        ) from error
+def _write_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+    return write_errors("the evaluation results", path, "change run_dir")

@@ -1,35 +1,17 @@
-"""From response tokens to a score."""
+"""From response tokens to a reward."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from bapo_megatron.data.chat import decode
 from bapo_megatron.reward.base import Response, SampleFacts, Score
-from bapo_megatron.reward.shaping import ShapedReward
-from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.reward.shaping import Shaping
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-    from bapo_megatron.types import Prompt, Sample
-
-
-class Scorer(Protocol):
-    """Scores decoded responses; ``reward.composition.Rewards`` does, in worker processes."""
-
-    async def score(self, response: Response) -> Score:
-        """The reward without shaping, by what sees one response."""
-        ...
-
-    async def score_group(
-        self, responses: Sequence[Response], scores: Sequence[Score]
-    ) -> list[Score]:
-        """These scores, and what is said of them by what sees the whole group."""
-        ...
+from bapo_megatron.reward.composition import Rewards
+from bapo_megatron.reward.shaping import ShapedReward, Shaping
+from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+from bapo_megatron.types import FinishReason, Prompt, Sample
 
 
 class Grader:
@@ -38,18 +20,18 @@ class Grader:
     def __init__(
         self,
         tokenizer: Any,
-        rewards: Scorer,
+        rewards: Rewards,
         shaping: Shaping | None = None,
         *,
         sees_groups: bool = False,
     ) -> None:
-        """Keep the parts.
+        """Keep the parts; the owner of ``rewards`` closes them.
 
         Args:
             tokenizer: The model's Hugging Face tokenizer.
-            rewards: The reward functions; their owner closes them.
+            rewards: The reward functions.
             shaping: What is added for training samples, if anything.
-            sees_groups: Whether a response has its reward only with those of its whole group.
+            sees_groups: Whether rewards depend on the whole group.
         """
         self._tokenizer = tokenizer
         self._rewards = rewards
@@ -66,15 +48,23 @@ class Grader:
         Raises:
             RewardError: A reward function failed.
         """
-        sample, response = pending.sample, self._response(pending)
+        sample = pending.sample
+        segments = [token_ids.tolist() for token_ids in sample.segments()]
+        response = _response(
+            [decode(self._tokenizer, token_ids, skips_special=True) for token_ids in segments],
+            pending.prompt,
+            sample.finish_reason,
+            len(sample.response_token_ids),
+            sample.num_written,
+            pending.state,
+        )
         score = await self._rewards.score(response)
         if pending.sample is not sample:
             return
-        pending.score = score
-        if not self.sees_groups:
-            await self._reward([pending], [sample], [response], [score])
-        elif all(member.score is not None for member in group.samples):
-            await self._score_group(group)
+        pending.graded = response, score
+        members = group.samples if self.sees_groups else [pending]
+        if all(member.graded is not None for member in members):
+            await self._reward(members)
 
     async def grade(
         self,
@@ -91,10 +81,10 @@ class Grader:
         Args:
             texts: What policy and environment wrote, by turns, without special tokens.
             prompt: What it answers.
-            finish_reason: Why it ended, which reward functions may ask for.
-            num_tokens: How long it was, likewise.
+            finish_reason: Why it ended.
+            num_tokens: How long it was.
             num_written: How many of the tokens the environment wrote.
-            state: The environment's at the end.
+            state: Last state of the environment.
 
         Raises:
             RewardError: A reward function failed.
@@ -102,21 +92,14 @@ class Grader:
         response = _response(texts, prompt, finish_reason, num_tokens, num_written, state)
         return await self._rewards.score(response)
 
-    async def _score_group(self, group: PendingGroup) -> None:
-        samples = [member.sample for member in group.samples]
-        responses = [self._response(member) for member in group.samples]
-        alone = [member.score for member in group.samples if member.score is not None]
-        scores = await self._rewards.score_group(responses, alone)
-        await self._reward(group.samples, samples, responses, scores)
-
-    async def _reward(
-        self,
-        members: Sequence[PendingSample],
-        samples: Sequence[Sample],
-        responses: Sequence[Response],
-        scores: Sequence[Score],
-    ) -> None:
-        """Give samples their rewards, all at once, unless a member was begun again meanwhile."""
+    async def _reward(self, members: Sequence[PendingSample]) -> None:
+        """Give graded samples their rewards, all at once, unless one is begun again meanwhile."""
+        samples = [member.sample for member in members]
+        graded = [member.graded for member in members if member.graded is not None]
+        responses = [response for response, _ in graded]
+        scores = [score for _, score in graded]
+        if self.sees_groups:
+            scores = await self._rewards.score_group(responses, scores)
         shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
         if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
             return
@@ -133,20 +116,6 @@ class Grader:
         if self._shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
         return await self._shaping.apply(score, response, sample.sampled_token_ids)
-
-    def _response(self, pending: PendingSample) -> Response:
-        sample = pending.sample
-        return _response(
-            [
-                decode(self._tokenizer, token_ids.tolist(), skips_special=True)
-                for token_ids in sample.segments()
-            ],
-            pending.prompt,
-            sample.finish_reason,
-            len(sample.response_token_ids),
-            sample.num_written,
-            pending.state,
-        )
 
 
 def _response(

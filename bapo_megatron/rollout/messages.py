@@ -1,32 +1,25 @@
-"""Calls to the collector process, except those of a weight push (``weight_sync.messages``).
+"""The border between the trainer's rank 0 and the source of its batches.
 
-``collector_client.CollectorClient`` starts them, ``collector.Collector`` answers them one after the
-other.
-
-The border between the trainer's rank 0 and whatever provides its batches.
+``RolloutSource`` is what the trainer sees. The records and calls below it are what
+``client.CollectorClient`` asks of ``collector.Collector``, in another process, one call after the
+other; the calls of a weight push are in ``weight_sync.messages``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from bapo_megatron.calls import Call
+from bapo_megatron.calls import Call, Caller
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.types import EvalResult
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from bapo_megatron.calls import Caller
-    from bapo_megatron.types import EncodedBatch, EvalResult
+from bapo_megatron.types import EncodedBatch, EvalResult
 
 
 class RolloutSource(Protocol):
     """Provides batches and evaluations; lives on rank 0 only.
 
-    Implementations: ``collector_client.CollectorClient`` (a collector process and real servers) and
+    Implementations: ``client.CollectorClient`` (a collector process and real servers) and
     ``replay.ReplaySource`` (dumps of an earlier run, without servers).
     """
 
@@ -36,11 +29,7 @@ class RolloutSource(Protocol):
         ...
 
     def wait_ready(self) -> None:
-        """Wait until batches can be asked for; weights may still have to be pushed.
-
-        Raises:
-            RolloutError: A data row is unreadable, or a server cannot be used.
-        """
+        """Wait until batches can be asked for; weights may still have to be pushed."""
         ...
 
     def release_memory(self) -> None:
@@ -97,20 +86,7 @@ class Connect:
     """Reach every server and probe its temperature convention before training."""
 
     version: int | None
-    """Weights version that the servers hold, if it is known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncWeights:
-    """Load a Hugging Face directory into every server."""
-
-    model_dir: Path
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseMemory:
-    """Have colocated servers give their memory away until the next weight sync."""
+    """Weights version that the servers hold, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +97,12 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFile:
-    """Where a batch lies."""
-
-    path: Path
-    keep: bool
-    """Whether the file stays after it was read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """The response to ``Collect``."""
 
-    batch: BatchFile | None
-    """None where no server holds the newest weights any more: push them, then repeat the call."""
+    path: Path | None
+    """The batch's file; None where no server holds the newest weights any more: push them, then
+    repeat the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +114,7 @@ class Evaluate:
     weights: str
     """Names the weights."""
     resume: bool
-    """Go on with the samples of an earlier process."""
+    """Continue with the samples of an earlier process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +123,6 @@ class Evaluated:
 
     results: tuple[EvalResult, ...] | None
     """None as in ``Collected``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetState:
-    """Tell what a checkpoint needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +135,8 @@ class SourceState:
 
 OPEN = Call("open", Open, type(None))
 CONNECT = Call("connect", Connect, type(None))
-SYNC_WEIGHTS = Call("sync_weights", SyncWeights, type(None))
-RELEASE_MEMORY = Call("release_memory", ReleaseMemory, type(None))
+RELEASE_MEMORY = Call("release_memory", type(None), type(None))
 COLLECT = Call("collect", Collect, Collected)
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
-STATE = Call("state", GetState, SourceState)
+STATE = Call("state", type(None), SourceState)
 RESTORE = Call("restore", SourceState, type(None))

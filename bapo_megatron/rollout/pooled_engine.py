@@ -1,41 +1,44 @@
-"""One engine of the pool, and one response on its way over any number of them.
+"""The engines of a run, and which of them may be used.
 
-Asks every engine of a pool a cheap question again and again, and moves their states.
+An engine is used only while it answers and holds the pool's weights version. One that dies, hangs
+or answers nonsense is lost. When it answers again it needs weights first, whatever version it
+reports: it may be another process.
 
-The question is ``Engine.version``: it needs no generation, and is answered while the engine is
-paused or gets new weights. What samples, in a server another process, is asked
-(``Engine.capabilities``) only where requests in flight get nothing for long.
+    starting ──answers──▶ usable ◀──weights── stale ◀──answers── lost
+        └──answers, other weights──────────────▲                  ▲
+                                 usable, stale ────fails──────────┘
+
+One task per engine asks ``Engine.version`` again and again: that needs no generation, and is
+answered while the engine is paused or gets new weights. ``Engine.capabilities`` goes to what
+samples, in a server another process, and is asked only where requests in flight get nothing for
+long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
 
-from bapo_megatron.engine.base import CompletionSink, join
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import Engine, Needs
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
-from bapo_megatron.types import FinishReason
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import Completion, Engine, GenerateRequest
-    from bapo_megatron.rollout.timeline import RequestTrace
-
-
-_MOST_LOAD_RATIO = 1.25
-_LOAD_SLACK = 4.0
-"""Requests share a server while it has at most 1.25 times the least busy one's, and 4 more."""
+_LOG = logging.getLogger(__name__)
+_MAX_ABSENT_INTERVAL_S = 1.0
+"""An engine that is expected to come back is asked at least this often."""
+_ADMISSION_TIMEOUT_S = 120.0
+"""For what a server is asked once: how it was started, and the probe of its log-probs."""
+_STUCK_FACTOR = 4.0
+"""A scheduler may stand still while it compiles kernels; the watchdogs of servers wait minutes."""
 
 
 class EngineState(StrEnum):
-    """What a server may be used for."""
+    """What an engine may be used for."""
 
     STARTING = "starting"
     """It has never answered."""
@@ -44,7 +47,7 @@ class EngineState(StrEnum):
     STALE = "stale"
     """It answers but must get weights first."""
     LOST = "lost"
-    """It failed; nothing is sent but the monitor's questions."""
+    """It failed; nothing is sent but the questions whether it answers again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +65,7 @@ class PooledEngine:
     num_requests: int = 0
     """Requests that the pool has given it."""
     num_broken: int = 0
-    """Connections for samples that broke one after the other since its last token came."""
+    """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
     """It was told to sample nothing."""
 
@@ -92,269 +95,250 @@ class PooledEngine:
         return self.state is EngineState.LOST
 
 
-class Job(CompletionSink):
-    """One response: what was asked for, and what came so far from whichever server."""
-
-    _pooled: PooledEngine
+class EngineStates:
+    """The engines and their states; what is done with them is up to the ``EnginePool``."""
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        on_part: Callable[[Completion], None],
-        is_known: Callable[[int, int], bool],
-        trace: RequestTrace,
+        self, engines: Sequence[Engine], config: RolloutConfig, version: int | None
     ) -> None:
-        """Prepare the job.
-
-        Args:
-            request: What is wanted of all engines together; ``version`` is not looked at.
-            on_part: Takes each piece.
-            is_known: Whether the second of two weights versions may have sampled, after the first.
-            trace: Records what happens.
-        """
-        super().__init__()
-        self.trace = trace
-        self._request = request
-        self._on_part = on_part
-        self._is_known = is_known
-        self._oldest_version = 0
-        self._num_before = 0
-        self.num_tokens = 0
-        """Received so far."""
-        self.was_sent = False
-        """Whether any server got it."""
-        self.num_failures = 0
-        """How often a server failed it since the last token came."""
-
-    @property
-    def label(self) -> str:
-        """Names it in errors."""
-        return self._request.label
-
-    @property
-    def num_remaining(self) -> int:
-        """Tokens that may still come."""
-        return self._request.sampling.max_new_tokens - self.num_tokens
-
-    @property
-    def num_received(self) -> int:
-        """Tokens since it was sent the last time."""
-        return self.num_tokens - self._num_before
-
-    def start(self, pooled: PooledEngine, version: int) -> GenerateRequest:
-        """It goes to an engine with ``version``; returns what that one has to do."""
-        self._pooled = pooled
-        self._oldest_version = version
-        self._num_before = self.num_tokens
-        self.was_sent = True
-        self.trace.sent(pooled.address, self.num_tokens)
-        request = self._request
-        return replace(
-            request,
-            input_ids=[*request.input_ids, *self.completion().token_ids.tolist()],
-            sampling=replace(request.sampling, max_new_tokens=self.num_remaining),
-            version=version,
-            sampled_tokens=request.sampled_tokens + self.num_tokens,
-        )
-
-    def is_known(self, version: int) -> bool:
-        """Whether this weights version may have sampled."""
-        return self._is_known(self._oldest_version, version)
-
-    def first_tokens(self, cached_tokens: int) -> None:
-        """The first tokens of a server came."""
-        self.trace.first_tokens(cached_tokens)
-
-    def take(self, part: Completion) -> None:
-        """Keep a piece and hand it on."""
-        if len(part.token_ids):
-            self.num_failures = self._pooled.num_broken = 0
-        self.num_tokens += len(part.token_ids)
-        super().take(part)
-        self._on_part(part)
-
-    def end_at_limit(self) -> None:
-        """The server was lost after the last token that may come."""
-        self.take(join([], FinishReason.LENGTH))
-        self.trace.ended(FinishReason.LENGTH.value, 0)
-
-
-class Balancer:
-    """Chooses servers: one for requests that share a prompt, unless another has much less to do.
-
-    A cached prompt saves little beside a long response: in the simulation of docs/benchmarks whole
-    groups on one server made the end of a step 1.4 times as long.
-    """
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        """Requests on their way."""
-        self._num_by_affinity: Counter[int] = Counter()
-        self._engine_by_affinity: dict[int, PooledEngine] = {}
-
-    @contextlib.contextmanager
-    def call(self, affinity: int | None) -> Iterator[None]:
-        """A request is on its way; its affinity is remembered as long as it has one."""
-        self.num_calls += 1
-        if affinity is not None:
-            self._num_by_affinity[affinity] += 1
-        try:
-            yield
-        finally:
-            self.num_calls -= 1
-            if affinity is not None:
-                self._num_by_affinity[affinity] -= 1
-                if not self._num_by_affinity[affinity]:
-                    del self._num_by_affinity[affinity]
-                    self._engine_by_affinity.pop(affinity, None)
-
-    def choose(self, usable: Sequence[PooledEngine], affinity: int | None) -> PooledEngine:
-        """The engine for a request, out of at least one."""
-        least_busy = min(usable, key=lambda pooled: pooled.load)
-        chosen = None if affinity is None else self._engine_by_affinity.get(affinity)
-        most_load = _MOST_LOAD_RATIO * least_busy.load + _LOAD_SLACK
-        if chosen is None or chosen not in usable or chosen.load > most_load:
-            chosen = least_busy
-        if affinity is not None:
-            self._engine_by_affinity[affinity] = chosen
-        return chosen
-
-
-_SHORTEST_INTERVAL_S = 1.0
-_ADMISSION_TIMEOUT_S = 120.0
-"""For what a server is asked once: how it was started, and the probe of its log-probs."""
-_STUCK_FACTOR = 4.0
-"""A scheduler may stand still while it compiles kernels; the watchdogs of servers wait minutes."""
-
-
-class HealthListener(Protocol):
-    """Decides what an observation means."""
-
-    async def admit(self, pooled: PooledEngine) -> None:
-        """Look at a server that answers for the first time, or again; it is not used before.
-
-        Raises:
-            RolloutError: It must not be used.
-        """
-        ...
-
-    def on_answer(self, pooled: PooledEngine, reported: str) -> None:
-        """An admitted server reports this weights version."""
-        ...
-
-    def on_refusal(self, pooled: PooledEngine, error: RolloutError) -> None:
-        """It answers, but cannot be used as it is."""
-        ...
-
-    def on_silence(self, pooled: PooledEngine, reason: str) -> None:
-        """It does not answer, or its requests do not get on."""
-        ...
-
-
-class Monitor:
-    """One task per engine."""
-
-    def __init__(self, config: RolloutConfig, listener: HealthListener) -> None:
-        """Prepare; ``start`` starts.
-
-        Args:
-            config: How often to ask, and how long to wait.
-            listener: Learns what is observed.
-        """
-        self._config = config.health
-        self._longest_silence_s = config.request_timeout_s
-        self._listener = listener
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self, engines: Sequence[PooledEngine]) -> None:
-        """Watch these engines from now on; does nothing if it does already."""
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._watch(pooled)) for pooled in engines]
-
-    def raise_failure(self) -> None:
-        """Raise what ended a task: a mistake of this program, after which nobody watches a server.
-
-        Whatever a server does moves its state only.
-        """
-        for task in self._tasks:
-            if task.done():
-                task.result()
+        self.engines = tuple(PooledEngine(engine) for engine in engines)
+        self.memory_is_away = False
+        """Whether the engines have given their memory to the trainer (``colocated``)."""
+        self._version = version
+        self._config = config
+        self._health = config.health
+        self._needs = Needs(config.temperature, config.weight_sync.in_flight)
+        self._refusal: RolloutError | None = None
+        self._news = asyncio.Event()
+        self._watchers: list[asyncio.Task[None]] = []
 
     async def close(self) -> None:
-        """End the tasks."""
-        for task in self._tasks:
+        """Stop watching, and close every connection."""
+        for task in self._watchers:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for pooled in self.engines:
+            await pooled.engine.close()
+
+    @property
+    def version(self) -> int | None:
+        """Weights version that an engine must hold to be used; setting it leaves others stale."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self._version = version
+        for pooled in self.engines:
+            if pooled.is_usable and pooled.version != str(version):
+                self._move(pooled, EngineState.STALE, f"it has weights version {pooled.version}")
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether no engine is usable, but one would be with the pool's weights."""
+        states = {pooled.state for pooled in self.engines}
+        return EngineState.USABLE not in states and EngineState.STALE in states
+
+    def describe(self, states: Sequence[EngineState] = tuple(EngineState)) -> str:
+        """The engines in these states, and why, for people."""
+        return "; ".join(
+            f"{pooled.address} ({pooled.state}): {pooled.reason}"
+            for pooled in self.engines
+            if pooled.state in states
+        )
+
+    def watch(self) -> None:
+        """Watch the engines from now on; does nothing if they are watched already."""
+        if not self._watchers:
+            self._watchers = [asyncio.create_task(self._watch(pooled)) for pooled in self.engines]
+
+    async def wait_for_engines(self, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
+        """Wait until every engine has answered, for ``rollout.health.patience_s`` at most.
+
+        Raises:
+            RolloutError: One never did, or cannot be used as it is.
+        """
+        self._needs = replace(self._needs, probe_prompts=probe_prompts)
+        self.watch()
+        async with self._patience("no answer", [EngineState.STARTING]):
+            while any(pooled.state is EngineState.STARTING for pooled in self.engines):
+                await self._wait_for_news()
+        self._raise_refusal()
+
+    async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
+        """Wait until an engine is usable; returns all that are.
+
+        Args:
+            is_over: Whether nobody wants one any more, so that none is returned; it is asked again
+                after ``wake``.
+
+        Raises:
+            RolloutError: One cannot be used as it is, or none answers for
+                ``rollout.health.patience_s``.
+        """
+        while not is_over():
+            self._raise_refusal()
+            if usable := [pooled for pooled in self.engines if pooled.is_usable]:
+                return usable
+            if self.needs_weights:
+                # They come when the trainer has made its step, however long that takes.
+                await self._news.wait()
+                continue
+            async with self._patience("no usable server", tuple(EngineState)):
+                while not (is_over() or any(pooled.is_answering for pooled in self.engines)):
+                    await self._wait_for_news()
+        return []
+
+    def wake(self) -> None:
+        """Have everything that waits for a change look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def mark_updated(self, pooled: PooledEngine, version: int) -> None:
+        """An engine got ``version`` and reports it; nothing changes if it was lost meanwhile."""
+        if pooled.is_lost:
+            return
+        pooled.version = str(version)
+        if version == self._version:
+            self._move(pooled, EngineState.USABLE, "")
+        else:
+            self._move(pooled, EngineState.STALE, f"it has weights version {version}")
+
+    def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
+        """Take an engine out; its requests go on elsewhere."""
+        if pooled.is_lost:
+            return
+        _LOG.warning("%s is taken out: %s", pooled.address, reason)
+        pooled.version = None
+        pooled.is_paused = False
+        pooled.num_broken = 0
+        self._move(pooled, EngineState.LOST, reason)
+        pooled.engine.give_up(reason)
+
+    def _move(self, pooled: PooledEngine, state: EngineState, reason: str) -> None:
+        pooled.state, pooled.reason = state, reason
+        self.wake()
+
+    async def _wait_for_news(self) -> None:
+        self._raise_refusal()
+        await self._news.wait()
+
+    def _raise_refusal(self) -> None:
+        """Raise why an engine cannot be used, or which mistake of this program ended a watcher."""
+        for task in self._watchers:
+            if task.done():
+                task.result()
+        if self._refusal is not None:
+            raise self._refusal
+
+    @contextlib.asynccontextmanager
+    async def _patience(self, what: str, blamed: Sequence[EngineState]) -> AsyncIterator[None]:
+        """Bound what is done inside by ``rollout.health.patience_s``."""
+        patience_s = self._health.patience_s
+        try:
+            async with asyncio.timeout(patience_s):
+                yield
+        except TimeoutError:
+            raise RolloutError(
+                f"{what} for {patience_s:g} s (rollout.health.patience_s): "
+                f"{self.describe(blamed)}; start them again and continue with resume=true"
+            ) from None
 
     async def _watch(self, pooled: PooledEngine) -> None:
         answered_s = scheduled_s = time.monotonic()
         while True:
             try:
                 known = pooled.version
-                reported = await self._ask(pooled, answered_s)
+                # It waits no longer than the silence that is allowed, but never 0, so that a server
+                # is not blamed where this process itself stood still.
+                limit_s = answered_s + self._health.timeout_s - time.monotonic()
+                reported = await pooled.engine.version(max(limit_s, self._health.interval_s))
                 answered_s = time.monotonic()
-                if pooled.state in (EngineState.STARTING, EngineState.LOST):
+                if not pooled.is_answering:
                     async with asyncio.timeout(_ADMISSION_TIMEOUT_S):
-                        await self._listener.admit(pooled)
+                        await self._admit(pooled)
                 # An answer from before weights were updated tells nothing about them.
                 if pooled.version == known:
-                    self._listener.on_answer(pooled, reported)
+                    self._take_answer(pooled, reported)
                 scheduled_s = await self._check_scheduler(pooled, scheduled_s)
             except (ServerError, TimeoutError) as error:
                 if pooled.state is EngineState.STARTING:
                     pooled.reason = f"it never answered ({describe_cause(error)})"
-                elif time.monotonic() - answered_s >= self._config.timeout_s:
-                    self._listener.on_silence(
+                elif time.monotonic() - answered_s >= self._health.timeout_s:
+                    self.mark_lost(
                         pooled,
-                        f"no answer for {self._config.timeout_s:g} s "
+                        f"no answer for {self._health.timeout_s:g} s "
                         f"({describe_cause(error)}; rollout.health.timeout_s)",
                     )
             except RolloutError as error:
-                self._listener.on_refusal(pooled, error)
-            await asyncio.sleep(self._interval_s(pooled))
+                self._take_refusal(pooled, error)
+            interval_s = self._health.interval_s
+            if not pooled.is_answering:
+                interval_s = min(interval_s, _MAX_ABSENT_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
-    async def _ask(self, pooled: PooledEngine, answered_s: float) -> str:
-        """The weights version; waits no longer than the silence that is allowed."""
-        limit_s = answered_s + self._config.timeout_s - time.monotonic()
-        # Never 0, so that a server is not blamed where this process itself stood still.
-        return await pooled.engine.version(max(limit_s, self._config.interval_s))
+    async def _admit(self, pooled: PooledEngine) -> None:
+        """Check an engine that answers for the first time, or again; raise if it is of no use."""
+        capabilities = await pooled.engine.capabilities()
+        pooled.num_ranks = capabilities.num_ranks
+        method = self._config.weight_sync.method
+        if method not in capabilities.methods:
+            raise RolloutError(
+                f"rollout.weight_sync.method: must be {' or '.join(sorted(capabilities.methods))} "
+                f"for {pooled.address}, got {method}; set it"
+            )
+        if not self.memory_is_away:  # else it would crash; it was checked when it started first
+            await pooled.engine.check(self._needs)
+
+    def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
+        """An admitted engine reports this weights version."""
+        was_new = pooled.state is EngineState.STARTING
+        if pooled.state is EngineState.STALE or (not was_new and reported == pooled.version):
+            return
+        pooled.version = reported
+        if was_new and reported == str(self._version):
+            self._move(pooled, EngineState.USABLE, "")
+        elif pooled.is_lost:
+            _LOG.warning("%s answers again and needs weights", pooled.address)
+            self._move(pooled, EngineState.STALE, f"it needs weights again: {pooled.reason}")
+        else:
+            self._move(pooled, EngineState.STALE, f"it has weights version {reported}")
+
+    def _take_refusal(self, pooled: PooledEngine, error: RolloutError) -> None:
+        """An engine answers, but cannot be used as it is."""
+        if pooled.state is EngineState.STARTING:
+            self._refusal = error
+            self.wake()
+        else:
+            self.mark_lost(pooled, str(error))
+            pooled.reason = str(error)
 
     async def _check_scheduler(self, pooled: PooledEngine, scheduled_s: float) -> float:
         """Make sure that requests in flight get on, or at least that the scheduler lives.
 
-        It may give nobody a token for long, as while it compiles kernels, but answers in between.
-
-        Args:
-            pooled: The engine, which answers.
-            scheduled_s: When its scheduler was heard of last.
-
-        Returns:
-            When it was heard of last now.
+        The scheduler may give nobody a token for long, as while it compiles kernels, but it answers
+        in between. Takes and returns when it was last heard of.
         """
+        timeout_s = self._health.timeout_s
+        max_silence_s = self._config.request_timeout_s
         silence_s = pooled.engine.silence_s
-        if silence_s >= self._longest_silence_s:
-            self._listener.on_silence(
+        if silence_s >= max_silence_s:
+            self.mark_lost(
                 pooled,
-                f"no token of any request within {self._longest_silence_s:g} s; raise "
+                f"no token of any request within {max_silence_s:g} s; raise "
                 "rollout.request_timeout_s, or look for a stuck server in its log",
             )
             return time.monotonic()
         scheduled_s = max(scheduled_s, time.monotonic() - silence_s)
-        if silence_s < self._config.timeout_s:
+        if silence_s < timeout_s:
             return scheduled_s
         with contextlib.suppress(ServerGoneError):
-            await pooled.engine.capabilities(self._config.timeout_s)
+            await pooled.engine.capabilities(timeout_s)
             return time.monotonic()
-        longest_s = _STUCK_FACTOR * self._config.timeout_s
-        if time.monotonic() - scheduled_s >= longest_s:
-            self._listener.on_silence(
+        max_stuck_s = _STUCK_FACTOR * timeout_s
+        if time.monotonic() - scheduled_s >= max_stuck_s:
+            self.mark_lost(
                 pooled,
-                f"its scheduler has neither sampled nor answered for {longest_s:g} s "
+                f"its scheduler has neither sampled nor answered for {max_stuck_s:g} s "
                 f"({_STUCK_FACTOR:g} times rollout.health.timeout_s)",
             )
         return scheduled_s
-
-    def _interval_s(self, pooled: PooledEngine) -> float:
-        is_expected = pooled.state in (EngineState.STARTING, EngineState.LOST)
-        interval_s = self._config.interval_s
-        return min(interval_s, _SHORTEST_INTERVAL_S) if is_expected else interval_s

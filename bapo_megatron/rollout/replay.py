@@ -1,24 +1,17 @@
-"""Batches from the dumps of an earlier run, without any server.
-
-The files of a step; they are written in a thread, while requests go on.
-"""
+"""The files of a step: written for the trainer, and read again by a replay, without any server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec
 
 from bapo_megatron.data.dump import read_encoded, step_of, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
-
+from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
 
 _P = ParamSpec("_P")
 
@@ -26,51 +19,51 @@ _P = ParamSpec("_P")
 async def write_samples(
     path: Path, batch: RolloutBatch, texts: Sequence[SampleText] | None
 ) -> None:
-    """Write a batch whose samples nobody changes meanwhile.
+    """Write a batch whose samples nobody changes meanwhile, in a thread.
 
     Args:
         path: Where the trainer reads the batch.
         batch: The batch.
-        texts: What is written beside it for people, if anything. It comes first, so that a dump
-            that is there is complete.
+        texts: Written beside it for people, if given; first, so that a dump that is there is
+            complete.
 
     Raises:
         RolloutError: The file cannot be written; nothing is left behind.
         DumpError: The batch is not intact.
     """
     what = f"the samples of step {batch.step}"
-    remedy = "rollout.dump=false to keep only the newest batch in the temporary directory"
-    with _named(what, path, remedy):
+    remedy = "set rollout.dump=false to keep only the newest batch in the temporary directory"
+    with write_errors(what, path, remedy):
         if texts is not None:
             await _in_thread(write_texts, path, batch.step, texts)
         await _in_thread(write_batch, path, batch)
 
 
 async def write_timeline(path: Path, step: int, content: str) -> None:
-    """Write what ``Timeline.render`` returned.
-
-    Raises:
-        RolloutError: The file cannot be written.
-    """
-    with _named(f"the timeline of step {step}", path, "rollout.timeline=false"):
+    """Write what ``Timeline.render`` returned, in a thread."""
+    with write_errors(f"the timeline of step {step}", path, "set rollout.timeline=false"):
         await _in_thread(atomic_write_text, path, content)
 
 
 @contextlib.contextmanager
-def _named(what: str, path: Path, remedy: str) -> Iterator[None]:
-    """Say what could not be written, where, and which setting does without it."""
+def write_errors(what: str, path: Path, remedy: str) -> Iterator[None]:
+    """Say what the block could not write, where, and how to do without it.
+
+    Raises:
+        RolloutError: The operating system refused.
+    """
     try:
         yield
     except OSError as error:
         raise RolloutError(
-            f"cannot write {what} to {path}: {error.strerror}; free space, or set {remedy}"
+            f"cannot write {what} to {path}: {error.strerror}; free space, or {remedy}"
         ) from error
 
 
 async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Run ``write`` in a thread; whoever is cancelled waits until it has ended.
+    """Run ``write`` in a thread; where the caller is cancelled, wait until it has ended.
 
-    Else it would write into the temporary directory that is just being removed.
+    Otherwise it would write into the temporary directory that is just being removed.
     """
     writing = asyncio.ensure_future(asyncio.to_thread(write, *args, **kwargs))
     try:
@@ -81,14 +74,9 @@ async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwa
 
 
 class ReplaySource:
-    """A ``RolloutSource`` that reads ``<dir>/step_<n>.parquet``; the step alone is its position."""
+    """A ``RolloutSource`` that reads the dumps in ``<run_dir>/rollouts`` of an earlier run."""
 
     def __init__(self, directory: Path) -> None:
-        """Keep the directory.
-
-        Args:
-            directory: ``<run_dir>/rollouts`` of a run.
-        """
         self._directory = directory
 
     @property

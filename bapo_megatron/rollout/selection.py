@@ -7,19 +7,14 @@ are those of ``config.rollout``; docs/rollout.md shows them as states and transi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import response_age
-from bapo_megatron.rollout.buffer import DropReason
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-    from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
+from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
 
 _REPLAY_STREAM = 1
 """Tells the replay's random numbers from others of the same seed and step."""
@@ -45,7 +40,7 @@ class LeftOver:
     carried: list[PendingGroup] = field(default_factory=list)
     """They stay, started and unfinished."""
     num_unfinished_samples: int = 0
-    """Of all that stay, started or not."""
+    """Unfinished samples of all groups that stay, started or not."""
 
 
 class Selection:
@@ -54,7 +49,7 @@ class Selection:
     def __init__(
         self, buffer: RolloutBuffer, config: RolloutConfig, replay: ReplayConfig, plan: BatchPlan
     ) -> None:
-        """Keep the buffer, which the caller changes, and the rules."""
+        """Keep the rules, and the buffer, which the caller changes."""
         self._buffer = buffer
         self._config = config
         self._replay = replay
@@ -69,14 +64,13 @@ class Selection:
         """Whether it decides by scores, not only by which responses are complete."""
 
     def steps_ahead(self, step: int) -> int:
-        """For how many steps after ``step`` may be generated while it is trained."""
-        return min(self._config.steps_ahead, self._plan.total_steps - step - 1)
+        """For how many steps after ``step`` generation may go on while it is trained."""
+        return max(0, min(self._config.steps_ahead, self._plan.total_steps - step - 1))
 
     def num_to_draw(self, num_groups: int) -> int:
         """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""
-        useless = len(self._equal_groups())
-        wanted = num_groups + self._config.oversample_groups
-        return max(0, wanted - (len(self._buffer) - useless))
+        num_useful = len(self._buffer) - len(self._equal_groups())
+        return max(0, num_groups + self._config.oversample_groups - num_useful)
 
     def choose(self, num_new: int, num_replayed: int, spent_tokens: int) -> list[PendingGroup]:
         """The new groups of a batch, oldest first; none while there are not enough.
@@ -106,9 +100,9 @@ class Selection:
         if self.is_dynamic:
             return [g for g in self._buffer if g.is_scored and not g.has_equal_rewards]
         if self._has_limit:
-            # Whoever is not scored may still turn out to be too old.
+            # A group that is not scored may still turn out to be too old.
             return [group for group in self._buffer if group.is_scored]
-        return self._buffer.finished()
+        return [group for group in self._buffer if group.is_finished]
 
     def stale_samples(
         self, version: int, *, unfinished: bool
@@ -116,7 +110,7 @@ class Selection:
         """Groups with responses that are older than allowed, and these responses.
 
         Args:
-            version: Weights version of now.
+            version: Present weights version.
             unfinished: Whether to look at unfinished groups too; nothing may be sampled meanwhile.
                 Their oldest tokens do not become younger, the mean over a response may.
         """
@@ -138,14 +132,10 @@ class Selection:
         return found
 
     def left_over(self, taken: Sequence[PendingGroup]) -> LeftOver:
-        """What becomes of the groups that a batch leaves in the buffer.
-
-        Args:
-            taken: Its new groups.
-        """
+        """What becomes of the groups in the buffer that a batch does not take."""
         taken_ids = {group.group_id for group in taken}
         useless_ids = {group.group_id for group in self._equal_groups()}
-        most = self._config.max_carries
+        max_carries = self._config.max_carries
         result = LeftOver()
         for group in self._buffer:
             if group.group_id in taken_ids:
@@ -155,7 +145,7 @@ class Selection:
                 result.given_up.append((group, DropReason.EQUAL_REWARDS))
             elif not self._config.partial:
                 result.given_up.append((group, DropReason.SURPLUS))
-            elif is_underway and most is not None and group.carries >= most:
+            elif is_underway and max_carries is not None and group.carries >= max_carries:
                 result.given_up.append((group, DropReason.CARRIED))
             else:
                 result.num_unfinished_samples += group.num_unfinished_samples
@@ -174,9 +164,9 @@ class Selection:
             for group in batch
             if limit is None or _oldest_age(group, version) <= limit
         ]
-        wanted = math.floor(self._replay.share * self._config.groups_per_step)
+        max_groups = math.floor(self._replay.share * self._config.groups_per_step)
+        count = min(max_groups, len(candidates))
         generator = np.random.default_rng([self._plan.seed, _REPLAY_STREAM, step])
-        count = min(wanted, len(candidates))
         picked = generator.choice(len(candidates), size=count, replace=False)
         return [candidates[index] for index in sorted(picked.tolist())]
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import heapq
 import json
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 _STEP_ROW = "step"
 _QUEUE_ROW = "queue"
@@ -32,36 +30,25 @@ class _Slice:
     args: dict[str, Any]
     end_s: float | None = None
 
+    def end(self, now_s: float, reason: str, **args: Any) -> None:
+        assert self.end_s is None, f"{self.name} has ended before"
+        self.end_s = now_s
+        self.args |= {"end": reason, **args}
+        if reason not in _UNREMARKABLE:
+            self.name += f", {reason}"
+
 
 @dataclass(slots=True)
 class _Block:
     """Adjacent slices that share a lane of a row, such as the prefill and decode of a request."""
 
     row: str
-    slices: list[_Slice] = field(default_factory=list)
+    slices: list[_Slice]
 
-    def start(self, name: str, now_s: float, args: dict[str, Any]) -> None:
-        """Open a slice."""
-        self.slices.append(_Slice(name, now_s, args))
-
-    def end(self, now_s: float, reason: str, **args: Any) -> None:
-        """Close the open slice."""
-        last = self.slices[-1]
-        assert last.end_s is None, f"{last.name} has ended before"
-        last.end_s = now_s
-        last.args |= {"end": reason, **args}
-        if reason not in _UNREMARKABLE:
-            last.name += f", {reason}"
-
-    @property
-    def start_s(self) -> float:
-        """Start of the first slice."""
-        return self.slices[0].start_s
-
-    def end_s(self, now_s: float) -> float:
-        """End of the last slice; ``now_s`` if it is open."""
+    def span_s(self, now_s: float) -> tuple[float, float]:
+        """Start of the first slice and end of the last; ``now_s`` if that is open."""
         end_s = self.slices[-1].end_s
-        return now_s if end_s is None else end_s
+        return self.slices[0].start_s, now_s if end_s is None else end_s
 
 
 class RequestTrace:
@@ -76,77 +63,55 @@ class RequestTrace:
         self._wait()
 
     def sent(self, server: str, prefix_tokens: int) -> None:
-        """The request left the queue.
-
-        Args:
-            server: Address of the server that it was sent to.
-            prefix_tokens: Tokens that servers it was lost with have sampled; they are sent with its
-                input.
-        """
+        """The request left the queue, with the tokens that lost servers have sampled for it."""
         self._timeline._close(self._block, "sent")
-        self._block = self._timeline._open(server)
         resumed_at = self._sampled_tokens + prefix_tokens
         name = "prefill (resumed)" if resumed_at else "prefill"
-        args = {"label": self._label, "prefix_tokens": resumed_at}
-        self._block.start(name, self._timeline._clock(), args)
+        self._block = self._timeline._open(
+            server, name, label=self._label, prefix_tokens=resumed_at
+        )
 
     def first_tokens(self, cached_tokens: int) -> None:
-        """The first sampled tokens came.
-
-        Args:
-            cached_tokens: Tokens of the input whose keys and values the server still had.
-        """
+        """The first sampled tokens came; so many tokens of the input were in the cache."""
         now_s = self._timeline._clock()
-        self._block.end(now_s, "done", cached_tokens=cached_tokens)
-        self._block.start("decode", now_s, {"label": self._label})
+        self._block.slices[-1].end(now_s, "done", cached_tokens=cached_tokens)
+        self._block.slices.append(_Slice("decode", now_s, {"label": self._label}))
 
     def ended(self, reason: str, num_tokens: int) -> None:
-        """The request ended, where it was: in the queue, while it was read or sampled.
+        """The request ended, where it was, with so many tokens since it was sent.
 
-        Args:
-            reason: ``stop``, ``length`` or ``abort``; ``lost`` with its server, after which the
-                request waits in the queue again and may be ``sent`` once more.
-            num_tokens: Tokens that were received since it was sent.
+        ``lost`` with its server, it waits in the queue again and may be ``sent`` once more.
         """
         self._timeline._close(self._block, reason, tokens=num_tokens)
         if reason == "lost":
             self._wait()
 
     def _wait(self) -> None:
-        self._block = self._timeline._open(_QUEUE_ROW)
-        self._block.start("queued", self._timeline._clock(), {"label": self._label})
+        self._block = self._timeline._open(_QUEUE_ROW, "queued", label=self._label)
 
 
 class Timeline:
     """Records since the last ``clear``; its memory grows with the requests of that time only."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start at time 0.
-
-        Args:
-            clock: Returns seconds, never fewer than before.
-        """
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, is_kept: bool = True
+    ) -> None:
+        """Start at time 0 of ``clock``; keep nothing unless ``is_kept``."""
+        self._is_kept = is_kept
         self._clock = clock
         self._origin_s = clock()
         self._closed: list[_Block] = []
         self._opened: dict[int, _Block] = {}
-        """By ``id``: in order, and removed at once."""
+        """By ``id``, so that a block is removed without a search; in order."""
 
     def request(self, label: str, sampled_tokens: int = 0) -> RequestTrace:
-        """A request enters the queue.
-
-        Args:
-            label: Names it in the file.
-            sampled_tokens: Response tokens of an earlier request that its input ends with; 0 for a
-                new response.
-        """
+        """A request enters the queue; its input ends with tokens of an earlier one, if any."""
         return RequestTrace(self, label, sampled_tokens)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Record the block as a slice of the row ``step``: a pause, a weight sync."""
-        block = self._open(_STEP_ROW)
-        block.start(name, self._clock(), {})
+        block = self._open(_STEP_ROW, name)
         try:
             yield
         except BaseException:
@@ -170,20 +135,20 @@ class Timeline:
         now_s = self._clock()
         rows: dict[str, list[_Block]] = {_STEP_ROW: [], _QUEUE_ROW: []}
         blocks = [*self._closed, *self._opened.values()]
-        for block in sorted(blocks, key=lambda block: (block.start_s, block.end_s(now_s))):
+        for block in sorted(blocks, key=lambda block: block.span_s(now_s)):
             rows.setdefault(block.row, []).append(block)
         servers = sorted(row for row in rows if row not in (_STEP_ROW, _QUEUE_ROW))
         for number, row in enumerate((_STEP_ROW, _QUEUE_ROW, *servers), start=1):
             yield _metadata("process_name", number, {"name": row})
             yield _metadata("process_sort_index", number, {"sort_index": number})
-            intervals = [(block.start_s, block.end_s(now_s)) for block in rows[row]]
-            for block, lane in zip(rows[row], allocate_lanes(intervals), strict=True):
+            lanes = allocate_lanes(block.span_s(now_s) for block in rows[row])
+            for block, lane in zip(rows[row], lanes, strict=True):
                 for part in block.slices:
                     yield self._event(part, number, lane, now_s)
 
     def _event(self, part: _Slice, process: int, lane: int, now_s: float) -> dict[str, Any]:
-        is_open = part.end_s is None
         start_us = self._to_us(part.start_s)
+        end_us = self._to_us(now_s if part.end_s is None else part.end_s)
         return {
             "ph": "X",
             "name": part.name,
@@ -191,63 +156,29 @@ class Timeline:
             "tid": lane,
             "ts": start_us,
             # Both ends are rounded, so that neighbours touch and never overlap.
-            "dur": self._to_us(now_s if part.end_s is None else part.end_s) - start_us,
-            "args": part.args | ({"end": "running"} if is_open else {}),
+            "dur": end_us - start_us,
+            "args": part.args if part.end_s is not None else part.args | {"end": "running"},
         }
 
     def _to_us(self, time_s: float) -> int:
         return round((time_s - self._origin_s) * 1e6)
 
-    def _open(self, row: str) -> _Block:
-        block = _Block(row)
-        self._opened[id(block)] = block
+    def _open(self, row: str, name: str, **args: Any) -> _Block:
+        block = _Block(row, [_Slice(name, self._clock(), args)])
+        if self._is_kept:
+            self._opened[id(block)] = block
         return block
 
     def _close(self, block: _Block, reason: str, **args: Any) -> None:
-        block.end(self._clock(), reason, **args)
-        self._closed.append(self._opened.pop(id(block)))
-
-
-class NullTimeline(Timeline):
-    """Records nothing, where ``rollout.timeline`` is off."""
-
-    def request(self, label: str, sampled_tokens: int = 0) -> RequestTrace:
-        """The trace that all requests share."""
-        return _NO_TRACE
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Run the block."""
-        yield
-
-
-class _NoTrace(RequestTrace):
-    """Takes everything and keeps nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def sent(self, server: str, prefix_tokens: int) -> None:
-        pass
-
-    def first_tokens(self, cached_tokens: int) -> None:
-        pass
-
-    def ended(self, reason: str, num_tokens: int) -> None:
-        pass
-
-
-_NO_TRACE = _NoTrace()
+        block.slices[-1].end(self._clock(), reason, **args)
+        if self._is_kept:
+            self._closed.append(self._opened.pop(id(block)))
 
 
 def allocate_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
     """Give each interval the lowest lane that is free, from 0; touching ends do not overlap.
 
-    Args:
-        intervals: Start and end of each, in order of the starts.
-
-    Returns:
-        The lane of each.
+    The intervals, start and end of each, come in order of their starts.
     """
     busy: list[tuple[float, int]] = []
     free: list[int] = []

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import Completion, SamplingSettings
+from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
@@ -186,13 +186,12 @@ class Client:
         """One request after the other; the first ones end at different times."""
         length = 1 + self._load.response_tokens * (number + 1) // self._load.requests
         while True:
-            await self.pool.generate(
-                [7] * self._load.prompt_tokens,
-                SamplingSettings(1.0, min(length, self._load.response_tokens)),
+            request = GenerateRequest(
+                input_ids=[7] * self._load.prompt_tokens,
+                sampling=SamplingSettings(1.0, min(length, self._load.response_tokens)),
                 label=f"request {number}",
-                affinity=number // 8,
-                on_part=self._take,
             )
+            await self.pool.generate(request, self._take, affinity=number // 8)
             self.num_requests += 1
             length = self._load.response_tokens
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.environment.in_workers import WorkerEnvironment
 from bapo_megatron.errors import RolloutError
@@ -50,12 +51,10 @@ def run(name, use, *, workers=1, step_timeout_s=20.0, memory_limit_mb=512):
     """What ``use`` returns for an environment, which is opened before it and closed after it."""
 
     async def main():
-        environment = WorkerEnvironment(
-            f"{OWN}:{name}",
-            workers=workers,
-            step_timeout_s=step_timeout_s,
-            memory_limit_mb=memory_limit_mb,
+        limits = EpisodesConfig(
+            workers=workers, step_timeout_s=step_timeout_s, memory_limit_mb=memory_limit_mb
         )
+        environment = WorkerEnvironment(f"{OWN}:{name}", limits)
         try:
             await environment.open()
             return await use(environment)

@@ -5,8 +5,7 @@ import pytest
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import Step, Task
 from bapo_megatron.environment.in_workers import WorkerEnvironment
-from bapo_megatron.environment.load import load_environment
-from bapo_megatron.environment.single_turn import SingleTurn
+from bapo_megatron.environment.load import SingleTurn, load_environment
 
 
 def load(name):

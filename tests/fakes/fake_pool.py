@@ -7,23 +7,24 @@ misplaced or misattributed tokens are seen. Ids from ``WRITTEN`` are an environm
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Completion, SamplingSettings
+from bapo_megatron.engine.base import Completion
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bapo_megatron.engine.base import GenerateRequest
     from bapo_megatron.types import RolloutBatch, SampleText
 
 
 WRITTEN = 1000
 """The least id of what environments write."""
+_PROMPT_TOKENS = 2
 
 
 def logprobs_of(token_ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
@@ -43,23 +44,19 @@ async def deliver(batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
     """Hands a batch over that nobody takes."""
 
 
-@dataclass(eq=False)
 class Request:
     """A request that waits for the test."""
 
-    label: str
-    prompt_tokens: int
-    received: int
-    """Response tokens so far, those of earlier requests included."""
-    longest: int
-    """Response tokens at most, likewise."""
-    on_part: Callable[[Completion], None]
-    input_ids: tuple[int, ...]
-    order: tuple[int, int]
-    seed: int | None
-    ended: asyncio.Future[Completion] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    def __init__(self, asked: GenerateRequest, on_part: Callable[[Completion], None]) -> None:
+        self.label, self.order = asked.label, asked.order
+        self.seed = asked.sampling.seed
+        self.input_ids = tuple(asked.input_ids)
+        self.received = asked.sampled_tokens
+        """Response tokens so far, those of earlier requests included."""
+        self.max_tokens = self.received + asked.sampling.max_new_tokens
+        """Limit of response tokens, likewise."""
+        self.on_part = on_part
+        self.ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
 
 class FakePool:
@@ -67,7 +64,7 @@ class FakePool:
 
     stepper = None
 
-    def __init__(self, version: int | None = 0, prompt_tokens: int = 2) -> None:
+    def __init__(self, version: int | None = 0) -> None:
         self.version = version
         self.needs_weights = False
         self.num_lost_requests = 0
@@ -78,51 +75,43 @@ class FakePool:
         self.calls: list[str] = []
         self.on_drain: Callable[[], None] | None = None
         """What else happens while requests are aborted."""
-        self._prompt_tokens = prompt_tokens
         self._is_draining = False
 
     async def generate(
         self,
-        input_ids: Sequence[int],
-        sampling: SamplingSettings,
-        *,
-        label: str,
-        affinity: int | None = None,
-        order: tuple[int, int] = (0, 0),
-        sampled_tokens: int = 0,
-        return_logprobs: bool = True,
+        asked: GenerateRequest,
         on_part: Callable[[Completion], None],
+        affinity: int | None = None,
     ) -> Completion | None:
+        await self._turn()
         if self._is_draining:
             return None
-        received = len(input_ids) - self._prompt_tokens
-        longest = received + sampling.max_new_tokens
-        request = Request(
-            label,
-            self._prompt_tokens,
-            received,
-            longest,
-            on_part,
-            tuple(input_ids),
-            order,
-            sampling.seed,
-        )
-        assert sampled_tokens == received
-        assert sampling.max_new_tokens > 0
-        for position, token in enumerate(input_ids[self._prompt_tokens :]):
-            assert token == position or token >= WRITTEN
+        request = self._accept(asked, on_part)
         self.requests.append(request)
         self.sent.append(request)
         try:
-            return await request.ended
+            completion = await request.ended
+            await self._turn()
+            return completion
         finally:
             self.requests.remove(request)
+
+    def _accept(self, asked: GenerateRequest, on_part: Callable[[Completion], None]) -> Request:
+        assert asked.sampling.max_new_tokens > 0
+        response = asked.input_ids[_PROMPT_TOKENS:]
+        assert asked.sampled_tokens == len(response)
+        for position, token in enumerate(response):
+            assert token == position or token >= WRITTEN
+        return Request(asked, on_part)
+
+    async def _turn(self) -> None:
+        """Requests come and go at once."""
 
     def give(self, request: Request, count: int, finish: FinishReason = FinishReason.ABORT) -> None:
         """Let a request receive tokens, and end if it has a reason to."""
         assert self.version is not None
-        count = min(count, request.longest - request.received)
-        if request.received + count == request.longest and finish is FinishReason.ABORT:
+        count = min(count, request.max_tokens - request.received)
+        if request.received + count == request.max_tokens and finish is FinishReason.ABORT:
             finish = FinishReason.LENGTH
         part = part_of(request.received, count, self.version, finish)
         request.received += count

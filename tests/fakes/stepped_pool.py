@@ -10,48 +10,42 @@ import asyncio
 import itertools
 import random
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Completion, SamplingSettings
+from bapo_megatron.engine.base import Completion
 from bapo_megatron.errors import ServerGoneError
 from bapo_megatron.types import FinishReason
+from tests.fakes.fake_pool import FakePool, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bapo_megatron.engine.base import GenerateRequest
 
-@dataclass(eq=False)
-class SteppedRequest:
+
+class SteppedRequest(Request):
     """A request inside the engine."""
 
-    label: str
-    seed: int | None
-    order: tuple[int, int]
-    position: int
-    num_remaining: int
-    on_part: Callable[[Completion], None]
-    number: int | None = None
-    """Its place among all that came; those that came between two bursts by ``order``."""
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = FinishReason.ABORT
-    ended: asyncio.Future[Completion] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    def __init__(self, asked: GenerateRequest, on_part: Callable[[Completion], None]) -> None:
+        super().__init__(asked, on_part)
+        self.number: int | None = None
+        """Its place among all that came; those that came between two bursts by ``order``."""
+        self.tokens: list[int] = []
+        self.finish_reason = FinishReason.ABORT
 
     def sample(
         self, version: int, row: int, batch: Sequence[int | None], stop_interval: int
     ) -> None:
-        token = zlib.crc32(repr((self.seed, self.position, version, row, batch)).encode())
+        token = zlib.crc32(repr((self.seed, self.received, version, row, batch)).encode())
         self.tokens.append(token >> 2)
-        self.position += 1
-        self.num_remaining -= 1
+        self.received += 1
         if token % stop_interval == 0:
             self.finish_reason = FinishReason.STOP
-        elif not self.num_remaining:
+        elif self.received == self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
 
     def take(self, version: int) -> Completion:
@@ -62,8 +56,10 @@ class SteppedRequest:
         return Completion(tokens, logprobs, versions, self.finish_reason)
 
 
-class SteppedPool:
+class SteppedPool(FakePool):
     """The part of ``EnginePool`` that generation and evaluation use; its own stepper."""
+
+    requests: list[SteppedRequest]
 
     def __init__(
         self, version: int = 0, *, max_rows: int = 5, is_slow: bool = False, delay_seed: int = 0
@@ -71,22 +67,15 @@ class SteppedPool:
         """Make an engine without requests.
 
         Args:
-            version: Of its weights.
+            version: Version of its weights.
             max_rows: Responses in a decode step.
             is_slow: Requests need further turns of the event loop to come in, and to be gone.
-            delay_seed: Of the time that a decode step takes.
+            delay_seed: Seed of the time that a decode step takes.
         """
-        self.version = version
-        self.needs_weights = False
-        self.num_lost_requests = 0
+        super().__init__(version)
         self.stepper = self
-        self.requests: list[SteppedRequest] = []
-        """Inside the engine, in the order in which they came."""
         self.bursts: list[int] = []
         """Decode steps of each call."""
-        self.labels: list[str] = []
-        """Of all requests, in the order in which they came."""
-        self.calls: list[str] = []
         self.burst_s = 0.0
         """How long a call takes; 0: not at all, or for a moment."""
         self.stop_interval = 12
@@ -94,45 +83,49 @@ class SteppedPool:
         self._max_rows = max_rows
         self._num_turns = 2 * is_slow
         self._delays = random.Random(delay_seed)
-        self._is_draining = False
         self._numbers = itertools.count()
 
     @property
     def num_in_flight(self) -> int:
         return len(self.requests)
 
+    @property
+    def labels(self) -> list[str]:
+        """The labels of all requests, in the order in which they came."""
+        return [request.label for request in self.sent]
+
     async def generate(
         self,
-        input_ids: Sequence[int],
-        sampling: SamplingSettings,
-        *,
-        label: str,
-        affinity: int | None = None,
-        order: tuple[int, int] = (0, 0),
-        sampled_tokens: int = 0,
-        return_logprobs: bool = True,
+        asked: GenerateRequest,
         on_part: Callable[[Completion], None],
+        affinity: int | None = None,
     ) -> Completion | None:
+        def take(part: Completion) -> None:
+            nonlocal asked
+            remaining = asked.sampling.max_new_tokens - len(part.token_ids)
+            asked = replace(
+                asked,
+                sampled_tokens=asked.sampled_tokens + len(part.token_ids),
+                sampling=replace(asked.sampling, max_new_tokens=remaining),
+            )
+            on_part(part)
+
         while True:
             while self.needs_weights and not self._is_draining:
                 await asyncio.sleep(0.01)
-            await self._turn()
-            if self._is_draining:
-                return None
-            request = SteppedRequest(
-                label, sampling.seed, order, sampled_tokens, sampling.max_new_tokens, on_part
-            )
-            self.requests.append(request)
-            self.labels.append(label)
             try:
-                completion = await request.ended
-                await self._turn()
-                return completion
+                return await super().generate(asked, take)
             except ServerGoneError:
-                sampled_tokens = request.position
-                sampling = replace(sampling, max_new_tokens=request.num_remaining)
-            finally:
-                self.requests.remove(request)
+                continue
+
+    def _accept(
+        self, asked: GenerateRequest, on_part: Callable[[Completion], None]
+    ) -> SteppedRequest:
+        return SteppedRequest(asked, on_part)
+
+    async def _turn(self) -> None:
+        for _ in range(self._num_turns):
+            await asyncio.sleep(0)
 
     def lose(self) -> None:
         """The engine comes back at once, without its weights."""
@@ -166,10 +159,6 @@ class SteppedPool:
         self.bursts.append(num_steps)
         return num_steps
 
-    async def _turn(self) -> None:
-        for _ in range(self._num_turns):
-            await asyncio.sleep(0)
-
     async def drain(self) -> None:
         self.calls.append("drain")
         self._is_draining = True
@@ -178,6 +167,3 @@ class SteppedPool:
                 request.ended.set_result(request.take(self.version))
         while self.requests:
             await asyncio.sleep(0)
-
-    def reopen(self) -> None:
-        self._is_draining = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptStream
-from bapo_megatron.environment.single_turn import SingleTurn
+from bapo_megatron.environment.load import SingleTurn
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import RolloutBatch
-    from tests.fakes.stepped_pool import SteppedRequest
 
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(50)]
 TOTAL_STEPS = 10
@@ -107,7 +106,7 @@ class Setup:
         await settle()
 
 
-def group_of(request: Request | SteppedRequest) -> int:
+def group_of(request: Request) -> int:
     return int(request.label.split("group ")[1].split(",")[0])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.staleness import num_spanned
-from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
@@ -74,19 +74,22 @@ class Response:
     """One request; its pieces as they come."""
 
     def __init__(
-        self, pool: EnginePool, longest: int = 20, prompt: list[int] | None = None, **options: Any
+        self,
+        pool: EnginePool,
+        max_tokens: int = 20,
+        prompt: list[int] | None = None,
+        *,
+        affinity: int | None = None,
+        **options: Any,
     ) -> None:
         self.prompt = prompt or PROMPT
         self.parts: list[Completion] = []
-        self.task = asyncio.create_task(
-            pool.generate(
-                self.prompt,
-                SamplingSettings(T, longest),
-                label="sample 1",
-                on_part=self.parts.append,
-                **options,
-            )
+        request = GenerateRequest(
+            input_ids=self.prompt,
+            label="sample 1",
+            **{"sampling": SamplingSettings(T, max_tokens), **options},
         )
+        self.task = asyncio.create_task(pool.generate(request, self.parts.append, affinity))
 
     @property
     def token_ids(self) -> list[int]:

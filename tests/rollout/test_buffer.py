@@ -95,7 +95,7 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
             )
             for name in ("prompt", "texts", "has_begun", "state", "awaits_answer"):
                 assert getattr(pending, name) == getattr(saved, name)
-    restored.take(restored.finished()[:1])
+    restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
     assert restored.dropped == {"stale": 1}
 
@@ -111,13 +111,13 @@ def test_a_restored_sample_can_be_continued() -> None:
 
 def test_only_groups_whose_samples_have_all_ended_are_finished() -> None:
     buffer = _filled()
-    assert [group.group_id for group in buffer.finished()] == [0]
+    assert [group.is_finished for group in buffer] == [True, False, False]
     assert [group.num_unfinished_samples for group in buffer] == [0, 1, 2]
 
 
 def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
     buffer = _filled()
-    buffer.take(buffer.finished())
+    buffer.take(list(buffer)[:1])
     assert [group.group_id for group in buffer] == [1, 2]
     for pending in buffer:
         buffer.drop(pending, DropReason.SURPLUS)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
-from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.rollout.buffer import RolloutBuffer, buffer_from_json, buffer_to_json
-from bapo_megatron.rollout.episodes import EpisodePlan, Episodes, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import WRITTEN, FakePool
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.pool import EnginePool
 
 PROMPT = Prompt("p:0", (1, 2), "7", "What?", "p", {"level": 3})
-LONGEST = 40
+MAX_TOKENS = 40
 ABORT = WeightSyncConfig(in_flight="abort")
 
 
@@ -92,7 +92,7 @@ class Setup:
         *,
         begin: Callable[[Task], Any] = lambda task: [],
         num_samples: int = 1,
-        longest: int = LONGEST,
+        max_tokens: int = MAX_TOKENS,
         state: str | None = None,
         version: int = 0,
         sees_groups: bool = False,
@@ -103,11 +103,11 @@ class Setup:
         self.environment.waits = True
         self.pool: Any = FakePool(version) if pool is None else pool
         self.rewards = CountingRewards()
-        self.longest = longest
+        self.max_tokens = max_tokens
         config = EpisodesConfig.model_validate(episodes)
         self.interaction = Interaction(self.environment, Renderer(), config)
         grader = Grader(Renderer(), self.rewards, sees_groups=sees_groups)
-        self.episodes = Episodes(self.pool, self.interaction, grader, self.plan)
+        self.episodes = Episodes(self.pool, self.interaction, grader, self.request_of)
         self.buffer = RolloutBuffer()
         if state is None:
             self.buffer.start_group(PROMPT, num_samples)
@@ -115,10 +115,14 @@ class Setup:
             buffer_from_json(self.buffer, json.loads(state))
         [self.group] = self.buffer
 
-    def plan(self, pending: PendingSample) -> EpisodePlan:
+    def request_of(self, pending: PendingSample) -> GenerateRequest:
         sample = pending.sample
-        settings = SamplingSettings(0.5, self.longest, seed=100 + sample.index)
-        return EpisodePlan(settings, f"sample {sample.index}", (sample.group_id, sample.index))
+        return GenerateRequest(
+            input_ids=pending.prompt.token_ids,
+            sampling=SamplingSettings(0.5, self.max_tokens, seed=100 + sample.index),
+            label=f"sample {sample.index}",
+            order=(sample.group_id, sample.index),
+        )
 
     @property
     def pending(self) -> PendingSample:
@@ -255,7 +259,7 @@ def test_an_episode_keeps_every_token_of_every_version_and_the_engine_continues_
             [*second, 10],
         ]
         for request in setup.pool.sent:
-            assert request.longest == LONGEST
+            assert request.max_tokens == MAX_TOKENS
             assert (request.seed, request.order) == (100, (0, 0))
         assert setup.episodes.generated_tokens == 9
         assert setup.episodes.resumed_samples == 2
@@ -398,7 +402,7 @@ def test_what_there_is_no_room_for_is_not_written_and_truncates_the_response(
     """Three of ten tokens are sampled; at least one must remain for the next turn."""
 
     async def scene() -> None:
-        setup = Setup(script(Step(None, token_ids=[1100] * num_written)), longest=10)
+        setup = Setup(script(Step(None, token_ids=[1100] * num_written)), max_tokens=10)
         await setup.begin()
         await setup.tokens(3, ends=True)
         await setup.answer()
@@ -410,7 +414,7 @@ def test_what_there_is_no_room_for_is_not_written_and_truncates_the_response(
             assert setup.pending.is_scored
             return
         [request] = setup.pool.requests
-        assert request.longest - request.received == 7 - num_written
+        assert request.max_tokens - request.received == 7 - num_written
         await setup.tokens(7 - num_written)
         assert setup.pending.sample.finish_reason is FinishReason.LENGTH
         assert len(setup.pending.sample.response_token_ids) == 10
@@ -430,7 +434,7 @@ def test_a_turn_that_ends_with_the_last_token_there_may_be_is_answered(
     step: Step, reason: FinishReason
 ) -> None:
     async def scene() -> None:
-        setup = Setup(script(step), longest=5)
+        setup = Setup(script(step), max_tokens=5)
         await setup.begin()
         await setup.tokens(5, ends=True)
         assert setup.environment.turns[0].remaining_tokens == 0
@@ -443,7 +447,7 @@ def test_a_turn_that_ends_with_the_last_token_there_may_be_is_answered(
 
 def test_a_turn_that_is_truncated_is_not_answered() -> None:
     async def scene() -> None:
-        setup = Setup(THREE_TURNS, longest=5)
+        setup = Setup(THREE_TURNS, max_tokens=5)
         await setup.begin()
         await setup.tokens(5)
         assert setup.pending.sample.finish_reason is FinishReason.LENGTH
@@ -557,7 +561,7 @@ def test_a_turn_whose_server_dies_goes_on_elsewhere_with_what_was_written() -> N
         with FakeSglang(stop_at=12, stalls={15: 4}) as one, FakeSglang(stop_at=30) as other:
             async with pool_of(one, other, stream_tokens=1) as pool:
                 await pool.states.wait_for_engines()
-                setup = Setup(THREE_TURNS, pool=pool, longest=23)
+                setup = Setup(THREE_TURNS, pool=pool, max_tokens=23)
                 await setup.begin()
                 await until(lambda: len(setup.environment.turns) == 1)
                 one.stop_at = 30

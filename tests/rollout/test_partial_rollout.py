@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TEMPERATURE = 0.8
 STEPS = 5
-LONGEST = 240
+MAX_TOKENS = 240
 PROMPTS = [Prompt(f"p:{number}", (3, 20 + number, 77, 4), "", "") for number in range(16)]
 
 
@@ -66,7 +66,7 @@ class PatientGrader:
             for sample in group["samples"]:
                 if sample["finish_reason"] == FinishReason.ABORT:
                     num_open += 1
-                    if 0 < sum(count for _, count in sample["versions"]) < 0.8 * LONGEST:
+                    if 0 < sum(count for _, count in sample["versions"]) < 0.8 * MAX_TOKENS:
                         return True
         return num_open == 0
 
@@ -125,7 +125,7 @@ def _config(**rollout: Any) -> RolloutConfig:
         {
             "groups_per_step": 3,
             "samples_per_group": 4,
-            "max_response_tokens": LONGEST,
+            "max_response_tokens": MAX_TOKENS,
             "temperature": TEMPERATURE,
             "stream_tokens": 8,
             "staleness": {"max_age": STEPS},  # batches wait for their scores

@@ -72,7 +72,7 @@ def test_a_response_that_is_continued_keeps_its_sampling_settings() -> None:
         settings = SamplingSettings(T, 20, top_p=0.9, top_k=5, seed=7)
         with FakeSglang(breaks_after={3: 9}, connections_to_drop=1) as fake:
             async with pool_of(fake) as pool:
-                assert await pool.generate(PROMPT, settings, label="sample 1") is not None
+                assert await Response(pool, sampling=settings).task is not None
         sent = [request["sampling_params"] for request in fake.requests]
         assert [params["max_new_tokens"] for params in sent] == [20, 20, 11]
         for params in sent:
@@ -251,7 +251,7 @@ def test_drain_ends_every_request_with_what_it_has() -> None:
                     # 5 tokens were streamed; the abort brings the other 2.
                     await response.check(7, FinishReason.ABORT)
                 assert await waiting.task is None
-                assert await pool.generate(PROMPT, SamplingSettings(T, 4), label="late") is None
+                assert await Response(pool).task is None
                 pool.reopen()
                 one.stalls.clear()
                 two.stalls.clear()

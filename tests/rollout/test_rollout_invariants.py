@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
     from bapo_megatron.types import RolloutBatch, Sample
 
-GROUPS, SAMPLES, LONGEST, UPDATES = 4, 2, 12, 2
+GROUPS, SAMPLES, MAX_TOKENS, UPDATES = 4, 2, 12, 2
 TOTAL_STEPS = 1000
 SETS = [
     make_prompt_set(
@@ -73,7 +73,7 @@ def answer(state: dict[str, Any], turn: Turn) -> Step:
         raise EnvironmentFailedError("it is broken", "error")
     if drawn <= 3:
         return Step(state, is_done=True)
-    first = WRITTEN + LONGEST - turn.remaining_tokens
+    first = WRITTEN + MAX_TOKENS - turn.remaining_tokens
     state["seed"] += 1
     return Step(state, token_ids=range(first, first + drawn - 3))
 
@@ -158,7 +158,7 @@ class RolloutMachine(RuleBasedStateMachine):
                 **rollout,
                 "groups_per_step": GROUPS,
                 "samples_per_group": SAMPLES,
-                "max_response_tokens": LONGEST,
+                "max_response_tokens": MAX_TOKENS,
                 "partial": is_partial,
                 "weight_sync": {"in_flight": in_flight},
             }
@@ -415,7 +415,7 @@ class RolloutMachine(RuleBasedStateMachine):
 def check_tokens(sample: Sample) -> None:
     """Tokens, log-probs and versions belong to each other; versions never decrease."""
     length = len(sample.response_token_ids)
-    assert length <= LONGEST
+    assert length <= MAX_TOKENS
     position_R = np.arange(length)
     expected_R = np.where(sample.loss_mask, position_R, position_R + WRITTEN)
     assert sample.response_token_ids.tolist() == expected_R.tolist()
