@@ -285,10 +285,7 @@ class EngineStates:
             raise RolloutError(
                 f"rollout.weight_sync.method: must be {' or '.join(sorted(capabilities.methods))} "
                 f"for {pooled.address}, got {method}; set it"
-<<<<<<< HEAD
                 + (f", or {capabilities.remedy}" if capabilities.remedy else "")
-=======
->>>>>>> h-rollout
             )
         if not self.memory_is_away:  # else it would crash; it was checked when it started first
             await pooled.engine.check(self._needs)
