@@ -56,7 +56,7 @@ class EngineKind(Protocol):
 
 
 def load_kind(name: str) -> EngineKind:
-    """The kind that ``rollout.engine`` names: of ``local``, ``engine.local.kind:Kind``.
+    """Return the kind that ``rollout.engine`` names; ``local`` is ``engine.local.kind:Kind``.
 
     Raises:
         ConfigError: It cannot be imported.
