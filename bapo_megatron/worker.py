@@ -95,7 +95,7 @@ def _reply(handler: Handler, line: bytes) -> bytes:
 
 
 def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """Return what a user's function returned; its coroutine, if it is one, runs to its end."""
+    """Return what a user's function returned; run it to its end first if it is awaitable."""
 
     async def wait() -> Any:
         return await result

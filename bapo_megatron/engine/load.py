@@ -48,7 +48,7 @@ class EngineKind(Protocol):
 
 
 def load_kind(name: str) -> EngineKind:
-    """Load the kind that ``rollout.engine`` names; ``local`` means ``engine.local.kind:Kind``.
+    """Return the kind that ``rollout.engine`` names; ``local`` is ``engine.local.kind:Kind``.
 
     Raises:
         ConfigError: It cannot be imported.

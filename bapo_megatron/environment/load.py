@@ -17,7 +17,7 @@ def load_environment(name: str, limits: EpisodesConfig) -> Environment:
 
     Args:
         name: ``single_turn``, or ``package.module:Class`` of a ``base.UserEnvironment``.
-        limits: Number of its processes, and what a call may take.
+        limits: Number of its processes, and their limits of time and memory.
     """
     return SingleTurn() if name == SINGLE_TURN else WorkerEnvironment(name, limits)
 
