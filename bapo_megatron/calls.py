@@ -12,8 +12,6 @@ or ``{"id": 1, "error": "one line that says what to do"}``; a ``{"warning": "…
 time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass

@@ -1,7 +1,5 @@
 """The table of commands; a user's error becomes one line and a non-zero exit status."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

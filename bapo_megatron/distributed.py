@@ -3,8 +3,6 @@
 Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank has ended.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

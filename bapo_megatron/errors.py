@@ -1,7 +1,5 @@
 """Errors that more than one package raises or handles."""
 
-from __future__ import annotations
-
 
 class RolloutError(RuntimeError):
     """Generation failed and cannot go on; the message is one line that says what to do."""

@@ -5,17 +5,12 @@ Everything is written beside its destination under a name that starts with a dot
 was wanted, not the temporary one.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:

@@ -1,7 +1,5 @@
 """Objects that a configuration names: ``package.module:attribute``."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 from typing import Any

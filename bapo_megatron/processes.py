@@ -5,25 +5,20 @@ children in order. A signal ends a process by an exception, so that every contex
 Standard library only: launchers of servers import this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Coroutine
-    from types import FrameType
-    from typing import BinaryIO
+from types import FrameType
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
@@ -207,7 +202,7 @@ def _raise(number: int) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _end_later(unraisable: sys.UnraisableHookArgs) -> None:
+def _end_later(unraisable: "sys.UnraisableHookArgs") -> None:
     dropped = unraisable.exc_value
     if not isinstance(dropped, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(unraisable)

@@ -5,8 +5,6 @@ do not load, and its import, which transformers does, fails because it registers
 two of them. Beside a CUDA build torchvision defines them itself, and a second time would abort.
 """
 
-from __future__ import annotations
-
 import torch
 
 _OPERATORS = ("nms", "qnms")

@@ -10,8 +10,6 @@ The parent (``workers.WorkerPool``) kills the process when a request takes too l
 needs a clock. It ends when its input closes or its parent dies.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect
@@ -20,13 +18,11 @@ import os
 import resource
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from collections.abc import Callable
+from typing import Any, BinaryIO, Protocol
 
 from bapo_megatron.names import LoadError, shown
 from bapo_megatron.processes import end_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MAX_ERROR = 500
 

@@ -4,20 +4,16 @@ A worker that exceeds a limit is killed and replaced, with every process it star
 request can hang or crash the process that owns the pool. Workers end with their parent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import os
 import signal
 import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-    from collections.abc import Sequence
+from typing import Any, Literal
 
 _START_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.05

@@ -11,8 +11,6 @@ Every rank calls it for all groups of a batch, so it must give the same values e
 Shape legend: P = prompts (groups), G = responses per prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ is the outcome of the search, which stays on the device from there to the loss.
 Shape legend: T = response tokens, K = slots of the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

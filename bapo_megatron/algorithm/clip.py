@@ -7,8 +7,6 @@ which is PPO's −min(r A, clip(r, c_low, c_high) A), with a dual clip where A <
 passes where r equals a limit. Shape legend: T = response tokens.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ on a small batch whole, permuted and split, and refused where the results differ
 Shape legend: T = tokens of the trial.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

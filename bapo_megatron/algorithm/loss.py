@@ -14,8 +14,6 @@ token and nothing else.
 Shape legend: T = response tokens of a micro-batch, R = responses of an update.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

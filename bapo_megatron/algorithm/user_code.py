@@ -1,7 +1,5 @@
 """Errors in code that the configuration names: one line, with the user's file and line."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import traceback

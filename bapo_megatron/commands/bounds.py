@@ -3,14 +3,12 @@
 Shape legend: T = tokens of the file.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.schema import AlgorithmConfig, BapoConfig
 from bapo_megatron.ops.contributions import ContributionTable, accumulate, search_path
+from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.telemetry.console import uncut_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from bapo_megatron.ops.extension import SearchResult
 
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]

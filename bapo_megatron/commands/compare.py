@@ -1,10 +1,8 @@
 """``bapo-megatron compare``: two evaluations of the same problems."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +16,7 @@ from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.telemetry.console import uncut_console
-
-if TYPE_CHECKING:
-    from bapo_megatron.types import EvalResult
+from bapo_megatron.types import EvalResult
 
 
 def command(

@@ -1,11 +1,10 @@
 """``bapo-megatron config``."""
 
-from __future__ import annotations
-
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,11 +15,7 @@ from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.describe import KeyInfo, describe_keys
 from bapo_megatron.config.load import dump_yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.schema import RunConfig
 
 
 def command(

@@ -3,43 +3,38 @@
 Nothing is started: prompts need the model's tokenizer, a dump needs the texts beside it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
 from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
-from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer, make_renderer
 from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
-from bapo_megatron.data.overlap import find_overlaps
-from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
+from bapo_megatron.data.overlap import Overlap, find_overlaps
+from bapo_megatron.data.prompts import (
+    PromptSet,
+    SetReport,
+    load_eval_set,
+    load_train_sets,
+    shared_prompts,
+)
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.telemetry.console import uncut_console
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
-
-    from rich.console import Console
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.data.overlap import Overlap
-    from bapo_megatron.data.prompts import PromptSet, SetReport
-    from bapo_megatron.types import Prompt, Sample, SampleText
+from bapo_megatron.types import Prompt, Sample, SampleText
 
 _HEADINGS = (
     *("set", "use", "format", "rows", "bad", "too long", "duplicates", "prompts"),

@@ -1,32 +1,31 @@
 """``bapo-megatron eval``: score a model directory without a trainer."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.commands.regrade import regrade, run_graded
 from bapo_megatron.config.check import check_eval_config
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import load_tokenizer, make_renderer
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.evaluation.report import SetCost, describe_cost, print_results, write_results
 from bapo_megatron.evaluation.samples import iterate_samples, read_samples
-from bapo_megatron.evaluation.settings import ResultsError, check_same, fingerprint, load_sets
+from bapo_megatron.evaluation.settings import (
+    EvalSet,
+    ResultsError,
+    check_same,
+    fingerprint,
+    load_sets,
+)
 from bapo_megatron.evaluation.summary import votes_pool
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of, summarise_set
 from bapo_megatron.telemetry.console import ProgressLine, say, uncut_console
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.evaluation.settings import EvalSet
-    from bapo_megatron.types import EvalResult
-
+from bapo_megatron.types import EvalResult
 
 _MOMENT = ""
 """Part of file names that says when in a training an evaluation was made: in none."""

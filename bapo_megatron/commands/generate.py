@@ -1,19 +1,20 @@
 """``bapo-megatron generate``: sample the training prompts without a trainer."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.config.check import check_generate_config
 from bapo_megatron.config.rollout import ReplayConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.engine.load import load_kind
@@ -21,15 +22,7 @@ from bapo_megatron.files import atomic_write_text
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.telemetry.console import ProgressLine, uncut_console
 from bapo_megatron.telemetry.metrics import is_solved
-from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import RolloutBatch, RolloutStats
+from bapo_megatron.types import FinishReason, RolloutBatch, RolloutStats
 
 
 def command(

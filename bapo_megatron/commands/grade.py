@@ -4,8 +4,6 @@ However long the file is, a bounded number of lines is held. Reading and writing
 that nothing waits for, so that a slow pipe delays neither an answer's time limit nor an interrupt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io
@@ -13,9 +11,10 @@ import json
 import os
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -27,9 +26,6 @@ from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.telemetry.console import ProgressLine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 STANDARD_INPUT = Path("-")
 """The file that stands for standard input."""

@@ -1,13 +1,11 @@
 """``bapo-megatron make-tiny``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bapo_megatron.tiny import make_tiny
+from bapo_megatron.tiny.make import make_tiny
 
 
 def command(

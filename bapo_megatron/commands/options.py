@@ -1,16 +1,12 @@
 """Arguments that several commands have."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bapo_megatron.config.load import load_config
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.schema import RunConfig
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 OverridesArgument = Annotated[

@@ -3,8 +3,6 @@
 Tables are 100 columns wide; on narrower terminals cells are folded.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,19 +1,15 @@
 """``bapo-megatron plot``: training dynamics from the ``metrics.jsonl`` of one or several runs."""
 
-from __future__ import annotations
-
 import io
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.telemetry.sinks import read_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PANELS = {
     "Reward": {"mean reward": "reward/mean"},

@@ -1,15 +1,16 @@
 """Grading samples again without a server: ``eval --from``, and ``compare`` of samples files."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, read_samples, score_fields
 from bapo_megatron.evaluation.settings import (
@@ -27,14 +28,7 @@ from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.messages import first_cause
 from bapo_megatron.telemetry.console import ProgressLine, say
-from bapo_megatron.types import Prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import EvalResult
+from bapo_megatron.types import EvalResult, Prompt
 
 _T = TypeVar("_T")
 

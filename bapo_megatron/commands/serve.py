@@ -1,7 +1,5 @@
 """``bapo-megatron serve``."""
 
-from __future__ import annotations
-
 import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load

@@ -1,7 +1,5 @@
 """``bapo-megatron train``."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Annotated

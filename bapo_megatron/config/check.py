@@ -5,27 +5,22 @@ was there from the beginning. Rules about one kind of engine are with the engine
 ``ConfigError`` for the first broken rule: key, rule, value and remedy on one line.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
 import os
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.load import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.data import DataConfig, DatasetConfig
-    from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-    from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
-    from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.schema import RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """File formats of prompts."""

@@ -1,7 +1,5 @@
 """Configuration of prompts: where they come from and how they are rendered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 

@@ -1,27 +1,20 @@
 """The keys of the configuration as the schema describes them, and its errors in one line."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from bapo_megatron.config.schema import BAPO_PRESETS, BapoConfig, RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pydantic import ValidationError
-    from pydantic.fields import FieldInfo
-    from pydantic_core import ErrorDetails
 
 _LIMITS: tuple[tuple[Any, str, str], ...] = (
     (annotated_types.Ge, "ge", "≥"),

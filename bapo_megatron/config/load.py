@@ -7,11 +7,11 @@ and so is a section by a list or a list by a section.
 relative to the current working directory.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -22,10 +22,6 @@ from bapo_megatron.config.describe import explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
 from bapo_megatron.files import atomic_write_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 SectionT = TypeVar("SectionT", bound=Section)
 

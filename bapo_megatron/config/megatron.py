@@ -1,7 +1,5 @@
 """Configuration of the model and of what Megatron does with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, Self
 

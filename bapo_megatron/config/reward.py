@@ -1,18 +1,14 @@
 """Configuration of the rewards (docs/rewards.md)."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
-from typing import TYPE_CHECKING, Literal, Self
+from collections.abc import Sequence
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from bapo_megatron.config.section import Section, built_in_or_own
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""

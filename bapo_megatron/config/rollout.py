@@ -3,8 +3,6 @@
 The *age* of a token: optimizer updates since the weights that sampled it (docs/rollout.md).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, Self
 

@@ -4,8 +4,6 @@ A name that ends in ``_s`` holds seconds. ``load.load_config`` reads YAML into `
 turns validation errors into one line; ``check.check_config`` holds rules that cross sections.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, Literal, Self

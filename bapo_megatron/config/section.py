@@ -1,7 +1,5 @@
 """The base of every section of the configuration, and what several sections share."""
 
-from __future__ import annotations
-
 import re
 
 from pydantic import BaseModel, ConfigDict

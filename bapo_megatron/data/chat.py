@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jinja2
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.data import DataConfig
+from bapo_megatron.config.data import DataConfig
 
 Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""

@@ -9,15 +9,14 @@ Shape legend: P = prompt tokens, R = tokens of one response, Q = those of them t
 sampled, K = its version spans, W = spans that an environment wrote.
 """
 
-from __future__ import annotations
-
 import io
 import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,9 +36,6 @@ from bapo_megatron.types import (
     VersionSpan,
     WrittenSpan,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 METADATA_KEY = b"bapo_megatron.rollout"
 FORMAT = 3

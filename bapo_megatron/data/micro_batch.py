@@ -15,25 +15,18 @@ N = packed tokens of a micro-batch (prompts, responses and padding), T = those o
 policy sampled, S = sequences of a micro-batch.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
+from bapo_megatron.data.packing import PackingRules, UpdatePlan
 from bapo_megatron.data.staleness import token_versions
-from bapo_megatron.types import MicroBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
-    from bapo_megatron.data.packing import PackingRules, UpdatePlan
-    from bapo_megatron.types import Sample
+from bapo_megatron.types import MicroBatch, Sample
 
 TOKEN_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name.endswith("_T"))
 """The fields with one entry per sampled token."""

@@ -4,23 +4,16 @@ A set is read, checked and rendered once, at the start: a bad row is reported be
 is started, and the number of prompts that are too long is known. Loading logs nothing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from bapo_megatron.data.rows import DataError, read_rows, recognise
+from bapo_megatron.config.data import DataConfig, DatasetConfig
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.rows import DataError, Row, RowFormat, read_rows, recognise
 from bapo_megatron.types import Prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
-    from bapo_megatron.config.data import DataConfig, DatasetConfig
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.data.rows import Row, RowFormat
 
 _LOG = logging.getLogger(__name__)
 

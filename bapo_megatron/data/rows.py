@@ -4,26 +4,21 @@
 which columns hold what (docs/data.md describes each format).
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bapo_megatron.config.data import DatasetConfig
-    from bapo_megatron.data.chat import Message
+from bapo_megatron.config.data import DatasetConfig
+from bapo_megatron.data.chat import Message
 
 _MAX_QUOTED = 60
 _MAX_REASON = 300

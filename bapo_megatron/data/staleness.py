@@ -11,20 +11,14 @@ environment wrote have neither version nor age.
 Shape legend: Q = tokens of one response that the policy sampled.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.types import VersionSpan, VersionSpans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import ArrayLike
-
-    from bapo_megatron.config.rollout import StalenessConfig
 
 
 def spans_of(versions_Q: ArrayLike) -> VersionSpans:

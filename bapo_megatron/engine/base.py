@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 
 from bapo_megatron.data.staleness import join_spans
-from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bapo_megatron.types import VersionSpans
+from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0
 """Weights version that an engine reports at first: the weights of ``model.path``."""

@@ -1,22 +1,15 @@
 """Keeps the engine servers of this host running: starts, watches, restarts and ends them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from bapo_megatron.engine.base import Readiness
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import EngineServer, Readiness
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import tail
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import EngineServer
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2

@@ -3,8 +3,6 @@
 Its code can neither stall the event loop that generates nor end the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields

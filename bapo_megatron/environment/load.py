@@ -1,7 +1,5 @@
 """From ``rollout.environment`` to the environment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,19 +1,14 @@
 """Two results on the same problems, compared problem by problem."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.evaluation.estimators import PairedDifference, paired_difference
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import values_by_problem
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.types import EvalProblem, EvalResult
+from bapo_megatron.types import EvalProblem, EvalResult
 
 COMPARISON_HEADINGS = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
 _COMPARED_SETTINGS = ("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward")

@@ -13,16 +13,11 @@ Shape legend: K = k + 1 (sizes of a subset), J = clusters that share the most vo
 P = problems, M = estimates, B = resamples.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NO_VOTE = -1
 """The vote of a sample without an answer."""

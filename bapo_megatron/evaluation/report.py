@@ -3,23 +3,18 @@
 ``describe_cost`` tells what an evaluation will cost before it starts.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EvalProblem, EvalResult, EvalScore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from rich.console import Console
 
 _SCORE_HEADINGS = ("set", "score", "value", "95 % interval")
 _SAMPLE_COLUMNS: dict[str, Callable[[EvalResult], str]] = {

@@ -18,9 +18,12 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from io import FileIO
 from mmap import ACCESS_READ, mmap
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 from bapo_megatron.evaluation.settings import (
     ResultsError,
@@ -29,14 +32,8 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
+from bapo_megatron.reward.base import Score
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from io import FileIO
-    from pathlib import Path
-
-    from bapo_megatron.reward.base import Score
 
 _LOG = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0

@@ -4,24 +4,19 @@ The settings stand in a file beside the samples: only an evaluation with the sam
 them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from bapo_megatron.config.evaluation import EvalConfig, EvalSamplingConfig
+from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import load_eval_set, log_warnings
 from bapo_megatron.files import atomic_write_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.evaluation import EvalConfig, EvalSamplingConfig
-    from bapo_megatron.config.reward import RewardConfig
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.types import Prompt
+from bapo_megatron.types import Prompt
 
 _NUM_CHUNKS = 64
 _CHUNK_BYTES = 1 << 14

@@ -7,8 +7,6 @@ Shape legend: N = rows of the logits, V = local columns, T = tokens, P = ranks o
 tensor-parallel group.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Literal, Protocol

@@ -1,7 +1,5 @@
 """The extension's kernels as ``Kernels``: ``torch.ops.bapo`` for tensors on one kind of device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

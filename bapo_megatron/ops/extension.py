@@ -4,8 +4,6 @@ Importing this module registers ``torch.ops.bapo``, and what its operations retu
 without data, which torch.compile, export and ``opcheck`` ask for.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

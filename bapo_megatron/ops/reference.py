@@ -14,8 +14,6 @@ Shape legend: N = rows of the logits, V = local columns, T = tokens, C = tokens 
 ranks of the tensor-parallel group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every figure that a plan rests on is a field of ``Assumptions`` and is printed w
 (1 GB = 10⁹), seconds, floating-point operations.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Parameters are counted exactly: they are those of the model that Megatron builds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -15,8 +15,6 @@ flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.layer
 measured by the tests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

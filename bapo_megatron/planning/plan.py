@@ -1,7 +1,5 @@
 """A plan: what a configuration needs and how long a step takes, beside every other layout."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ A ring moves (g − 1)/g of the whole tensor through each GPU for an all-gather 
 over g ranks, and twice that for an all-reduce; latencies are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal

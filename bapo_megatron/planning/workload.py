@@ -4,8 +4,6 @@ Lengths are not known before the rollout. They are taken to be uniform between 0
 so that the mean of the square is 4/3 of the square of the mean.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

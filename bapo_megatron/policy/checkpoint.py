@@ -4,8 +4,6 @@
 the files, ``checkpoint_shards`` writes each rank's part.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -10,8 +10,6 @@ place; where one of the same number was being replaced, under the name of
 ``files.replaced_directory``, until the next save puts it back.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

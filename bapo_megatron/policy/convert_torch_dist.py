@@ -5,8 +5,6 @@ the layout it came from: a parameter is what a single rank without any paralleli
 parameters of all layers with the same role are one tensor whose first axis counts the layers.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -5,8 +5,6 @@ and creates tensors with ``device="cuda"``. ``install`` answers these with the C
 the process; no import calls it, and it refuses to run where there is CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything that would change what the model computes is either understood here or refused.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

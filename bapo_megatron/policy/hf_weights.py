@@ -9,8 +9,6 @@ hold equal parts of it along ``axis``:
 - ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace

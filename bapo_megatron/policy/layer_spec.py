@@ -11,8 +11,6 @@ Shape legend: N = packed tokens on this rank, S = those of one sequence, C = con
 H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from dataclasses import asdict

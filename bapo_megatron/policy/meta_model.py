@@ -5,8 +5,6 @@ in a world that does not exist: torch's fake backend answers every collective wi
 Parameters are on the meta device: they have names, shapes and types, and no storage.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

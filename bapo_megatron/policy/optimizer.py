@@ -5,8 +5,6 @@ counts them in the state of every parameter. ``_prepare`` makes up for it when t
 built, ``load_state`` when it is loaded, whichever of Megatron's optimizers is around it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

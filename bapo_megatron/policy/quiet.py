@@ -1,7 +1,5 @@
 """Hides warnings that tell a user of this project nothing; call it before megatron is imported."""
 
-from __future__ import annotations
-
 import warnings
 
 MESSAGES = (

@@ -1,7 +1,5 @@
 """From tensor-parallel shards back to a Hugging Face model directory."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """What a reward function gets and returns (docs/rewards.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

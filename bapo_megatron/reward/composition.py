@@ -1,22 +1,16 @@
 """The rewards of a run: every configured function, weighted and added up."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from bapo_megatron.reward.base import FunctionFailedError, RewardError, Score
+from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
+from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
 from bapo_megatron.reward.http_service import HttpReward
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
-
-    from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
-    from bapo_megatron.reward.base import Response
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = Score(0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)

@@ -4,8 +4,6 @@ It is the last ``\boxed{…}``; where there is none, the last ``<answer>…</ans
 follows the last ``####``, "answer is", "answer:" or "final answer" up to the end of its line.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -8,29 +8,23 @@ one result per response, in order, each as a Python function may return it. A re
 turns has ``turns`` as well, and one with a state ``state`` (``base.Response``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
+from bapo_megatron.config.reward import HttpRewardConfig
 from bapo_megatron.errors import describe_cause
-from bapo_megatron.reward.base import RewardError
+from bapo_megatron.reward.base import Response, RewardError, Score
 from bapo_megatron.reward.functions import as_score
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from bapo_megatron.config.reward import HttpRewardConfig
-    from bapo_megatron.reward.base import Response, Score
-
-    Waiting = tuple[Response, asyncio.Future[Score]]
+Waiting = tuple[Response, asyncio.Future[Score]]
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0

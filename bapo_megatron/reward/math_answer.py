@@ -4,8 +4,6 @@
 here, in microseconds; everything else is compared symbolically by math-verify (``math_symbolic``).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from enum import StrEnum

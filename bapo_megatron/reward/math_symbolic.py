@@ -5,8 +5,6 @@ math-verify's parser takes ``R`` for ``r``, a list for a point in any order, and
 left may still take for ever: only the worker's limits (``pool.RewardPool``) bound it.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -7,8 +7,6 @@ Units are compared, never converted. A word that is no known unit ("apples") is 
 differ; words that belong to mathematics or to a sentence are refused, so that "5 or 6" is not 5.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from dataclasses import dataclass

@@ -4,25 +4,20 @@ Nothing that a model writes can hang or crash the collector. Workers import neit
 transformers unless a reward function does.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
 from bapo_megatron.reward.functions import BUILT_IN
 from bapo_megatron.workers import (
     HandlerNotLoadedError,
+    Outcome,
     WorkerNotStartedError,
     WorkerPool,
     WorkersClosedError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bapo_megatron.workers import Outcome
 
 _LIMIT = "limit"
 """``Score.reason`` of an answer that exceeded a limit."""

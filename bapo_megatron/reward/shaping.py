@@ -3,18 +3,14 @@
 Q = tokens of one response that the policy sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from bapo_megatron.config.reward import OverlongConfig, RewardConfig
-    from bapo_megatron.reward.base import Response, Score
-    from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.config.reward import OverlongConfig, RewardConfig
+from bapo_megatron.reward.base import Response, Score
+from bapo_megatron.reward.pool import RewardPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Rank 0's side of the collector, which owns the servers: starts it, calls it, ends it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

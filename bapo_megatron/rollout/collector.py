@@ -6,8 +6,6 @@ and calls it over the socket FD (``messages``, ``weight_sync.messages``; on the 
 ends when the socket closes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

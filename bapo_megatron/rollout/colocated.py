@@ -6,8 +6,6 @@ One cycle, between two batches:
     → take memory for weights → new weights → take memory for the cache
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable

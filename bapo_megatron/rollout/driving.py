@@ -6,8 +6,6 @@ scores, none is outstanding. Such a state depends neither on the clock nor on th
 graders answered, so two runs with one seed decide the same (docs/rollout.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator

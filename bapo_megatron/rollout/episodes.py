@@ -7,8 +7,6 @@ beyond the step that started it. What has been received is in the sample at once
 be ended at any moment and begun again where it stopped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

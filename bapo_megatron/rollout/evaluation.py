@@ -3,8 +3,6 @@
 What is made of them is in ``evaluation/``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

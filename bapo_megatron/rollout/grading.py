@@ -1,7 +1,5 @@
 """From response tokens to a reward."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

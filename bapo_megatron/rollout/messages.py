@@ -5,8 +5,6 @@
 other; the calls of a weight push are in ``weight_sync.messages``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol

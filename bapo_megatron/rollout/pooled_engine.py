@@ -14,8 +14,6 @@ samples, in a server another process, and is asked only where requests in flight
 long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

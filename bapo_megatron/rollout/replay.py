@@ -1,7 +1,5 @@
 """The files of a step: written for the trainer, and read again by a replay, without any server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Nothing here waits or sends: ``batching.BatchCollector`` asks, and acts on the a
 are those of ``config.rollout``; docs/rollout.md shows them as states and transitions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

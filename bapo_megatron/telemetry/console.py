@@ -1,16 +1,12 @@
 """Output for people: tables, lines, the progress of long work; and wall time per phase."""
 
-from __future__ import annotations
-
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""

@@ -1,20 +1,21 @@
 """Metrics of a step, from batch, evaluations and updates (their names: docs/algorithm.md)."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from bapo_megatron.config.reward import SHAPING_TERMS
-from bapo_megatron.types import FinishReason, StepMetrics
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.types import EvalResult, Group, RolloutBatch, RolloutStats, Sample
+from bapo_megatron.types import (
+    EvalResult,
+    FinishReason,
+    Group,
+    RolloutBatch,
+    RolloutStats,
+    Sample,
+    StepMetrics,
+)
 
 _ROUNDING = 1e-9
 

@@ -1,23 +1,18 @@
 """Where metrics go: ``metrics.jsonl`` always; terminal, TensorBoard, Weights & Biases if asked."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import uuid
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import LogConfig
-    from bapo_megatron.types import StepMetrics
+from bapo_megatron.types import StepMetrics
 
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),

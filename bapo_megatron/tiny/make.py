@@ -1,24 +1,17 @@
 """Make the tiny model and its data: deterministic, and complete or absent."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, save_model, tiny_config
-from bapo_megatron.tiny.task import SolutionMixture, split_problems
+from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems
 from bapo_megatron.tiny.warmup import WarmupSettings, warm_up
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from bapo_megatron.tiny.task import Problem
 
 RECIPE_NAME = "tiny.json"
 """Says how a directory was made, and so marks it as one of ours."""

@@ -6,22 +6,14 @@ Shapes: B = sequences, S = positions, D = hidden size, N = query heads, M = key-
 H = head size.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, pre_tokenizers
 from torch import nn
 from torch.nn import functional
-from transformers import GenerationConfig, Qwen2Config, Qwen2Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from transformers import PreTrainedTokenizerBase
-
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2Tokenizer
 
 PAD, EOS, BOS, USER, ASSISTANT = "<pad>", "<eos>", "<bos>", "<|user|>", "<|assistant|>"
 _SPECIAL_TOKENS = (PAD, EOS, BOS, USER, ASSISTANT)

@@ -12,8 +12,6 @@ last guess, which is usually wrong. So wrong solutions are longer than right one
 observes of negative samples, and whoever learns to calculate instead of guessing is right.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

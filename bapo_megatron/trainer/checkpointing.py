@@ -3,8 +3,6 @@
 ``checkpoint.best`` names the metric; ``policy.checkpoint_files`` keeps the best checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop. ``train`` reads like the list in docs/architecture.md."""
 
-from __future__ import annotations
-
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
 from bapo_megatron.trainer.records import update_metrics

@@ -3,8 +3,6 @@
 Shape legend: T = response tokens of a micro-batch, B = samples of the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

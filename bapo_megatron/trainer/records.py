@@ -9,8 +9,6 @@ Shape legend: T = response tokens of a micro-batch (in a dump: of this rank), S 
 D = entries of a decision.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ ranks and micro-batches are computed alike everywhere, without any communication
 Shape legend: B = samples of the batch, R = samples of an update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 

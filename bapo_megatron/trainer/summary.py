@@ -1,7 +1,5 @@
 """The closing table of a run and ``summary.json`` with the same numbers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -6,44 +6,46 @@ travels through a collective group or as shared memory; the third way, a directo
 carrier (``send``).
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import io
 import os
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from bapo_megatron.calls import Caller
+from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.distributed import broadcast_bytes
 from bapo_megatron.engine.base import BucketLayout
 from bapo_megatron.engine.collective import tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import hf_shapes
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
 from bapo_megatron.weight_sync.collective_group import (
     WeightGroup,
     choose_backend,
     rank_zero_address,
 )
-from bapo_megatron.weight_sync.messages import JOIN, RECEIVE, TAKE, Join, Receive, Take
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
-
-    from bapo_megatron.calls import Caller
-    from bapo_megatron.config.rollout import WeightSyncConfig
-    from bapo_megatron.policy.megatron_policy import MegatronPolicy
-    from bapo_megatron.weight_sync.messages import Opened, Outcome
+from bapo_megatron.weight_sync.messages import (
+    JOIN,
+    RECEIVE,
+    TAKE,
+    Join,
+    Opened,
+    Outcome,
+    Receive,
+    Take,
+)
 
 _END = b"end"
 _MAX_STUCK_S = 180.0

@@ -5,28 +5,23 @@ nothing can interrupt (gloo) or that has no time limit of its own (NCCL's set-up
 therefore runs in a thread, and a group whose thread is stuck is given up with it.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from bapo_megatron.engine.base import GroupPlace
 from bapo_megatron.engine.collective import join_group, start_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-
-    from torch import Tensor
 
 LOOPBACK = "127.0.0.1"
 _MAX_FORM_S = 120.0

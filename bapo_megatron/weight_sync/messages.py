@@ -7,8 +7,6 @@ has left the collective do the others come out of it. The next ``begin`` then ta
 out and starts again with the rest. ``load`` is the whole push of weights on the disk.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

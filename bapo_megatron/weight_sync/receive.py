@@ -7,21 +7,17 @@ Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
+from bapo_megatron.calls import Answers
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import GroupPlace, WeightControl
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync import messages
-from bapo_megatron.weight_sync.servers import EntryT
+from bapo_megatron.weight_sync.servers import EntryT, Pausable, ServerPool
 from bapo_megatron.weight_sync.verify import mean_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from bapo_megatron.calls import Answers
-    from bapo_megatron.config.rollout import RolloutConfig
-    from bapo_megatron.engine.base import GroupPlace, WeightControl
-    from bapo_megatron.weight_sync.servers import Pausable, ServerPool
 
 _POLL_S = 0.2
 _MAX_PROBE = 256

@@ -4,40 +4,33 @@
 gathers the weights and hands them over; the other ranks help it to gather.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import torch
+
+from bapo_megatron.calls import Caller
+from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.distributed import broadcast_bytes, fail_together
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
+    Carrier,
     MemoryCarrier,
     WeightBuckets,
     check,
     handed_over,
 )
-from bapo_megatron.weight_sync.verify import trainer_logprobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    import torch
-
-    from bapo_megatron.calls import Caller
-    from bapo_megatron.config.rollout import WeightSyncConfig
-    from bapo_megatron.policy.megatron_policy import MegatronPolicy
-    from bapo_megatron.weight_sync.carriers import Carrier
-    from bapo_megatron.weight_sync.verify import Scorer
+from bapo_megatron.weight_sync.verify import Scorer, trainer_logprobs
 
 _LOG = logging.getLogger(__name__)
 _BYTES_PER_MB = 10**6

@@ -6,18 +6,14 @@ ranks); a server scores it as a prompt (``mean_difference``, in the collector).
 Shape legend: T = response tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from bapo_megatron.engine.base import Engine
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
-
-if TYPE_CHECKING:
-    from bapo_megatron.engine.base import Engine
 
 TEMPERATURE = 1.0
 """Engines score given tokens at this temperature, whatever the sampling temperature is."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bapo_megatron.tiny import TinySettings, make, make_tiny
+from bapo_megatron.tiny.make import TinySettings, make, make_tiny
 from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, tiny_config
 from bapo_megatron.tiny.warmup import WarmupSettings
 

@@ -7,18 +7,12 @@ Shape legend: B = rows of a decode step, N = query heads, M = key-value heads, W
 P = positions of a prefill, H = head size, R = rows that a prefill is copied to.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 ATTENTION = "bapo_local"
 """Name of ``_attend`` for transformers."""

@@ -10,26 +10,20 @@ Rows whose response ended stay, as padding, until rows are put together anew (``
 Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps on the tape; P = positions.
 """
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.engine.local.cache import KeyValues, Prefill
 from bapo_megatron.engine.local.sampling import BLOCK, Filters, Uniforms, sample
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from bapo_megatron.engine.base import GenerateRequest
 
 MULTIPLE = 8
 """Divides the rows of a step and the positions of a prefill: smaller matrix products take other

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from bapo_megatron.engine.base import START_VERSION, Capabilities, Completion, join, sample_seed
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import LocalConfig
+from bapo_megatron.engine.base import (
+    START_VERSION,
+    Capabilities,
+    Completion,
+    CompletionSink,
+    EngineServer,
+    GenerateRequest,
+    MemoryPart,
+    Needs,
+    PauseMode,
+    Stepper,
+    WeightControl,
+    join,
+    sample_seed,
+)
 from bapo_megatron.engine.local.cache import ATTENTION, register_attention
 from bapo_megatron.engine.local.decoder import Decoder, Response
 from bapo_megatron.engine.local.sampling import Uniforms
@@ -22,23 +40,6 @@ from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.names import shown
 from bapo_megatron.torchvision_names import declare_torchvision_operators
 from bapo_megatron.types import FinishReason, VersionSpan
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.megatron import ModelConfig
-    from bapo_megatron.config.rollout import LocalConfig
-    from bapo_megatron.engine.base import (
-        CompletionSink,
-        EngineServer,
-        GenerateRequest,
-        MemoryPart,
-        Needs,
-        PauseMode,
-        Stepper,
-        WeightControl,
-    )
 
 ADDRESS = "local"
 

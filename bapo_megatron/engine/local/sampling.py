@@ -3,21 +3,16 @@
 Shape legend: B = rows, V = vocabulary.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.base import SamplingSettings
 
 BLOCK = 64
 """How many uniform numbers are drawn at once."""

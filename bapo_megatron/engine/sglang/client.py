@@ -12,17 +12,27 @@ How SGLang 0.5.20 and 0.5.21 release memory and take it again:
 * While paused it answers no /generate at all, and 503 to /ready; control calls work.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 
-from bapo_megatron.engine.base import MemoryPart
+from bapo_megatron.engine.base import (
+    BucketLayout,
+    Capabilities,
+    CompletionSink,
+    GenerateRequest,
+    GroupPlace,
+    MemoryPart,
+    Needs,
+    PauseMode,
+    WeightControl,
+)
 from bapo_megatron.engine.sglang.convention import check_temperature_convention, stream_body
 from bapo_megatron.engine.sglang.dialect import (
     OLDEST_VERSION,
@@ -31,6 +41,7 @@ from bapo_megatron.engine.sglang.dialect import (
     is_supported,
 )
 from bapo_megatron.engine.sglang.http import SglangHttp
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
 from bapo_megatron.errors import (
     BrokenConnectionError,
@@ -39,22 +50,6 @@ from bapo_megatron.errors import (
     ServerGoneError,
     describe_cause,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bapo_megatron.engine.base import (
-        BucketLayout,
-        Capabilities,
-        CompletionSink,
-        GenerateRequest,
-        GroupPlace,
-        Needs,
-        PauseMode,
-        WeightControl,
-    )
-    from bapo_megatron.engine.sglang.keys import ApiKeys
 
 _MAX_IDLE_WAIT_S = 30.0
 

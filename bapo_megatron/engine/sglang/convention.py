@@ -8,20 +8,14 @@ position do: their logsumexp cancels, and at T they are 1/T times those at 1, or
 K = probed tokens of one position.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.errors import RolloutError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.engine.base import GenerateRequest
-    from bapo_megatron.engine.sglang.http import SglangHttp
 
 _NUM_TOP = 16
 _MIN_SEPARATION = 0.1

@@ -12,8 +12,6 @@ The stream of ``/generate``, abort, pause, ``/model_info`` and ``/server_info`` 
 as this project uses them.
 """  # noqa: E501 (a table)
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Self

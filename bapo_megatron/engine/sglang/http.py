@@ -1,15 +1,15 @@
 """HTTP calls to one SGLang server: keys, time limits, and errors that say what to do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import httpx
 
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.stream import RefusedError
 from bapo_megatron.errors import (
     BrokenConnectionError,
@@ -18,11 +18,6 @@ from bapo_megatron.errors import (
     ServerGoneError,
     describe_cause,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from bapo_megatron.engine.sglang.keys import ApiKeys
 
 _MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.25

@@ -8,20 +8,16 @@ call is routed, whatever its ``Host`` header says.
 Standard library only: the launcher imports this.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
-
-    Message = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[Message]]
-    Send = Callable[[Message], Awaitable[None]]
-    App = Callable[[Message, Receive, Send], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
 """Environment variable with the key of ``/generate`` for servers in ``rollout.servers``."""

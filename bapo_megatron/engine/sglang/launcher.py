@@ -13,8 +13,6 @@ it adds:
   died.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import logging

@@ -18,12 +18,16 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 
-from bapo_megatron.engine.base import START_VERSION, Readiness
+from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.supervisor import ServerSupervisor
@@ -37,15 +41,6 @@ from bapo_megatron.processes import (
     unlink_shared_files,
 )
 from bapo_megatron.telemetry.console import ProgressLine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.config.megatron import ModelConfig
-    from bapo_megatron.config.rollout import ServerConfig
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.engine.base import Engine, EngineServer
 
 LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""

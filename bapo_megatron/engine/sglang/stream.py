@@ -14,23 +14,17 @@ it was composed; the surplus comes again.
 R = tokens of one piece.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Completion, join
+from bapo_megatron.engine.base import Completion, GenerateRequest, join
 from bapo_megatron.types import FinishReason, VersionSpan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bapo_megatron.engine.base import GenerateRequest
 
 _MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
