@@ -9,11 +9,12 @@ PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu'
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test test-quick lint format clean
 
 help:
 	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
 	@echo "make test           set up and run the tests"
+	@echo "make test-quick     set up and run the tests that start neither servers nor other ranks"
 	@echo "make setup          create $(VENV), install, compile csrc/"
 	@echo "make lint           formatting, linting, types, import rules"
 	@echo "make clean          remove $(VENV), runs/ and build products"
@@ -31,6 +32,9 @@ demo: setup
 test: setup
 	@requirements/older_sglang.sh $(VENV)
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-quick: setup
+	@$(PY) -m pytest -n $(TEST_WORKERS) -m "not sglang and not distributed and not slow" $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff format --check .
