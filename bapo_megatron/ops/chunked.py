@@ -157,12 +157,13 @@ def chunked_logprobs(
         Log-probs and entropies, equal on all ranks of the group.
     """
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
+    kernels = kernels or select_kernels("auto", hidden_MH.device)
     chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
     with torch.no_grad():
         hidden_NH = head.gather_rows(hidden_MH)
         partials_T4 = torch.empty(len(target_T), 4, device=hidden_MH.device)
         buffer_CV = chunks.new_buffer()
-        for chunk in chunks.slices:
+        for chunk in chunks.slices():
             logits_CV = chunks.logits(hidden_NH.index_select(0, rows_T[chunk]), buffer_CV)
             partials_T4[chunk] = chunks.partials(logits_CV, chunk)
         logprob_T, entropy_T, _, _ = chunks.combine(partials_T4)
@@ -199,6 +200,7 @@ def chunked_loss(
     # Gradients would be added to the weights under no_grad, too.
     assert torch.is_grad_enabled(), "call chunked_logprobs"
     columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
+    kernels = kernels or select_kernels("auto", hidden_MH.device)
     chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden_MH, head.weight, chunks, token_loss
@@ -206,34 +208,26 @@ def chunked_loss(
     return loss, TokenLogprobs(logprob_T, entropy_T)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
     """The tokens, and how the logits of a chunk of them are made and read."""
 
-    def __init__(
-        self,
-        head: OutputHead,
-        target_T: Tensor,
-        rows_T: Tensor,
-        columns: Columns,
-        chunk_tokens: int,
-        kernels: Kernels | None,
-    ) -> None:
-        main_grad = getattr(head.weight, "main_grad", None)
-        assert main_grad is None or main_grad.dtype == torch.float32, "set grad_reduce_in_fp32"
-        self.head = head
-        self.target_T = target_T
-        self.rows_T = rows_T
-        self.columns = columns
-        self.kernels = kernels or select_kernels("auto", target_T.device)
-        self.slices = [
-            slice(begin, min(begin + chunk_tokens, len(target_T)))
-            for begin in range(0, len(target_T), chunk_tokens)
-        ]
+    head: OutputHead
+    target_T: Tensor
+    rows_T: Tensor
+    columns: Columns
+    size: int
+    kernels: Kernels
+
+    def slices(self) -> list[slice]:
+        num_tokens = len(self.target_T)
+        begins = range(0, num_tokens, self.size)
+        return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
 
     def new_buffer(self) -> Tensor:
         """Return room for the logits of any chunk: one allocation for all of them."""
-        size = max((chunk.stop - chunk.start for chunk in self.slices), default=0)
-        return self.head.weight.new_empty(size, len(self.head.weight))
+        weight_VH = self.head.weight
+        return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
 
     def logits(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
         """Return the logits of a chunk, in the model's dtype, in the buffer."""
@@ -268,6 +262,8 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_NH = chunks.head.gather_rows(hidden_MH)
         grad_hidden_NH = _float32_zeros(hidden_NH) if needs_hidden else None
         main_grad_VH = getattr(weight_VH, "main_grad", None)
+        if main_grad_VH is not None:
+            assert main_grad_VH.dtype == torch.float32, "set grad_reduce_in_fp32"
         grad_weight_VH = None
         if needs_weight:
             grad_weight_VH = _float32_zeros(weight_VH) if main_grad_VH is None else main_grad_VH
@@ -275,7 +271,7 @@ class _ChunkedLoss(torch.autograd.Function):
         logprob_T = torch.empty(len(chunks.target_T), device=hidden_NH.device)
         entropy_T = torch.empty_like(logprob_T)
         grad_CV = buffer_CV = chunks.new_buffer()
-        for chunk in chunks.slices:
+        for chunk in chunks.slices():
             rows_C = chunks.rows_T[chunk]
             hidden_CH = hidden_NH.index_select(0, rows_C)
             grad_CV = chunks.logits(hidden_CH, buffer_CV)
