@@ -87,16 +87,11 @@ def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
 
     A group whose rewards are all equal gets exactly 0, so that it counts as having no gradient.
 
-    Args:
-        reward_PG: [P, G] rewards.
-        kind: Which estimator.
-
     Returns:
         [P, G] float32 advantages; formed in float64 and rounded once.
 
     Raises:
-        ValueError: For a shape other than [P, G ≥ 2], a reward that is not finite, or an unknown
-            kind.
+        ValueError: For a shape other than [P, G ≥ 2], or a reward that is not finite.
     """
     if reward_PG.dim() != 2 or reward_PG.shape[1] < 2:
         raise ValueError(
@@ -112,10 +107,9 @@ def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
         advantage_PG = centred_PG / (variance_P1.sqrt() + STD_EPSILON)
     elif kind == "grpo_no_std":
         advantage_PG = centred_PG
-    elif kind == "rloo":
-        advantage_PG = centred_PG * (group_size / (group_size - 1))
     else:
-        raise ValueError(f"advantage must be grpo, grpo_no_std or rloo, got {kind!r}")
+        assert kind == "rloo"
+        advantage_PG = centred_PG * (group_size / (group_size - 1))
     all_equal_P1 = exact_PG.amax(dim=1, keepdim=True) == exact_PG.amin(dim=1, keepdim=True)
     return torch.where(all_equal_P1, 0.0, advantage_PG).to(torch.float32)
 

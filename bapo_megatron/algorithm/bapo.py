@@ -1,27 +1,20 @@
 """BAPO: clip bounds searched so that positive tokens hold the target share (Algorithm 1).
 
-The statistic is the contribution table, exact integers for every candidate at once; the decision
-is the outcome of the search, which stays on the device from there to the loss.
+The statistic is the table of contributions, exact integers for every candidate at once; the
+decision is the outcome of the search, which stays on the device from there to the loss.
 
 Shape legend: T = response tokens, K = slots of the table.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from bapo_megatron.algorithm.clip import Clip
-from bapo_megatron.algorithm.objective import Needs, TokenBatch
+from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import BapoConfig
-from bapo_megatron.ops.contributions import (
-    BOUNDS_FIELDS,
-    EXIT_NAMES,
-    REFUSED,
-    ContributionTable,
-    accumulate,
-    search_bounds,
-)
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, REFUSED, BoundSearch
 
 EXIT_METRICS = {name: f"bapo/exit_{name}_share" for name in ("start", "met", "exhausted")}
 """The metric of each exit of a search: the share of searches that ended there."""
@@ -29,35 +22,25 @@ EXIT_METRICS = {name: f"bapo/exit_{name}_share" for name in ("start", "met", "ex
 _LOW, _HIGH, _EXIT = (BOUNDS_FIELDS.index(name) for name in ("low", "high", "exit"))
 
 
-@dataclass(frozen=True, slots=True)
 class Bapo(Clip):
     """Searches the bounds over all tokens of an update, or of micro-batches (``scope``)."""
 
-    config: BapoConfig
-    dual_clip: float | None
-    table: ContributionTable
-    """An empty one: its layout and kernels."""
-    needs: Needs = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Follow ``scope``."""
-        object.__setattr__(self, "needs", self.config.scope)
+    def __init__(
+        self, config: BapoConfig, dual_clip: float | None, kernels: Kernels | None = None
+    ) -> None:
+        """Lay out the candidates; without ``kernels`` the search is for tokens on the CPU."""
+        self.needs = config.scope
+        self.dual_clip = dual_clip
+        self.search = BoundSearch(config, dual_clip, kernels)
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return the contributions of the tokens, [K] int64."""
-        table = self.table.new_empty()
-        accumulate(
-            table,
-            tokens.logprob.float(),
-            tokens.behaviour_logprob.float(),
-            tokens.advantage.float(),
-            tokens.mask.float(),
-        )
-        return table.tensor
+        values = (tokens.logprob, tokens.behaviour_logprob, tokens.advantage, tokens.mask)
+        return self.search.contributions(*(value_T.float() for value_T in values))
 
     def decide(self, total_K: Tensor) -> Tensor:
         """Search the bounds: ``BOUNDS_FIELDS``."""
-        return search_bounds(self.table.with_sums(total_K), self.config)
+        return self.search.bounds(total_K)
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the bounds that were found."""
@@ -69,14 +52,12 @@ class Bapo(Clip):
         """Return bounds, positive shares and exit of a search."""
         found = dict(zip(BOUNDS_FIELDS, decision, strict=True))
         bounds = {"bapo/clip_low": found["low"], "bapo/clip_high": found["high"]}
-        if EXIT_NAMES[int(found["exit"])] == "unsearched":
+        exit_name = EXIT_NAMES[int(found["exit"])]
+        if exit_name == "unsearched":
             return bounds
         shares = ("positive_share_start", "positive_share")
-        is_exit = {
-            metric: float(EXIT_NAMES[int(found["exit"])] == name)
-            for name, metric in EXIT_METRICS.items()
-        }
-        return bounds | {f"bapo/{name}": found[name] for name in shares} | is_exit
+        exits = {metric: float(name == exit_name) for name, metric in EXIT_METRICS.items()}
+        return bounds | {f"bapo/{name}": found[name] for name in shares} | exits
 
     def refuses(self, decision: Tensor) -> Tensor:
         """Return whether the table is unfit for a search."""

@@ -60,7 +60,6 @@ class FixedClip(Clip):
     high: float
     """c_high."""
     dual_clip: float | None = None
-    """Upper limit of r where A < 0; None: no limit."""
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the configured bounds, in the dtype that they are compared in."""

@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -31,8 +30,7 @@ from bapo_megatron.algorithm.objective import (
 )
 from bapo_megatron.algorithm.user_code import UserCode
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.contributions import ContributionTable
+from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.ratio import importance_ratio
 
 CPU = torch.device("cpu")
@@ -75,7 +73,17 @@ def load_objective(
     Raises:
         UserCodeError: The user's code cannot be imported, raises, or returns what cannot be used.
     """
-    objective = _make(config, device, kernels)
+    kernels = kernels or select_kernels("auto", device)
+    objective: Objective
+    if config.objective == "bapo":
+        objective = Bapo(config.bapo, config.dual_clip, kernels)
+    elif config.objective == "clip":
+        objective = FixedClip(config.fixed.low, config.fixed.high, config.dual_clip)
+    elif config.objective == "none":
+        objective = FixedClip(0.0, math.inf, config.dual_clip)
+    else:
+        code = UserCode("algorithm.objective", config.objective)
+        objective = _UserObjective(code, config.objective_options)
     tokens = trial_tokens(device)
     statistic_size = decision_size = 0
     if objective.needs == "response":
@@ -98,18 +106,6 @@ def load_objective(
     return LoadedObjective(objective, names, statistic_size, decision_size)
 
 
-def _make(config: AlgorithmConfig, device: torch.device, kernels: Kernels | None) -> Objective:
-    if config.objective == "bapo":
-        table = ContributionTable(config.bapo, config.dual_clip, device=device, kernels=kernels)
-        return Bapo(config.bapo, config.dual_clip, table)
-    if config.objective == "clip":
-        return FixedClip(config.fixed.low, config.fixed.high, config.dual_clip)
-    if config.objective == "none":
-        return FixedClip(0.0, math.inf, config.dual_clip)
-    code = UserCode("algorithm.objective", config.objective)
-    return _UserObjective(code, config.objective_options)
-
-
 class _UserObjective(Objective):
     """A user's objective whose results are checked; errors name the user's file and line."""
 
@@ -123,18 +119,19 @@ class _UserObjective(Objective):
             if not callable(getattr(named, "loss", None)):
                 code.refuse("is a class without a method 'loss'; write loss(self, tokens)")
             with code.guard():
-                self._inner: Any = named(**options)
+                # A class that is no subclass of Objective gets the defaults as well.
+                self._inner: Any = type(named.__name__, (named, Objective), {})(**options)
         elif callable(named):
-            self._inner = SimpleNamespace(loss=functools.partial(named, **options))
+            loss = staticmethod(functools.partial(named, **options))
+            self._inner = type("Function", (Objective,), {"loss": loss})()
         else:
             code.refuse(f"is a {type(named).__name__}; name a function or a class")
-        self.needs: Needs = getattr(self._inner, "needs", "token")
-        self.trains_zero_advantage = bool(getattr(self._inner, "trains_zero_advantage", False))
-        self.selects_tokens = bool(getattr(self._inner, "selects_tokens", False))
+        self.needs = self._inner.needs
+        self.trains_zero_advantage = bool(self._inner.trains_zero_advantage)
+        self.selects_tokens = bool(self._inner.selects_tokens)
         if self.needs not in get_args(Needs):
             code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
-        written = getattr(type(self._inner), "statistics", Objective.statistics)
-        if self.needs != "token" and written is Objective.statistics:
+        if self.needs != "token" and type(self._inner).statistics is Objective.statistics:
             code.refuse(f"declares needs = {self.needs!r}; write statistics(self, tokens)")
         if self.selects_tokens and self.needs not in ("response", "update"):
             code.refuse(
@@ -184,7 +181,7 @@ class _UserObjective(Objective):
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         with self._code.guard():
-            values = dict(self._method("report")(tokens))
+            values = dict(self._inner.report(tokens))
         names = self._report_names = self._report_names or tuple(values)
         if set(values) != set(names):
             self.refuse(
@@ -201,7 +198,7 @@ class _UserObjective(Objective):
 
     def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
         with self._code.guard():
-            return {k: float(v) for k, v in self._method("report_decision")(decision).items()}
+            return {k: float(v) for k, v in self._inner.report_decision(decision).items()}
 
     def refuses(self, decision: Tensor) -> Tensor | None:
         return self._call("refuses", decision)  # type: ignore[no-any-return]
@@ -211,16 +208,11 @@ class _UserObjective(Objective):
 
     def refuse(self, method: str, problem: str) -> NoReturn:
         """Raise for what ``method`` returned."""
-        self._code.refuse(problem, self._method(method) if self._is_class else None)
-
-    def _method(self, name: str) -> Any:
-        """The user's method, or the default where none is written."""
-        own = getattr(self._inner, name, None)
-        return own if own is not None else functools.partial(getattr(Objective, name), self._inner)
+        self._code.refuse(problem, getattr(self._inner, method) if self._is_class else None)
 
     def _call(self, method: str, argument: Any) -> Any:
         with self._code.guard():
-            return self._method(method)(argument)
+            return getattr(self._inner, method)(argument)
 
     def _per_token(self, method: str, tokens: TokenBatch) -> Tensor:
         value_T: Tensor = self._call(method, tokens)
@@ -253,30 +245,26 @@ def trial_tokens(device: torch.device) -> TokenBatch:
     behaviour_T = uniform(-4.0, -0.1)
     mask_T = (torch.arange(_TRIAL_TOKENS) % 7 != 3).float()
     logprob_T = torch.where(mask_T > 0, behaviour_T + uniform(-0.8, 0.8), behaviour_T).clamp(max=0)
-    entropy_T = uniform(0.0, 3.0)
+    entropy_T = uniform(0.0, 3.0) * mask_T
     tokens_B = torch.zeros(_TRIAL_RESPONSES).index_add_(0, response_T, mask_T)
-    batch = TokenBatch(
-        logprob=logprob_T,
-        behaviour_logprob=behaviour_T,
-        rollout_logprob=behaviour_T + uniform(-0.01, 0.01),
-        ratio=logprob_T,  # replaced below
-        advantage=uniform(-2.0, 2.0, _TRIAL_RESPONSES)[response_T] * mask_T,
-        reward=uniform(0.0, 1.0, _TRIAL_RESPONSES).round()[response_T],
-        mask=mask_T,
-        entropy=entropy_T * mask_T,
-        collected_entropy=entropy_T * mask_T,
-        response=response_T,
-        response_tokens=tokens_B[response_T],
-        response_sums=None,
-        decision=None,
-        update=0,
-    )
-    moved: dict[str, Any] = {name: value.to(device) for name, value in batch.tensors().items()}
-    moved["ratio"] = importance_ratio(moved["logprob"], moved["behaviour_logprob"])
-    return replace(batch, **moved)
+    values = {
+        "logprob": logprob_T,
+        "behaviour_logprob": behaviour_T,
+        "rollout_logprob": behaviour_T + uniform(-0.01, 0.01),
+        "advantage": uniform(-2.0, 2.0, _TRIAL_RESPONSES)[response_T] * mask_T,
+        "reward": uniform(0.0, 1.0, _TRIAL_RESPONSES).round()[response_T],
+        "mask": mask_T,
+        "entropy": entropy_T,
+        "collected_entropy": entropy_T.clone(),
+        "response": response_T,
+        "response_tokens": tokens_B[response_T],
+    }
+    moved = {name: value.to(device) for name, value in values.items()}
+    ratio_T = importance_ratio(moved["logprob"], moved["behaviour_logprob"])
+    return TokenBatch(**moved, ratio=ratio_T, response_sums=None, decision=None, update=0)
 
 
-def _try(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels | None) -> None:
+def _try(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> None:
     """Refuse an objective whose results depend on which tokens come together."""
     kept = {name: value.clone() for name, value in tokens.tensors().items()}
     whole = _run(objective, tokens, kernels)
@@ -314,9 +302,7 @@ def _try(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels | None)
             )
 
 
-def _run(
-    objective: _UserObjective, tokens: TokenBatch, kernels: Kernels | None
-) -> dict[str, Tensor]:
+def _run(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> dict[str, Tensor]:
     """Everything [T] that the objective says of tokens."""
     gradient = differentiate(objective, tokens, tokens.mask / 4, kernels)
     found = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}

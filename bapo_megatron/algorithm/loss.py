@@ -51,25 +51,15 @@ def token_weights(
 
     Returns:
         [T] float32 weights, 0 where the mask is 0.
-
-    Raises:
-        ValueError: For an unknown aggregation or a constant that is not positive.
     """
-    if not constant > 0:
-        raise ValueError(f"token_sum_norm_constant must be > 0, got {constant}")
     num_responses = (response_tokens_R > 0).sum()
     one_T = torch.ones_like(mask_T, dtype=torch.float64)
     if aggregation == "token_mean":
         divisor_T = one_T * response_tokens_R.sum()
     elif aggregation == "sequence_mean":
         divisor_T = response_tokens_T.to(torch.float64) * num_responses
-    elif aggregation == "token_sum_norm":
-        divisor_T = one_T * (num_responses * constant)
     else:
-        raise ValueError(
-            "loss_aggregation must be token_mean, sequence_mean or token_sum_norm, "
-            f"got {aggregation!r}"
-        )
+        divisor_T = one_T * (num_responses * constant)
     return torch.where(mask_T > 0, 1.0 / divisor_T, 0.0).to(torch.float32)
 
 

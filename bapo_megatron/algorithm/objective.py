@@ -2,24 +2,22 @@
 
 An objective sees a ``TokenBatch`` and returns the loss of every token. The caller weighs, masks and
 sums the losses, and autograd gives their derivatives with respect to ℓ and H, which the kernels
-spread over the logits. So one file, or one function of a user, is a new objective:
+spread over the logits. So one function of a user is a new objective:
 
     def reinforce(tokens: TokenBatch) -> Tensor:
         return -tokens.advantage * tokens.logprob
 
-``Objective`` documents what a class may declare beyond that. docs/algorithm.md has complete
+``Objective`` documents what a class may declare beyond that. docs/extending.md has complete
 examples.
 
 Shape legend: T = response tokens of a micro-batch or chunk, B = responses of the step's batch, K =
 entries of a statistic, D = entries of a decision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -84,11 +82,9 @@ class TokenBatch:
         """T."""
         return int(self.logprob.shape[0])
 
-    def select(self, index: slice | Tensor) -> TokenBatch:
+    def select(self, index: slice | Tensor) -> Self:
         """Return the tokens at ``index``, in its order."""
-        values = self.tensors()
-        values.pop("decision", None)
-        chosen: dict[str, Any] = {name: value[index] for name, value in values.items()}
+        chosen: dict[str, Any] = {n: v[index] for n, v in self.tensors().items() if n != "decision"}
         return replace(self, **chosen)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from rich.table import Table
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.schema import AlgorithmConfig, BapoConfig
-from bapo_megatron.ops.contributions import ContributionTable, accumulate, search_path
+from bapo_megatron.ops.contributions import BoundSearch, count_tokens
 from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.telemetry.console import uncut_console
 
@@ -129,17 +129,17 @@ def bounds_from_file(
         OSError: The file cannot be read.
     """
     columns = _read_tokens(path)
-    table = ContributionTable(config, dual_clip)
-    accumulate(table, *(torch.from_numpy(column) for column in columns.values()))
-    counted = table.token_counts()
+    search = BoundSearch(config, dual_clip)
+    table = search.contributions(*(torch.from_numpy(column) for column in columns.values()))
+    counted = count_tokens(table)
     if counted.out_of_range_tokens:
         _fail_out_of_range(path, columns, config)
-    result = search_path(table, config)
+    result = search.path(table)
     return BoundsReport(result, counted.positive_tokens, counted.negative_tokens)
 
 
 def _read_tokens(path: Path) -> dict[str, FloatArray]:
-    """The four columns as [T] float32, checked, in the order of ``accumulate``."""
+    """The four columns as [T] float32, checked, in the order of ``contributions``."""
     raw, found = _read_columns(path)
     for name in COLUMNS:
         if name not in raw:

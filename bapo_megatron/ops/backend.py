@@ -1,20 +1,19 @@
 """Which implementation of the kernels runs.
 
-``Kernels`` is the one interface: six functions on tensors, documented in csrc/README.md.
-``compiled`` has the extension's CPU and CUDA versions of it, ``reference`` a readable one.
-
-Shape legend: N = rows of the logits, V = local columns, T = tokens, P = ranks of the
-tensor-parallel group.
+``Kernels`` are six functions on tensors, documented in csrc/README.md: the extension's for CPU and
+CUDA, or ``reference``, whose signatures and docstrings are those of both.
 """
 
 import functools
 import logging
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
-from bapo_megatron.ops import compiled, extension, reference
+from bapo_megatron.ops import extension
+from bapo_megatron.ops.reference import KERNELS as REFERENCE
+from bapo_megatron.ops.reference import ReferenceKernels
 
 Backend = Literal["auto", "cpu", "cuda", "reference"]
 
@@ -26,71 +25,28 @@ _NO_CUDA = (
 )
 
 
-class Kernels(Protocol):
-    """The operations of the loss stage. The compiled ones never wait for the device."""
+@dataclass(frozen=True, slots=True)
+class CompiledKernels:
+    """``torch.ops.bapo`` itself; the dispatcher takes the version of the tensors' device.
 
-    @property
-    def name(self) -> str:
-        """``cpu``, ``cuda`` or ``reference``."""
-        ...
+    It never waits for the device. Arguments that do not fit are refused with a RuntimeError that
+    names argument, rule and value.
+    """
 
-    def logprob_partials(
-        self,
-        logits: Tensor,
-        rows: Tensor | None,
-        target: Tensor,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
-    ) -> Tensor:
-        """Reduce this rank's columns of each token's row to [T, 4]: m, s, t and x_y."""
-        ...
+    name: str
+    """``cpu`` or ``cuda``."""
 
-    def logprob_combine(
-        self, partials: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Merge partials [P, T, 4] to log-prob, entropy, M and log S, each [T]."""
-        ...
+    logprob_partials: ClassVar[Any] = staticmethod(torch.ops.bapo.logprob_partials)
+    logprob_combine: ClassVar[Any] = staticmethod(torch.ops.bapo.logprob_combine)
+    logits_backward_: ClassVar[Any] = staticmethod(torch.ops.bapo.logits_backward_)
+    contributions_: ClassVar[Any] = staticmethod(torch.ops.bapo.contributions_)
+    search_bounds: ClassVar[Any] = staticmethod(torch.ops.bapo.search_bounds)
+    importance_ratio: ClassVar[Any] = staticmethod(torch.ops.bapo.importance_ratio)
 
-    def logits_backward_(
-        self,
-        logits: Tensor,
-        rows: Tensor | None,
-        target: Tensor,
-        max: Tensor,
-        log_sum: Tensor,
-        entropy: Tensor,
-        grad_logprob: Tensor | None,
-        grad_entropy: Tensor | None,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
-    ) -> None:
-        """Overwrite the logits [N, V] with their gradient."""
-        ...
 
-    def accumulate(
-        self,
-        table: Tensor,
-        grid: Tensor,
-        logprob: Tensor,
-        behaviour_logprob: Tensor,
-        advantage: Tensor,
-        mask: Tensor,
-        weight: str,
-    ) -> None:
-        """Add tokens [T] to the contribution table, in place (csrc: ``contributions_``)."""
-        ...
+Kernels = CompiledKernels | ReferenceKernels
 
-    def search_bounds(
-        self, table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
-    ) -> Tensor:
-        """Choose the bounds: float64 [8] on the table's device."""
-        ...
-
-    def importance_ratio(self, logprob: Tensor, behaviour_logprob: Tensor) -> Tensor:
-        """Return r = exp(clamp(ℓ − μ, ±20)), [T]; NaN where ℓ or μ is not finite."""
-        ...
+CPU_KERNELS, CUDA_KERNELS = CompiledKernels("cpu"), CompiledKernels("cuda")
 
 
 def select_kernels(name: Backend, device: torch.device) -> Kernels:
@@ -107,7 +63,7 @@ def select_kernels(name: Backend, device: torch.device) -> Kernels:
     if name == "auto":
         return _choose(device.type)
     if name == "reference":
-        return reference.KERNELS
+        return REFERENCE
     if name != device.type:
         raise ValueError(
             f"ops.backend: {name} needs tensors on that device, but they are on {device.type}; "
@@ -115,19 +71,14 @@ def select_kernels(name: Backend, device: torch.device) -> Kernels:
         )
     if name == "cuda" and not extension.build_info()["cuda"]:
         raise ValueError(f"ops.backend: cuda was asked for, but {_NO_CUDA}")
-    return compiled.CUDA if name == "cuda" else compiled.CPU
+    return CUDA_KERNELS if name == "cuda" else CPU_KERNELS
 
 
 @functools.cache
 def _choose(device_type: str) -> Kernels:
     """The choice of ``auto``, made and reported once per kind of device."""
-    kernels: Kernels
-    if device_type == "cpu":
-        kernels = compiled.CPU
-    elif device_type == "cuda" and extension.build_info()["cuda"]:
-        kernels = compiled.CUDA
-    else:
-        logger.warning("ops.backend: auto runs the slow reference on %s: %s", device_type, _NO_CUDA)
-        return reference.KERNELS
-    logger.info("ops.backend: auto runs the compiled %s kernels", kernels.name)
-    return kernels
+    if device_type == "cuda" and not extension.build_info()["cuda"]:
+        logger.warning("ops.backend: auto runs the slow reference on cuda: %s", _NO_CUDA)
+        return REFERENCE
+    logger.info("ops.backend: auto runs the compiled %s kernels", device_type)
+    return CUDA_KERNELS if device_type == "cuda" else CPU_KERNELS

@@ -20,9 +20,6 @@ ranks under sequence parallelism), H = hidden size, V = local vocabulary columns
 tokens, C = tokens of a chunk, P = ranks of the tensor-parallel group.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -32,9 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.logprob import Columns, TokenLogprobs, check_index, gather_partials
-
-HIDDEN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+from bapo_megatron.ops.logprob import Columns, TokenLogprobs, columns_of_rank, gather_partials
 
 PRODUCT_ROWS = 2048
 """Rows of the weight's gradient per product, where products cannot be added up in place."""
@@ -160,20 +155,16 @@ def chunked_logprobs(
 
     Returns:
         Log-probs and entropies, equal on all ranks of the group.
-
-    Raises:
-        ValueError: For shapes, types or settings that do not fit together.
     """
-    chunks = _Chunks.of(
-        hidden_MH, head, target_T, rows_T, vocab_size, temperature, chunk_tokens, kernels
-    )
+    columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
+    kernels = kernels or select_kernels("auto", hidden_MH.device)
+    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
     with torch.no_grad():
         hidden_NH = head.gather_rows(hidden_MH)
-        buffer_CV = chunks.new_buffer()
         partials_T4 = torch.empty(len(target_T), 4, device=hidden_MH.device)
+        buffer_CV = chunks.new_buffer()
         for chunk in chunks.slices():
-            hidden_CH = hidden_NH.index_select(0, rows_T[chunk])
-            logits_CV = chunks.logits(hidden_CH, buffer_CV)
+            logits_CV = chunks.logits(hidden_NH.index_select(0, rows_T[chunk]), buffer_CV)
             partials_T4[chunk] = chunks.partials(logits_CV, chunk)
         logprob_T, entropy_T, _, _ = chunks.combine(partials_T4)
     return TokenLogprobs(logprob_T, entropy_T)
@@ -205,23 +196,12 @@ def chunked_loss(
 
     Returns:
         The loss (scalar float32); ℓ and H of all tokens, without gradient.
-
-    Raises:
-        ValueError: For shapes, types or settings that do not fit together.
-        RuntimeError: Where gradients are switched off.
     """
-    if not torch.is_grad_enabled():
-        raise RuntimeError(
-            "chunked_loss computes gradients in its forward pass and would add them to the "
-            "weights under no_grad too; call chunked_logprobs, or leave the no_grad block"
-        )
-    chunks = _Chunks.of(
-        hidden_MH, head, target_T, rows_T, vocab_size, temperature, chunk_tokens, kernels
-    )
-    if not hidden_MH.requires_grad and not head.weight.requires_grad:
-        raise ValueError(
-            "neither hidden states nor weight require a gradient; call chunked_logprobs"
-        )
+    # Gradients would be added to the weights under no_grad, too.
+    assert torch.is_grad_enabled(), "call chunked_logprobs"
+    columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
+    kernels = kernels or select_kernels("auto", hidden_MH.device)
+    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, kernels)
     loss, logprob_T, entropy_T = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden_MH, head.weight, chunks, token_loss
     )
@@ -236,60 +216,18 @@ class _Chunks:
     target_T: Tensor
     rows_T: Tensor
     columns: Columns
-    chunk_tokens: int
+    size: int
     kernels: Kernels
 
-    @classmethod
-    def of(
-        cls,
-        hidden_MH: Tensor,
-        head: OutputHead,
-        target_T: Tensor,
-        rows_T: Tensor,
-        vocab_size: int,
-        temperature: float,
-        chunk_tokens: int,
-        kernels: Kernels | None,
-    ) -> _Chunks:
-        """Check that all of it fits together."""
-        weight_VH = head.weight
-        if hidden_MH.dim() != 2 or hidden_MH.dtype not in HIDDEN_TYPES:
-            raise ValueError(
-                "hidden states must be float32, bfloat16 or float16 of shape [N, H], got "
-                f"{hidden_MH.dtype} {list(hidden_MH.shape)}; drop the batch dimension"
-            )
-        if weight_VH.dtype != hidden_MH.dtype or weight_VH.shape[1:] != hidden_MH.shape[1:]:
-            raise ValueError(
-                f"the head must be {hidden_MH.dtype} of shape [V, {hidden_MH.shape[1]}] to fit the "
-                f"hidden states, got {weight_VH.dtype} {list(weight_VH.shape)}"
-            )
-        main_grad = getattr(weight_VH, "main_grad", None)
-        if main_grad is not None and main_grad.dtype != torch.float32:
-            raise ValueError(
-                f"the head's main_grad must be float32, got {main_grad.dtype}; set "
-                "grad_reduce_in_fp32=True in Megatron's DistributedDataParallelConfig"
-            )
-        check_index("target", target_T)
-        check_index("rows", rows_T)
-        if rows_T.shape != target_T.shape:
-            raise ValueError(
-                f"needs one row for each target, got {len(rows_T)} rows and {len(target_T)} targets"
-            )
-        columns = Columns.of_rank(len(weight_VH), vocab_size, temperature, head.tensor_group)
-        if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-        if kernels is None:
-            kernels = select_kernels("auto", hidden_MH.device)
-        return cls(head, target_T, rows_T, columns, chunk_tokens, kernels)
+    def slices(self) -> list[slice]:
+        num_tokens = len(self.target_T)
+        begins = range(0, num_tokens, self.size)
+        return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
 
     def new_buffer(self) -> Tensor:
         """Return room for the logits of any chunk: one allocation for all of them."""
         weight_VH = self.head.weight
-        return weight_VH.new_empty(min(self.chunk_tokens, len(self.target_T)), len(weight_VH))
-
-    def slices(self) -> Iterator[slice]:
-        for begin in range(0, len(self.target_T), self.chunk_tokens):
-            yield slice(begin, min(begin + self.chunk_tokens, len(self.target_T)))
+        return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
 
     def logits(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
         """Return the logits of a chunk, in the model's dtype, in the buffer."""
@@ -298,12 +236,18 @@ class _Chunks:
 
     def partials(self, logits_CV: Tensor, chunk: slice) -> Tensor:
         """Reduce this rank's columns to [C, 4]."""
-        return self.kernels.logprob_partials(logits_CV, None, self.target_T[chunk], *self.columns)
+        partials_C4: Tensor = self.kernels.logprob_partials(
+            logits_CV, None, self.target_T[chunk], *self.columns
+        )
+        return partials_C4
 
     def combine(self, partials_C4: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Exchange partials between the ranks; returns log-prob, entropy, M and log S [C]."""
         partials_PC4 = gather_partials(partials_C4, self.head.tensor_group)
-        return self.kernels.logprob_combine(partials_PC4, self.columns.temperature)
+        logprob_C, entropy_C, max_C, log_sum_C = self.kernels.logprob_combine(
+            partials_PC4, self.columns.temperature
+        )
+        return logprob_C, entropy_C, max_C, log_sum_C
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -314,15 +258,38 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, chunks: _Chunks, token_loss: TokenLoss
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        assert needs_hidden or needs_weight, "call chunked_logprobs"
         hidden_NH = chunks.head.gather_rows(hidden_MH)
         grad_hidden_NH = _float32_zeros(hidden_NH) if needs_hidden else None
         main_grad_VH = getattr(weight_VH, "main_grad", None)
+        if main_grad_VH is not None:
+            assert main_grad_VH.dtype == torch.float32, "set grad_reduce_in_fp32"
         grad_weight_VH = None
         if needs_weight:
             grad_weight_VH = _float32_zeros(weight_VH) if main_grad_VH is None else main_grad_VH
-        loss, logprob_T, entropy_T = _walk(
-            chunks, hidden_NH, token_loss, grad_hidden_NH, grad_weight_VH
-        )
+        loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
+        logprob_T = torch.empty(len(chunks.target_T), device=hidden_NH.device)
+        entropy_T = torch.empty_like(logprob_T)
+        grad_CV = buffer_CV = chunks.new_buffer()
+        for chunk in chunks.slices():
+            rows_C = chunks.rows_T[chunk]
+            hidden_CH = hidden_NH.index_select(0, rows_C)
+            grad_CV = chunks.logits(hidden_CH, buffer_CV)
+            combined = chunks.combine(chunks.partials(grad_CV, chunk))
+            logprob_C, entropy_C, max_C, log_sum_C = combined
+            logprob_T[chunk], entropy_T[chunk] = logprob_C, entropy_C
+            gradient = token_loss(logprob_C, entropy_C, chunk)
+            loss += gradient.loss
+            softmax = (max_C, log_sum_C, entropy_C)
+            chunks.kernels.logits_backward_(
+                grad_CV, None, chunks.target_T[chunk], *softmax, *gradient[1:], *chunks.columns
+            )
+            if grad_weight_VH is not None:
+                _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
+            del hidden_CH  # its room is needed for the other product
+            if grad_hidden_NH is not None:
+                grad_hidden_NH.index_add_(0, rows_C, _product(grad_CV, weight_VH.detach()))
+        del grad_CV, buffer_CV  # their room is needed for what follows
         grad_hidden_MH = None
         if grad_hidden_NH is not None:
             grad_hidden_MH = chunks.head.sum_over_ranks(grad_hidden_NH).to(hidden_MH.dtype)
@@ -339,11 +306,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor, *_: None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the backward pass of chunked_loss ran twice, but its gradients are handed "
-                "out once; compute the loss again"
-            )
+        assert ctx.gradients is not None, "gradients are handed out once; compute the loss again"
         torch._assert_async(
             grad_loss == 1,
             "the loss of chunked_loss arrives at its backward pass with a gradient other than 1; "
@@ -354,47 +317,6 @@ class _ChunkedLoss(torch.autograd.Function):
         if grad_weight_VH is not None and ctx.in_main_grad:
             grad_weight_VH = _placeholder(ctx.weight)
         return grad_hidden_MH, grad_weight_VH, None, None
-
-
-def _walk(
-    chunks: _Chunks,
-    hidden_NH: Tensor,
-    token_loss: TokenLoss,
-    grad_hidden_NH: Tensor | None,
-    grad_weight_VH: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, ℓ and H of all tokens; add to the gradients that are wanted."""
-    loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
-    logprob_T = torch.empty(len(chunks.target_T), device=hidden_NH.device)
-    entropy_T = torch.empty_like(logprob_T)
-    buffer_CV = chunks.new_buffer()
-    for chunk in chunks.slices():
-        target_C, rows_C = chunks.target_T[chunk], chunks.rows_T[chunk]
-        hidden_CH = hidden_NH.index_select(0, rows_C)
-        grad_CV = chunks.logits(hidden_CH, buffer_CV)
-        combined = chunks.combine(chunks.partials(grad_CV, chunk))
-        logprob_C, entropy_C, max_C, log_sum_C = combined
-        logprob_T[chunk], entropy_T[chunk] = logprob_C, entropy_C
-        loss_C, by_logprob_C, by_entropy_C = token_loss(logprob_C, entropy_C, chunk)
-        loss += loss_C
-        chunks.kernels.logits_backward_(
-            grad_CV,
-            None,
-            target_C,
-            max_C,
-            log_sum_C,
-            entropy_C,
-            by_logprob_C,
-            by_entropy_C,
-            *chunks.columns,
-        )
-        if grad_weight_VH is not None:
-            _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
-        del hidden_CH  # its room is needed for the other product
-        if grad_hidden_NH is not None:
-            grad_CH = _product(grad_CV, chunks.head.weight.detach())
-            grad_hidden_NH.index_add_(0, rows_C, grad_CH)
-    return loss, logprob_T, entropy_T
 
 
 def _product(left_AC: Tensor, right_CB: Tensor) -> Tensor:

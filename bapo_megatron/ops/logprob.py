@@ -9,9 +9,6 @@ Shape legend: N = rows of the logits, V = local columns, T = response tokens, P 
 group.
 """
 
-from __future__ import annotations
-
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -40,35 +37,15 @@ class Columns(NamedTuple):
     """True size of the vocabulary; columns from here on are padding."""
     temperature: float
 
-    @classmethod
-    def of_rank(
-        cls,
-        num_columns: int,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-    ) -> Columns:
-        """Return the columns of this rank, which has as many as every rank of the group.
 
-        Raises:
-            ValueError: The vocabulary does not fit them, or the temperature is not positive.
-        """
-        rank, num_ranks = (
-            (0, 1)
-            if group is None
-            else (
-                dist.get_rank(group),
-                dist.get_world_size(group),
-            )
-        )
-        if not 0 < vocab_size <= num_columns * num_ranks:
-            raise ValueError(
-                f"vocab_size must lie in 1 … {num_columns * num_ranks} (columns × ranks), "
-                f"got {vocab_size}; pass the vocabulary size without padding"
-            )
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature must be > 0 and finite, got {temperature}")
-        return cls(rank * num_columns, vocab_size, temperature)
+def columns_of_rank(
+    num_columns: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
+) -> Columns:
+    """Return the columns of this rank, which has as many as every rank of the group."""
+    rank = 0 if group is None else dist.get_rank(group)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    assert 0 < vocab_size <= num_columns * num_ranks, "pass the vocabulary size without padding"
+    return Columns(rank * num_columns, vocab_size, temperature)
 
 
 def vocab_parallel_logprobs(
@@ -109,30 +86,13 @@ def vocab_parallel_logprobs(
         Log-probs and entropies, equal on all ranks of the group.
 
     Raises:
-        ValueError: For shapes, types or settings that do not fit together.
-        RuntimeError: For a target or row out of range (on the CPU; on a GPU, where this would be a
-            wait for the device, the token's results are NaN).
+        RuntimeError: For shapes or types that do not fit together, and for a target or row out of
+            range (on the CPU; on a GPU, where this would be a wait for the device, the token's
+            results are NaN).
     """
-    if logits_NV.dim() != 2 or logits_NV.shape[1] == 0 or not logits_NV.is_floating_point():
-        raise ValueError(
-            "logits must be floating point of shape [N, V > 0], got "
-            f"{logits_NV.dtype} {list(logits_NV.shape)}"
-        )
-    check_index("target", target_T)
-    if rows_T is not None:
-        check_index("rows", rows_T)
-    num_rows = logits_NV.shape[0] if rows_T is None else rows_T.numel()
-    if num_rows != target_T.numel():
-        raise ValueError(
-            f"needs one row of logits for each target, got {num_rows} rows and "
-            f"{target_T.numel()} targets"
-        )
-    columns = Columns.of_rank(logits_NV.shape[1], vocab_size, temperature, group)
-    if overwrite_logits and logits_NV.is_leaf and logits_NV.requires_grad:
-        raise ValueError(
-            "logits must be computed from something, not a leaf that requires a gradient: "
-            "overwriting would destroy its value; pass overwrite_logits=False"
-        )
+    columns = columns_of_rank(logits_NV.shape[1], vocab_size, temperature, group)
+    is_parameter = logits_NV.is_leaf and logits_NV.requires_grad
+    assert not (overwrite_logits and is_parameter), "overwriting would destroy a leaf's value"
     if kernels is None:
         is_float64 = logits_NV.dtype == torch.float64
         kernels = select_kernels("reference" if is_float64 else "auto", logits_NV.device)
@@ -195,11 +155,3 @@ def gather_partials(partials_T4: Tensor, group: dist.ProcessGroup | None) -> Ten
     # gloo takes no [P, T, 4].
     dist.all_gather_into_tensor(partials_PT4.flatten(0, 1), partials_T4, group=group)
     return partials_PT4
-
-
-def check_index(name: str, index_T: Tensor) -> None:
-    """Raise ValueError unless these are integers, one per token."""
-    if index_T.dim() != 1 or index_T.dtype != torch.int64:
-        raise ValueError(
-            f"{name} must be int64 of shape [T], got {index_T.dtype} {list(index_T.shape)}"
-        )

@@ -34,22 +34,10 @@ def importance_ratio(
         [T] of the same dtype. NaN, with derivative 0, where ℓ or μ is NaN or infinite.
 
     Raises:
-        ValueError: For a shape other than [T], or dtypes other than two float32 or two float64.
-        RuntimeError: For tensors on two devices.
+        RuntimeError: For other dtypes or shapes, or tensors on two devices.
     """
-    if logprob_T.dim() != 1 or behaviour_logprob_T.shape != logprob_T.shape:
-        raise ValueError(
-            "logprob and behaviour_logprob must both have shape [T], got "
-            f"{list(logprob_T.shape)} and {list(behaviour_logprob_T.shape)}"
-        )
-    dtypes = (logprob_T.dtype, behaviour_logprob_T.dtype)
-    if dtypes == (torch.float64, torch.float64):
+    if logprob_T.dtype == torch.float64:
         kernels = reference.KERNELS
-    elif dtypes != (torch.float32, torch.float32):
-        raise ValueError(
-            "logprob and behaviour_logprob must both be float32 or both float64, got "
-            f"{dtypes[0]} and {dtypes[1]}; convert them first"
-        )
     elif kernels is None:
         kernels = select_kernels("auto", logprob_T.device)
     ratio_T: Tensor = _ImportanceRatio.apply(  # type: ignore[no-untyped-call]
@@ -63,7 +51,9 @@ class _ImportanceRatio(torch.autograd.Function):
     def forward(
         ctx: Any, logprob_T: Tensor, behaviour_logprob_T: Tensor, kernels: Kernels
     ) -> Tensor:
-        ratio_T = kernels.importance_ratio(logprob_T.contiguous(), behaviour_logprob_T.contiguous())
+        ratio_T: Tensor = kernels.importance_ratio(
+            logprob_T.contiguous(), behaviour_logprob_T.contiguous()
+        )
         ctx.save_for_backward(logprob_T, behaviour_logprob_T, ratio_T)
         return ratio_T
 

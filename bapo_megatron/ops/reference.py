@@ -1,8 +1,8 @@
 """The kernels in readable PyTorch: the specification to read, and the oracle to check against.
 
 Log-probs, gradients and ratios take float64 too, and then compute in float64. The contribution
-table and the search are exact integers, for which one implementation is enough: they go through the
-compiled kernels on the CPU.
+table and the search are exact integers, for which one implementation is enough: the compiled one,
+on the CPU.
 
 A row's columns of this rank are reduced to m = max x, s = Σ e^d and t = Σ e^d · d with
 d = (x − m) / temperature, and x_y; m and x_y are raw logits. Over the ranks, with
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops import compiled
+from bapo_megatron.ops import extension  # noqa: F401  (registers the operations)
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are held in float32 at a time: 64 MB."""
@@ -32,7 +32,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKernels:
-    """The operations of ``Kernels``, on any device; some wait for it."""
+    """The operations of the loss stage, on any device; some wait for it."""
 
     name: str = "reference"
 
@@ -45,7 +45,7 @@ class ReferenceKernels:
         vocab_size: int,
         temperature: float,
     ) -> Tensor:
-        """See ``Kernels``."""
+        """Reduce this rank's columns of each token's row to [T, 4]: m, s, t and x_y."""
         outside_T = _outside(logits, rows, target, vocab_size)
         partials_T4 = torch.zeros(
             target.numel(), 4, dtype=_compute_dtype(logits), device=logits.device
@@ -66,7 +66,7 @@ class ReferenceKernels:
     def logprob_combine(
         self, partials: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See ``Kernels``."""
+        """Merge partials [P, T, 4] to log-prob, entropy, M and log S, each [T]."""
         max_PT, sum_PT, weighted_PT, target_PT = partials.double().unbind(dim=2)
         max_T = max_PT.amax(dim=0)
         shift_PT = torch.where(max_PT == -math.inf, -math.inf, (max_PT - max_T) / temperature)
@@ -99,7 +99,7 @@ class ReferenceKernels:
         vocab_size: int,
         temperature: float,
     ) -> None:
-        """See ``Kernels``."""
+        """Overwrite the logits [N, V] with their gradient."""
         rows_T = torch.arange(target.numel(), device=target.device) if rows is None else rows
         grad_logprob_T = torch.zeros_like(log_sum) if grad_logprob is None else grad_logprob
         grad_entropy_T = torch.zeros_like(log_sum) if grad_entropy is None else grad_entropy
@@ -128,7 +128,7 @@ class ReferenceKernels:
         unselected_N[rows_T] = False
         logits.masked_fill_(unselected_N[:, None], 0.0)
 
-    def accumulate(
+    def contributions_(
         self,
         table: Tensor,
         grid: Tensor,
@@ -138,23 +138,23 @@ class ReferenceKernels:
         mask: Tensor,
         weight: str,
     ) -> None:
-        """See ``Kernels``."""
+        """Add tokens [T] to the contribution table, in place."""
         total = table.cpu()
         arrays = (logprob.cpu(), behaviour_logprob.cpu(), advantage.cpu(), mask.cpu())
-        compiled.CPU.accumulate(total, grid, *arrays, weight)
+        torch.ops.bapo.contributions_(total, grid, *arrays, weight)
         table.copy_(total)
 
     def search_bounds(
         self, table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
     ) -> Tensor:
-        """See ``Kernels``."""
-        bounds: Tensor = compiled.CPU.search_bounds(
+        """Choose the bounds: float64 [8] on the table's device."""
+        bounds: Tensor = torch.ops.bapo.search_bounds(
             table.cpu(), grid, target, contribution, measure
         )
         return bounds.to(table.device)
 
     def importance_ratio(self, logprob: Tensor, behaviour_logprob: Tensor) -> Tensor:
-        """See ``Kernels``."""
+        """Return r = exp(clamp(ℓ − μ, ±20)), [T]; NaN where ℓ or μ is not finite."""
         finite_T = logprob.isfinite() & behaviour_logprob.isfinite()
         difference_T = (logprob - behaviour_logprob).double()
         ratio_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(logprob.dtype)

@@ -1,51 +1,40 @@
 """Make the tiny model and its data: deterministic, and complete or absent."""
 
 import json
+import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from bapo_megatron.files import atomic_directory
-from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, save_model, tiny_config
+from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems
 from bapo_megatron.tiny.warmup import WarmupSettings, warm_up
+
+NUM_TRAIN, NUM_HELDOUT = 2048, 512
+"""Prompts of train.jsonl and heldout.jsonl; the warm-up has the other problems."""
 
 RECIPE_NAME = "tiny.json"
 """Says how a directory was made, and so marks it as one of ours."""
 
 
-@dataclass(frozen=True, slots=True)
-class TinySettings:
-    """Everything but the seed that determines the result."""
-
-    num_train: int = 2048
-    """Prompts of train.jsonl."""
-    num_heldout: int = 512
-    """Prompts of heldout.jsonl."""
-    mixture: SolutionMixture = field(default_factory=SolutionMixture)
-    """How the solutions of the warm-up are written."""
-    warmup: WarmupSettings = field(default_factory=WarmupSettings)
-    """How the warm-up is optimised."""
-
-
-@dataclass(frozen=True, slots=True)
-class TinyReport:
+class TinyReport(NamedTuple):
     """What ``make_tiny`` made."""
 
     model_dir: Path
     """Hugging Face directory of the warmed-up model."""
     num_parameters: int
     warmup_s: float
-    """Seconds of the supervised warm-up."""
     final_loss: float
     """Mean cross entropy in nats per response token at the end of the warm-up."""
 
 
 def make_tiny(
-    out_dir: Path, seed: int, settings: TinySettings | None = None, console: Console | None = None
+    out_dir: Path, seed: int, settings: WarmupSettings | None = None, console: Console | None = None
 ) -> TinyReport:
     """Make a tiny model with a supervised warm-up, and its training and held-out prompts.
 
@@ -56,38 +45,46 @@ def make_tiny(
         out_dir: Gets model/, tiny.json, and the prompts of training and evaluation: train.jsonl and
             heldout.jsonl, JSON lines with "prompt" and "answer".
         seed: Determines the split of the problems, the initial weights and the warm-up.
-        settings: Sizes and optimisation; the demo's by default.
+        settings: How the warm-up is optimised; the demo's by default.
         console: Where progress is shown; standard error by default.
 
     Raises:
         ValueError: ``out_dir`` holds something else, which would be lost.
         OSError: ``out_dir`` cannot be written.
     """
-    settings = settings or TinySettings()
+    settings, mixture = settings or WarmupSettings(), SolutionMixture()
     out_dir = out_dir.resolve()
     _refuse_foreign(out_dir)
-    splits = split_problems(settings.num_train, settings.num_heldout, seed)
+    splits = split_problems(NUM_TRAIN, NUM_HELDOUT, seed)
     tokenizer = build_tokenizer()
-    model = TinyQwen2(tiny_config(tokenizer), seed)
-    warmup = warm_up(
-        model,
-        tokenizer,
-        splits.warmup,
-        settings.mixture,
-        settings.warmup,
-        seed,
-        console or Console(stderr=True),
-    )
+    model = build_model(tokenizer, seed)
+    console = console or Console(stderr=True)
+    started_s = time.monotonic()
+    final_loss = warm_up(model, tokenizer, splits.warmup, mixture, settings, seed, console)
+    warmup_s = time.monotonic() - started_s
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    about = {
+        "recipe": {
+            "seed": seed,
+            "num_train": NUM_TRAIN,
+            "num_heldout": NUM_HELDOUT,
+            "mixture": asdict(mixture),
+            "warmup": asdict(settings),
+        },
+        "torch": torch.__version__,
+        "result": {
+            "num_parameters": num_parameters,
+            "elapsed_s": warmup_s,
+            "final_loss": final_loss,
+        },
+    }
     with atomic_directory(out_dir) as temporary_dir:
         (temporary_dir / "model").mkdir()
         save_model(model, tokenizer, temporary_dir / "model")
         _write_problems(temporary_dir / "train.jsonl", splits.train)
         _write_problems(temporary_dir / "heldout.jsonl", splits.heldout)
-        about = {"recipe": {"seed": seed} | asdict(settings), "torch": torch.__version__}
-        about["result"] = {"num_parameters": num_parameters} | asdict(warmup)
         (temporary_dir / RECIPE_NAME).write_text(json.dumps(about, indent=2) + "\n")
-    return TinyReport(out_dir / "model", num_parameters, warmup.elapsed_s, warmup.final_loss)
+    return TinyReport(out_dir / "model", num_parameters, warmup_s, final_loss)
 
 
 def _refuse_foreign(out_dir: Path) -> None:
@@ -107,7 +104,5 @@ def _refuse_foreign(out_dir: Path) -> None:
 
 
 def _write_problems(path: Path, problems: Iterable[Problem]) -> None:
-    lines = [
-        json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = ({"prompt": problem.prompt, "answer": problem.answer} for problem in problems)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,22 +1,20 @@
-"""The tiny model: its tokenizer, and a Qwen2 in plain torch with Hugging Face's parameter names.
+"""The tiny model: a Qwen2 with random weights, and its tokenizer.
 
 The tokenizer knows the 256 bytes and a few words of the task, so no text is unknown to it.
-
-Shapes: B = sequences, S = positions, D = hidden size, N = query heads, M = key-value heads,
-H = head size.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, pre_tokenizers
 from torch import nn
-from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2Tokenizer
 
+from bapo_megatron.torchvision_names import declare_torchvision_operators
+
 PAD, EOS, BOS, USER, ASSISTANT = "<pad>", "<eos>", "<bos>", "<|user|>", "<|assistant|>"
-_SPECIAL_TOKENS = (PAD, EOS, BOS, USER, ASSISTANT)
 """Their ids are 0 to 4; the bytes follow."""
 
 TASK_WORDS = ("\\boxed{", "\n\\boxed{", "\n+", " maybe ", ", no ", "=?")
@@ -43,7 +41,8 @@ def build_tokenizer(max_tokens: int = 2048) -> Qwen2Tokenizer:
     Args:
         max_tokens: Limit of the model's sequences, prompt and response together.
     """
-    letters = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bytes_in_letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [PAD, EOS, BOS, USER, ASSISTANT, *bytes_in_letters]
     tokenizer = Qwen2Tokenizer(
         vocab={letter: index for index, letter in enumerate(letters)},
         merges=[],
@@ -65,10 +64,12 @@ INITIAL_STD = 0.08
 """Standard deviation of the initial matrices; biases start at 0 and norms at 1."""
 
 
-def tiny_config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
-    """The configuration of a two-layer model with 115,264 parameters."""
-    return Qwen2Config(
-        architectures=["Qwen2ForCausalLM"],
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
+    """Build a two-layer ``Qwen2ForCausalLM`` of 115,264 parameters, whose values ``seed`` draws."""
+    declare_torchvision_operators()
+    from transformers import Qwen2ForCausalLM
+
+    config = Qwen2Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -81,123 +82,22 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=INITIAL_STD,
+        architectures=["Qwen2ForCausalLM"],
         dtype="float32",
     )
+    # Layers draw initial values from the global generator before ours replace them.
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+    return model
 
 
-class TinyQwen2(nn.Module):
-    """Qwen2 for right-padded batches, float32, without a key-value cache."""
-
-    def __init__(self, config: Qwen2Config, seed: int) -> None:
-        super().__init__()
-        self.config = config
-        # Layers draw initial values from the global generator before ours replace them.
-        with torch.random.fork_rng(devices=[]):
-            self.model = _Decoder(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
-            else:
-                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
-
-    def forward(self, input_ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, S, vocabulary] for token ids [B, S]."""
-        logits: torch.Tensor = self.lm_head(self.model(input_ids_BS))
-        return logits
-
-
-class _Decoder(nn.Module):
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.rope_theta = float(config.rope_parameters["rope_theta"])
-
-    def forward(self, input_ids_BS: torch.Tensor) -> torch.Tensor:
-        hidden_BSD = self.embed_tokens(input_ids_BS)
-        half_H = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        angle_SH = torch.outer(
-            torch.arange(input_ids_BS.shape[1], dtype=torch.float32), self.rope_theta**-half_H
-        ).repeat(1, 2)
-        rotation = (angle_SH.cos(), angle_SH.sin())
-        for layer in self.layers:
-            hidden_BSD = layer(hidden_BSD, rotation)
-        normed_BSD: torch.Tensor = self.norm(hidden_BSD)
-        return normed_BSD
-
-
-class _Layer(nn.Module):
-    """Attention and gated MLP, each on a normed residual stream."""
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__()
-        self.self_attn = _Attention(config)
-        self.mlp = _Mlp(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self, hidden_BSD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), rotation)
-        out_BSD: torch.Tensor = hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
-        return out_BSD
-
-
-class _Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__()
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(
-        self, hidden_BSD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        query_BNSH = _rotate(self._heads(self.q_proj(hidden_BSD)), rotation)
-        key_BMSH = _rotate(self._heads(self.k_proj(hidden_BSD)), rotation)
-        value_BMSH = self._heads(self.v_proj(hidden_BSD))
-        mixed_BNSH = functional.scaled_dot_product_attention(
-            query_BNSH, key_BMSH, value_BMSH, is_causal=True, enable_gqa=True
-        )
-        out_BSD: torch.Tensor = self.o_proj(mixed_BNSH.transpose(1, 2).flatten(2))
-        return out_BSD
-
-    def _heads(self, flat_BSX: torch.Tensor) -> torch.Tensor:
-        """Return [B, heads, S, H] for [B, S, heads * H]."""
-        return flat_BSX.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        gated = functional.silu(self.gate_proj(hidden_BSD)) * self.up_proj(hidden_BSD)
-        out_BSD: torch.Tensor = self.down_proj(gated)
-        return out_BSD
-
-
-def _rotate(heads_BNSH: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply rotary positions; the two halves of a head are the parts of complex numbers."""
-    cos_SH, sin_SH = rotation
-    first, second = heads_BNSH.chunk(2, dim=-1)
-    return heads_BNSH * cos_SH + torch.cat((-second, first), dim=-1) * sin_SH
-
-
-def save_model(model: TinyQwen2, tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
     """Write model, tokenizer and their configuration to an existing directory."""
     model.config.save_pretrained(model_dir)
     GenerationConfig(

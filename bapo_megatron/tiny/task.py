@@ -15,6 +15,7 @@ observes of negative samples, and whoever learns to calculate instead of guessin
 import itertools
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 GUESS_OFFSETS = (-3, -2, -1, 1, 2, 3)
 """Differences of wrong guesses from the true sum."""
@@ -32,16 +33,6 @@ class SolutionMixture:
     """Minimum number of guesses in a sloppy step."""
     max_guesses: int = 7
     """Maximum number of guesses in a sloppy step."""
-
-    def __post_init__(self) -> None:
-        for name in ("sloppy_step_share", "right_guess_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        if not 1 <= self.min_guesses <= self.max_guesses:
-            raise ValueError(
-                "min_guesses and max_guesses must satisfy 1 <= min_guesses <= max_guesses, "
-                f"got {self.min_guesses} and {self.max_guesses}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +52,7 @@ class Problem:
         return str(sum(self.digits))
 
 
-@dataclass(frozen=True, slots=True)
-class ProblemSplits:
+class ProblemSplits(NamedTuple):
     """Three sets of problems without a common element, each without duplicates."""
 
     warmup: tuple[Problem, ...]
@@ -70,27 +60,13 @@ class ProblemSplits:
     heldout: tuple[Problem, ...]
 
 
-def all_problems() -> list[Problem]:
-    """All 11,100 sums of two, three and four digits, in a fixed order."""
-    return [
+def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits:
+    """Deal all 11,100 problems, shuffled by ``seed``; the warm-up gets the rest."""
+    problems = [
         Problem(digits)
         for count in (2, 3, 4)
         for digits in itertools.product(range(10), repeat=count)
     ]
-
-
-def split_problems(num_train: int, num_heldout: int, seed: int) -> ProblemSplits:
-    """Deal all problems, shuffled by ``seed``, to evaluation, training, and warm-up (the rest).
-
-    Raises:
-        ValueError: Fewer than one problem would remain for the warm-up.
-    """
-    problems = all_problems()
-    if num_train < 1 or num_heldout < 1 or num_train + num_heldout >= len(problems):
-        raise ValueError(
-            f"num_train and num_heldout must be positive and leave some of the {len(problems)} "
-            f"problems to the warm-up, got {num_train} and {num_heldout}"
-        )
     random.Random(f"problems-{seed}").shuffle(problems)
     end = num_heldout + num_train
     return ProblemSplits(

@@ -1,30 +1,23 @@
-"""The supervised warm-up of the tiny model on written-out solutions."""
+"""The supervised warm-up of the tiny model on written-out solutions.
 
-from __future__ import annotations
+Shape legend: B = solutions of one step, S = their longest length in tokens.
+"""
 
 import functools
 import math
 import random
-import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
-from bapo_megatron.tiny.task import write_solution
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
-
-    from bapo_megatron.tiny.model import TinyQwen2
-    from bapo_megatron.tiny.task import Problem, SolutionMixture
-
-# B = solutions of one step, S = their longest length in tokens
+from bapo_megatron.tiny.task import Problem, SolutionMixture, write_solution
 
 IGNORED_LABEL = -100
 """Prompt and padding positions carry this label and no loss."""
@@ -38,7 +31,6 @@ class WarmupSettings:
     """The optimisation of the warm-up."""
 
     num_steps: int = 700
-    """Optimizer steps."""
     batch_size: int = 64
     """Solutions per step."""
     peak_lr: float = 6e-3
@@ -48,36 +40,23 @@ class WarmupSettings:
     num_threads: int = 1
     """Torch threads. Fixed, because sums, and so the weights, depend on their number."""
 
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_size", "num_rise_steps", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.peak_lr >= 0:
-            raise ValueError(f"peak_lr must not be negative, got {self.peak_lr}")
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupResult:
-    """How the warm-up went."""
-
-    elapsed_s: float
-    final_loss: float
-    """Mean cross entropy in nats per response token over the last tenth of the steps."""
-
 
 def warm_up(
-    model: TinyQwen2,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     mixture: SolutionMixture,
     settings: WarmupSettings,
     seed: int,
     console: Console,
-) -> WarmupResult:
+) -> float:
     """Train ``model`` in place to write solutions like those of ``mixture``.
 
     Problems are drawn with replacement (``seed``); each draw has a new solution. The model is left
     in evaluation mode.
+
+    Returns:
+        Mean cross entropy in nats per response token over the last tenth of the steps.
     """
     rng = random.Random(f"warmup-{seed}")
     optimizer = torch.optim.AdamW(
@@ -94,7 +73,6 @@ def warm_up(
         return ids
 
     losses: list[float] = []
-    started_s = time.monotonic()
     model.train()
     progress = Progress(
         TextColumn("{task.description}"),
@@ -121,11 +99,11 @@ def warm_up(
             progress.update(bar, advance=1, loss=losses[-1])
     model.eval()
     last = losses[-max(1, len(losses) // 10) :]
-    return WarmupResult(time.monotonic() - started_s, sum(last) / len(last))
+    return sum(last) / len(last)
 
 
 def _accumulate_gradients(
-    model: TinyQwen2, pairs: list[tuple[list[int], list[int]]], pad_id: int
+    model: Any, pairs: list[tuple[list[int], list[int]]], pad_id: int
 ) -> float:
     """Add the gradient of the mean cross entropy per response token and return that mean."""
     num_tokens = sum(len(response) for _, response in pairs)
@@ -135,8 +113,9 @@ def _accumulate_gradients(
     for start in range(0, len(pairs), bucket_size):
         input_ids_BS, labels_BS = pad_batch(by_length[start : start + bucket_size], pad_id)
         # Padding stands on the right, so causal attention needs no mask for it.
+        logits_BSV = model(input_ids_BS[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
-            model(input_ids_BS[:, :-1]).flatten(0, 1),
+            logits_BSV.flatten(0, 1),
             labels_BS[:, 1:].flatten(),
             ignore_index=IGNORED_LABEL,
             reduction="sum",
@@ -164,14 +143,14 @@ def pad_batch(
         ``input_ids`` and ``labels``, both [B, S] int64; labels are ``IGNORED_LABEL`` outside
         responses.
     """
-    length = max(len(prompt) + len(response) for prompt, response in pairs)
-    input_ids_BS = torch.full((len(pairs), length), pad_id)
-    labels_BS = torch.full((len(pairs), length), IGNORED_LABEL)
-    for row, (prompt, response) in enumerate(pairs):
-        end = len(prompt) + len(response)
-        input_ids_BS[row, :end] = torch.tensor([*prompt, *response])
-        labels_BS[row, len(prompt) : end] = torch.tensor(list(response))
-    return input_ids_BS, labels_BS
+    input_ids = [torch.tensor([*prompt, *response]) for prompt, response in pairs]
+    labels = [
+        torch.tensor([*[IGNORED_LABEL] * len(prompt), *response]) for prompt, response in pairs
+    ]
+    return (
+        pad_sequence(input_ids, batch_first=True, padding_value=pad_id),
+        pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL),
+    )
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.objective import Objective, TokenBatch, TokenGradient, differentiate
-from bapo_megatron.ops import compiled, reference
-from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops import reference
+from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from tests.fakes.given_tokens import make_tokens
 from tests.oracles.bound_search import Tokens, exact_search
 from tests.oracles.token_batches import paper_rule
@@ -19,7 +19,7 @@ from tests.oracles.token_batches import paper_rule
 LOW, HIGH, DUAL_CLIP = 0.75, 1.25, 3.0
 CLIP = {"objective": "clip", "fixed": {"low": LOW, "high": HIGH}}
 both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
+    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
 )
 
 

@@ -13,7 +13,6 @@ from bapo_megatron.algorithm.bapo import Bapo
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.contributions import ContributionTable, search_path
 from tests.algorithm.batches import both_kernels, clipped_tokens, gradient_of, tokens_of
 from tests.fakes.given_tokens import make_tokens
 from tests.oracles.bound_search import exact_search
@@ -76,7 +75,7 @@ def test_a_searched_bound_clips_from_the_next_float_on(
     low, high = float(np.float32(0.6 + 7 * 0.02)), float(np.float32(1.2 + 3 * 0.05))
     limit = {"low": low, "high": high}[bound]
     config = AlgorithmConfig.model_validate({}).bapo
-    objective = Bapo(config, None, ContributionTable(config, kernels=kernels))
+    objective = Bapo(config, None, kernels)
     logprob_T = torch.tensor([float(logprob_for_ratio(limit, step)) for step in range(-3, 4)])
     tokens = make_tokens(
         logprob_T,
@@ -103,7 +102,7 @@ def test_statistics_of_parts_add_up_to_the_bounds_of_exact_arithmetic(
     tokens = random_tokens(np.random.default_rng(seed), 300, rule)
     logprob_T, behaviour_T, advantage_T, mask_T = map(torch.from_numpy, tokens.arrays())
     config = AlgorithmConfig.model_validate({}).bapo
-    objective = Bapo(config, None, ContributionTable(config, kernels=kernels))
+    objective = Bapo(config, None, kernels)
     batch = make_tokens(logprob_T, behaviour_T, advantage_T, mask_T)
     whole_K = objective.statistics(batch)
     total_K = torch.zeros_like(whole_K)
@@ -143,5 +142,6 @@ def test_the_recipe_preset_searches_every_micro_batch_and_clips_twice() -> None:
     assert loaded.objective.needs == "micro_batch"
     assert loaded.objective.dual_clip == 3.0
     assert loaded.decision_size == 8
-    table = loaded.objective.table
-    assert len(search_path(table, table.config).candidates) == 21
+    search = loaded.objective.search
+    no_tokens = torch.zeros(search.grid.num_slots, dtype=torch.int64)
+    assert len(search.path(no_tokens).candidates) == 21

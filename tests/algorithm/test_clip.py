@@ -18,7 +18,6 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.objective import Objective, differentiate
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels
-from bapo_megatron.ops.contributions import ContributionTable
 from bapo_megatron.ops.ratio import importance_ratio
 from tests.algorithm.batches import (
     DUAL_CLIP,
@@ -50,7 +49,7 @@ def test_an_objective_equals_float64_autograd(
     low, high = oracle_bounds("bapo" if searched else "clip", batch)
     if searched:
         config = AlgorithmConfig.model_validate({}).bapo
-        objective = Bapo(config, dual_clip, ContributionTable(config, dual_clip, kernels=kernels))
+        objective = Bapo(config, dual_clip, kernels)
         tokens = replace(tokens, decision=objective.decide(objective.statistics(tokens)))
     weight_T = batch["mask_T"] * batch["loss_weight_T"]
     found = differentiate(objective, tokens, weight_T, kernels)
@@ -81,7 +80,7 @@ def test_the_loss_in_float64_has_the_derivative_of_finite_differences(
     objective: Objective = FixedClip(LOW, HIGH, dual_clip)
     if searched:
         config = AlgorithmConfig.model_validate({}).bapo
-        objective = Bapo(config, dual_clip, ContributionTable(config, dual_clip))
+        objective = Bapo(config, dual_clip)
         tokens = replace(tokens, decision=objective.decide(objective.statistics(tokens)))
 
     def loss_T(logprob_T: Tensor) -> Tensor:

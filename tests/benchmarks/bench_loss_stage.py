@@ -43,7 +43,7 @@ def from_logits(stage: Stage) -> list[Contender]:
     """Ours with and without its search, and the same in torch with the released recipe's search."""
     objective = stage.losses.objective
     assert isinstance(objective, Bapo)
-    path = path_of(objective.table.grid)
+    path = path_of(objective.search.grid)
     (micro_batch,) = stage.micro_batches
     searching = make_losses(stage.groups, stage.num_columns, scope="micro_batch")
     tokens = stage.tokens()

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
-from bapo_megatron.ops.contributions import (
-    BOUNDS_FIELDS,
-    EXIT_NAMES,
-    ContributionTable,
-    accumulate,
-    search_bounds,
-)
+from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, BoundSearch
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.benchmarks.stage import Stage, make_stage
 from tests.fakes.given_tokens import one_rank
@@ -48,26 +42,21 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
     """Time search and stage; both searches walk their whole path, the worst case of the loop."""
     config = BapoConfig.model_validate({"preset": "recipe", "target": 255.0})
     kernels = select_kernels("auto", stage.device)
-    table = ContributionTable(config, device=stage.device, kernels=kernels)
+    search = BoundSearch(config, kernels=kernels)
     tokens = (stage.logprob_T, stage.behaviour_T, stage.advantage_T, stage.mask_T)
-    path = path_of(table.grid)
+    path = path_of(search.grid)
 
     def ours() -> Tensor:
-        table.tensor.zero_()
-        accumulate(table, *tokens)
-        return search_bounds(table, config)
+        return search.bounds(search.contributions(*tokens))
 
     found = dict(zip(BOUNDS_FIELDS, ours().tolist(), strict=True))
     assert EXIT_NAMES[int(found["exit"])] == "exhausted"
     assert (found["low"], found["high"]) == recipe_loop(tokens, path, config.target) == path[-1]
-    paper = BapoConfig.model_validate({})
-    paper_table = ContributionTable(paper, device=stage.device, kernels=kernels)
-    paper_path = path_of(paper_table.grid)
+    paper = BoundSearch(BapoConfig.model_validate({}), kernels=kernels)
+    paper_path = path_of(paper.grid)
 
     def ours_paper() -> Tensor:
-        paper_table.tensor.zero_()
-        accumulate(paper_table, *tokens)
-        return search_bounds(paper_table, paper)
+        return paper.bounds(paper.contributions(*tokens))
 
     contenders = [
         Contender("ours", ours),
@@ -90,7 +79,7 @@ def measure(stage: Stage, rounds: int) -> list[Section]:
             remarks=[
                 f"The search over the paper's {len(paper_path)} pairs takes "
                 f"{share:.2%} of the loss stage. Its collective is one all-reduce of "
-                f"{paper_table.tensor.nbytes:,} bytes per update; the loop's, on several ranks, "
+                f"{8 * paper.grid.num_slots:,} bytes per update; the loop's, on several ranks, "
                 f"are 2 sums for each of up to {len(path)} (recipe) or "
                 f"{len(paper_path)} (paper) pairs."
             ],

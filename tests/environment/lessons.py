@@ -6,15 +6,14 @@ import random
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.environment.base import Task, Turn
-from bapo_megatron.tiny.model import TinyQwen2, save_model
+from bapo_megatron.tiny.model import save_model
 from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
 from bapo_megatron.tiny.warmup import IGNORED_LABEL
 from tests.environment.calculator import Calculator
+from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,9 +30,9 @@ def teach_two_turns(model_dir: Path, seed: int) -> None:
     """
     tokenizer = load_tokenizer(model_dir)
     renderer = ChatRenderer(tokenizer)
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    model = TinyQwen2(config, seed)
-    model.load_state_dict(load_file(model_dir / "model.safetensors"))
+    model = load_reference("qwen2", model_dir).train()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # not in the mapped file, which is replaced below
     problems = split_problems(2048, 512, seed).warmup  # none is trained on later, nor held out
     rng = random.Random(f"lessons-{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
@@ -50,7 +49,7 @@ def teach_two_turns(model_dir: Path, seed: int) -> None:
             tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
             labels_BS[row, : len(labels)] = torch.tensor(labels)
         optimizer.zero_grad()
-        logits_BSV = model(tokens_BS[:, :-1])
+        logits_BSV = model(tokens_BS[:, :-1], use_cache=False).logits
         torch.nn.functional.cross_entropy(
             logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORED_LABEL
         ).backward()

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.ops import compiled, reference
-from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops import reference
+from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from tests.distributed_launch import joined
 
-KERNELS = {kernels.name: kernels for kernels in (reference.KERNELS, compiled.CPU)}
+KERNELS = {kernels.name: kernels for kernels in (reference.KERNELS, CPU_KERNELS)}
 VOCAB_SIZE, COLUMNS, TEMPERATURE = 41, 64, 0.9
 """The second of two ranks holds 9 true columns and 23 of padding; the last of four holds padding
 only."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.ops import backend, compiled, extension, reference
+from bapo_megatron.ops import backend, extension, reference
 from bapo_megatron.ops.backend import select_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,8 +31,8 @@ def test_auto_takes_the_compiled_kernels_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="bapo_megatron.ops.backend"):
-        assert select_kernels("auto", CPU) is compiled.CPU
-        assert select_kernels("auto", CPU) is compiled.CPU
+        assert select_kernels("auto", CPU) is backend.CPU_KERNELS
+        assert select_kernels("auto", CPU) is backend.CPU_KERNELS
     assert caplog.messages == ["ops.backend: auto runs the compiled cpu kernels"]
 
 
@@ -41,7 +41,7 @@ def test_auto_takes_the_cuda_kernels_for_a_gpu_where_they_were_built(
 ) -> None:
     pretend_cuda_is(True, monkeypatch)
     assert select_kernels("auto", torch.device("cuda", 3)).name == "cuda"
-    assert select_kernels("cuda", CUDA) is compiled.CUDA
+    assert select_kernels("cuda", CUDA) is backend.CUDA_KERNELS
 
 
 def test_auto_warns_once_that_a_gpu_runs_the_reference(
@@ -93,7 +93,7 @@ def random_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def test_reference_and_compiled_kernels_agree_on_logprobs(dtype: torch.dtype) -> None:
     logits_NV, rows_T, target_T = random_rows(dtype)
     results = []
-    for kernels in (reference.KERNELS, compiled.CPU):
+    for kernels in (reference.KERNELS, backend.CPU_KERNELS):
         partials_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, 0, 61, 0.6)
         results.append((partials_T4, *kernels.logprob_combine(partials_T4[None], 0.6)))
     for expected, actual in zip(*results, strict=True):
@@ -110,7 +110,7 @@ def test_reference_and_compiled_kernels_agree_on_the_gradient(dtype: torch.dtype
     grad_logprob_T = torch.tensor([1.0, -0.5, 0.0, 0.0, 1.0])
     grad_entropy_T = torch.tensor([0.0, 0.25, -2.0, 0.0, 0.0])
     results = []
-    for kernels in (reference.KERNELS, compiled.CPU):
+    for kernels in (reference.KERNELS, backend.CPU_KERNELS):
         partials_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, 0, 61, 0.6)
         _, entropy_T, max_T, log_sum_T = kernels.logprob_combine(partials_T4[None], 0.6)
         grad_NV = logits_NV.clone()
@@ -138,7 +138,7 @@ def test_reference_and_compiled_kernels_agree_on_the_gradient(dtype: torch.dtype
         assert bool(torch.isnan(grad_NV[3, :61]).all())
 
 
-@pytest.mark.parametrize("kernels", [reference.KERNELS, compiled.CPU], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", [reference.KERNELS, backend.CPU_KERNELS], ids=lambda k: k.name)
 @pytest.mark.parametrize(
     ("rows", "target", "message"),
     [
@@ -156,7 +156,7 @@ def test_rows_and_targets_that_do_not_exist_are_refused_on_the_cpu(
         kernels.logprob_partials(logits_NV, torch.tensor(rows), torch.tensor(target), 0, 61, 1.0)
 
 
-@pytest.mark.parametrize("kernels", [reference.KERNELS, compiled.CPU], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", [reference.KERNELS, backend.CPU_KERNELS], ids=lambda k: k.name)
 def test_a_row_selected_twice_is_refused_and_the_logits_stay(kernels: backend.Kernels) -> None:
     logits_NV, _, _ = random_rows(torch.float32)
     before_NV = logits_NV.clone()

@@ -286,7 +286,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     hidden_NH, weight_VH = leaves(problem)
     loss, _ = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"ran twice.*compute the loss again"):
+    with pytest.raises(AssertionError, match="handed out once; compute the loss again"):
         loss.backward()
 
 
@@ -304,44 +304,19 @@ def test_gradients_switched_off_are_refused_before_anything_is_added() -> None:
     problem = make_problem()
     weight_VH: Any = with_main_grad(problem.weight_VH)
     hidden_NH, _ = leaves(problem)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="call chunked_logprobs"):
+    with torch.no_grad(), pytest.raises(AssertionError, match="call chunked_logprobs"):
         chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens)
     frozen: Any = with_main_grad(problem.weight_VH).requires_grad_(False)
-    with pytest.raises(ValueError, match="neither hidden states nor weight"):
+    with pytest.raises(AssertionError, match="call chunked_logprobs"):
         chunked_loss(problem.hidden_NH, OutputHead(frozen), problem.tokens)
     for weight in (weight_VH, frozen):
         assert bool((weight.main_grad == EARLIER_GRADIENT).all())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
-        ({"temperature": 0.0}, "temperature must be > 0 and finite, got 0.0"),
-        ({"vocab_size": 65}, r"vocab_size must lie in 1 … 64 \(columns × ranks\), got 65"),
-        ({"rows_T": torch.arange(5)}, "needs one row for each target, got 5 rows and 61 targets"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_main_grad_of_16_bits_is_refused() -> None:
     problem = make_problem()
-    hidden_NH, weight_VH = leaves(problem)
-    with pytest.raises(ValueError, match=message):
-        chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, **changes)
-
-
-def test_tensors_that_do_not_fit_are_refused() -> None:
-    problem = make_problem()
-    tokens = problem.tokens
-    hidden_NH, weight_VH = leaves(problem)
-    with pytest.raises(ValueError, match="drop the batch dimension"):
-        chunked_loss(hidden_NH[None], OutputHead(weight_VH), tokens)
-    with pytest.raises(ValueError, match="float64"):
-        chunked_loss(hidden_NH.double(), OutputHead(weight_VH.double()), tokens)
-    with pytest.raises(ValueError, match=r"must be torch.float32 of shape \[V, 24\]"):
-        chunked_loss(hidden_NH, OutputHead(weight_VH.bfloat16()), tokens)
-    with pytest.raises(ValueError, match=r"must be torch.float32 of shape \[V, 24\]"):
-        chunked_loss(hidden_NH, OutputHead(weight_VH[:, :23]), tokens)
+    hidden_NH, _ = leaves(problem)
     rounded: Any = with_main_grad(problem.weight_VH)
     rounded.main_grad = rounded.main_grad.bfloat16()
-    with pytest.raises(ValueError, match="set grad_reduce_in_fp32=True"):
-        chunked_loss(hidden_NH, OutputHead(rounded), tokens)
+    with pytest.raises(AssertionError, match="set grad_reduce_in_fp32"):
+        chunked_loss(hidden_NH, OutputHead(rounded), problem.tokens)

@@ -7,22 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from bapo_megatron.config.schema import BapoConfig
-from bapo_megatron.ops import compiled, extension, reference
-from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops import extension, reference
+from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from bapo_megatron.ops.contributions import (
     BOUNDS_FIELDS,
     EXIT_NAMES,
-    ContributionTable,
-    accumulate,
-    search_bounds,
-    search_path,
+    BoundSearch,
+    count_tokens,
 )
 from tests.ops.kernel_calls import plain_candidates
 
 both_kernels = pytest.mark.parametrize(
-    "kernels", [reference.KERNELS, compiled.CPU], ids=lambda kernels: kernels.name
+    "kernels", [reference.KERNELS, CPU_KERNELS], ids=lambda kernels: kernels.name
 )
 
 NARROW = BapoConfig.model_validate(
@@ -34,10 +33,10 @@ NARROW = BapoConfig.model_validate(
 )
 
 
-def fill(table: ContributionTable, ratio: list[float], advantage: list[float]) -> None:
+def filled(search: BoundSearch, ratio: list[float], advantage: list[float]) -> Tensor:
+    """The table of tokens with mask 1."""
     logprob_T = torch.tensor(ratio).log()
-    accumulate(
-        table,
+    return search.contributions(
         logprob_T,
         torch.zeros_like(logprob_T),
         torch.tensor(advantage),
@@ -45,20 +44,20 @@ def fill(table: ContributionTable, ratio: list[float], advantage: list[float]) -
     )
 
 
-def bounds_of(table: ContributionTable) -> SimpleNamespace:
+def bounds_of(search: BoundSearch, table: Tensor) -> SimpleNamespace:
     """The bounds by name."""
-    found = dict(zip(BOUNDS_FIELDS, search_bounds(table, table.config).tolist(), strict=True))
+    found = dict(zip(BOUNDS_FIELDS, search.bounds(table).tolist(), strict=True))
     return SimpleNamespace(**{**found, "exit": EXIT_NAMES[int(found["exit"])]})
 
 
 @both_kernels
 def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
-    table = ContributionTable(NARROW, kernels=kernels)
-    fill(table, [2.0, 0.5, 1.0], [1.0, -2.0, 0.0])
-    bounds = search_bounds(table, NARROW)
+    search = BoundSearch(NARROW, kernels=kernels)
+    table = filled(search, [2.0, 0.5, 1.0], [1.0, -2.0, 0.0])
+    bounds = search.bounds(table)
     assert (bounds.dtype, bounds.shape) == (torch.float64, (len(BOUNDS_FIELDS),))
     # shares 1/2.5 and 1.25/2.75
-    assert bounds_of(table) == SimpleNamespace(
+    assert bounds_of(search, table) == SimpleNamespace(
         low=0.75,
         high=1.25,
         positive_share_start=pytest.approx(0.4, abs=1e-15),
@@ -71,14 +70,13 @@ def test_the_bounds_of_a_batch_computed_by_hand(kernels: Kernels) -> None:
 
 
 @both_kernels
-def test_two_ranks_that_sum_their_tensors_decide_as_one(kernels: Kernels) -> None:
-    whole, first, second = (ContributionTable(NARROW, kernels=kernels) for _ in range(3))
-    fill(whole, [2.0, 0.5, 1.1], [1.0, -2.0, -0.25])
-    fill(first, [0.5], [-2.0])
-    fill(second, [1.1, 2.0], [-0.25, 1.0])
-    first.tensor += second.tensor
-    assert torch.equal(first.tensor, whole.tensor)
-    assert torch.equal(search_bounds(first, NARROW), search_bounds(whole, NARROW))
+def test_two_ranks_that_sum_their_tables_decide_as_one(kernels: Kernels) -> None:
+    search = BoundSearch(NARROW, kernels=kernels)
+    whole = filled(search, [2.0, 0.5, 1.1], [1.0, -2.0, -0.25])
+    first = filled(search, [0.5], [-2.0])
+    second = filled(search, [1.1, 2.0], [-0.25, 1.0])
+    assert torch.equal(first + second, whole)
+    assert torch.equal(search.bounds(first + second), search.bounds(whole))
 
 
 @both_kernels
@@ -86,9 +84,8 @@ def test_two_ranks_that_sum_their_tensors_decide_as_one(kernels: Kernels) -> Non
 def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
     kernels: Kernels, ratio: list[float], advantage: list[float]
 ) -> None:
-    table = ContributionTable(NARROW, kernels=kernels)
-    fill(table, ratio, advantage)
-    bounds = bounds_of(table)
+    search = BoundSearch(NARROW, kernels=kernels)
+    bounds = bounds_of(search, filled(search, ratio, advantage))
     assert (bounds.low, bounds.high, bounds.exit, bounds.tokens) == (0.75, 1.0, "unsearched", 0)
     assert math.isnan(bounds.positive_share_start)
     assert math.isnan(bounds.positive_share)
@@ -97,30 +94,31 @@ def test_without_a_signed_token_the_bounds_are_the_start_of_both_ranges(
 @both_kernels
 def test_the_bounds_are_those_of_the_path_that_a_person_can_look_at(kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(7)
-    table = ContributionTable(BapoConfig.model_validate({}), kernels=kernels)
+    search = BoundSearch(BapoConfig.model_validate({}), kernels=kernels)
     ratio_T = torch.exp(0.4 * torch.randn(500, generator=generator))
-    fill(table, ratio_T.tolist(), (torch.randn(500, generator=generator) - 0.1).tolist())
-    path, bounds = search_path(table, table.config), bounds_of(table)
+    advantage_T = torch.randn(500, generator=generator) - 0.1
+    table = filled(search, ratio_T.tolist(), advantage_T.tolist())
+    path, bounds = search.path(table), bounds_of(search, table)
     assert path.index > 0
     assert (bounds.low, bounds.high, bounds.exit) == (path.clip_low, path.clip_high, path.exit)
     assert bounds.positive_share_start == pytest.approx(path.positive_share_start, abs=1e-15)
     assert bounds.positive_share == pytest.approx(path.positive_share, abs=1e-15)
-    host = table.token_counts()
-    assert bounds.tokens == host.positive_tokens + host.negative_tokens == 500
+    counts = count_tokens(table)
+    assert bounds.tokens == counts.positive_tokens + counts.negative_tokens == 500
 
 
 def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
-    table, plain = ContributionTable(NARROW), ContributionTable(NARROW)
+    search = BoundSearch(NARROW)
     wide = torch.tensor([[0.3, 9.0], [-0.2, 9.0]], requires_grad=True)
-    zero, ones = torch.zeros(2), torch.ones(2)
-    accumulate(table, wide[:, 0], zero, torch.tensor([1.0, -1.0]), ones)
-    accumulate(plain, torch.tensor([0.3, -0.2]), zero, torch.tensor([1.0, -1.0]), ones)
-    assert torch.equal(table.tensor, plain.tensor)
+    zero, ones, advantage = torch.zeros(2), torch.ones(2), torch.tensor([1.0, -1.0])
+    strided = search.contributions(wide[:, 0], zero, advantage, ones)
+    plain = search.contributions(torch.tensor([0.3, -0.2]), zero, advantage, ones)
+    assert torch.equal(strided, plain)
 
 
 def test_the_recipe_preset_adds_up_its_candidates_and_moves_the_lower_bound_first() -> None:
-    config = BapoConfig.model_validate({"preset": "recipe"})
-    path = search_path(ContributionTable(config), config).candidates
+    search = BoundSearch(BapoConfig.model_validate({"preset": "recipe"}))
+    path = search.path(filled(search, [], [])).candidates
     assert len(path) == 21
     assert (path[1].clip_low, path[1].clip_high) == (
         pytest.approx(0.65, abs=1e-7),
@@ -129,13 +127,12 @@ def test_the_recipe_preset_adds_up_its_candidates_and_moves_the_lower_bound_firs
 
 
 def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
-    gradient = BapoConfig.model_validate({"contribution": "gradient"})
-    surrogate = BapoConfig.model_validate({})
-    assert plain_candidates(ContributionTable(gradient, dual_clip=3.0).grid)[2] == 3.0
-    assert plain_candidates(ContributionTable(surrogate, dual_clip=3.0).grid)[2] is None
-    table = ContributionTable(gradient, dual_clip=3.0)
-    fill(table, [4.0, 2.0], [-1.0, -1.0])
-    assert search_path(table, gradient).candidates[0].negative == pytest.approx(2.0, abs=1e-6)
+    gradient = BoundSearch(BapoConfig.model_validate({"contribution": "gradient"}), dual_clip=3.0)
+    surrogate = BoundSearch(BapoConfig.model_validate({}), dual_clip=3.0)
+    assert plain_candidates(gradient.grid)[2] == 3.0
+    assert plain_candidates(surrogate.grid)[2] is None
+    table = filled(gradient, [4.0, 2.0], [-1.0, -1.0])
+    assert gradient.path(table).candidates[0].negative == pytest.approx(2.0, abs=1e-6)
 
 
 @both_kernels
@@ -145,43 +142,32 @@ def test_the_dual_clip_shapes_the_table_in_gradient_mode_only() -> None:
 def test_a_table_that_cannot_be_trusted_gives_bounds_that_say_so(
     kernels: Kernels, advantage: float, nonfinite: int, out_of_range: int
 ) -> None:
-    table = ContributionTable(NARROW, kernels=kernels)
-    fill(table, [1.0, 1.0], [1.0, advantage])
-    bounds = bounds_of(table)
+    search = BoundSearch(NARROW, kernels=kernels)
+    table = filled(search, [1.0, 1.0], [1.0, advantage])
+    bounds = bounds_of(search, table)
     assert (bounds.low, bounds.high, bounds.exit) == (0.0, math.inf, "refused")
     assert math.isnan(bounds.positive_share)
     assert (bounds.nonfinite_tokens, bounds.out_of_range_tokens) == (nonfinite, out_of_range)
-    host = table.token_counts()
-    assert (host.nonfinite_tokens, host.out_of_range_tokens) == (nonfinite, out_of_range)
+    counts = count_tokens(table)
+    assert (counts.nonfinite_tokens, counts.out_of_range_tokens) == (nonfinite, out_of_range)
     with pytest.raises(ValueError, match="counted 1 tokens"):
-        search_path(table, NARROW)
+        search.path(table)
 
 
 @both_kernels
 def test_masked_tokens_are_skipped_whatever_they_hold(kernels: Kernels) -> None:
-    table = ContributionTable(NARROW, kernels=kernels)
+    search = BoundSearch(NARROW, kernels=kernels)
     nan_T = torch.full((3,), math.nan)
-    accumulate(table, nan_T, nan_T, nan_T, torch.zeros(3))
-    assert torch.count_nonzero(table.tensor) == 0
+    assert torch.count_nonzero(search.contributions(nan_T, nan_T, nan_T, torch.zeros(3))) == 0
 
 
-def test_a_copy_on_the_host_does_not_follow_the_table() -> None:
-    table = ContributionTable(NARROW)
-    fill(table, [1.0], [1.0])
-    host = table.token_counts()
-    fill(table, [1.0], [1.0])
-    assert (host.positive_tokens, table.token_counts().positive_tokens) == (1, 2)
-
-
-def test_a_wrong_dtype_length_or_another_config_is_refused() -> None:
-    table = ContributionTable(NARROW)
+def test_a_wrong_dtype_or_length_is_refused() -> None:
+    search = BoundSearch(NARROW)
     zero = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"advantage must be float32, got torch\.float64"):
-        accumulate(table, zero, zero, zero.double(), zero)
+    with pytest.raises(RuntimeError, match="advantage must be float32, got float64"):
+        search.contributions(zero, zero, zero.double(), zero)
     with pytest.raises(RuntimeError, match="mask must have shape"):
-        accumulate(table, zero, zero, zero, torch.zeros(3))
-    with pytest.raises(ValueError, match="config must be the one"):
-        search_bounds(table, BapoConfig.model_validate({}))
+        search.contributions(zero, zero, zero, torch.zeros(3))
 
 
 def test_an_exit_is_a_number_with_this_name() -> None:

@@ -7,14 +7,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from bapo_megatron.tiny.make import TinySettings, make, make_tiny
-from bapo_megatron.tiny.model import TinyQwen2, build_tokenizer, tiny_config
+from bapo_megatron.tiny import make
+from bapo_megatron.tiny.make import make_tiny
+from bapo_megatron.tiny.model import build_tokenizer
 from bapo_megatron.tiny.warmup import WarmupSettings
+from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHORT = TinySettings(warmup=WarmupSettings(num_steps=6, batch_size=64, num_rise_steps=2))
+SHORT = WarmupSettings(num_steps=6, batch_size=64, num_rise_steps=2)
 QUIET = Console(quiet=True)
 FILES = ("train.jsonl", "heldout.jsonl", "model/model.safetensors", "model/tokenizer.json")
 
@@ -114,21 +116,18 @@ def test_the_warmed_up_model_is_right_in_about_a_third_and_writes_boxed_answers(
 @torch.no_grad()
 def sample_answers(model_dir: Path, problems: list[dict[str, str]]) -> tuple[list[str], list[str]]:
     """One response of at most 80 tokens per problem at temperature 1, cut after ``<eos>``."""
-    from safetensors.torch import load_file
-
     tokenizer = build_tokenizer()
-    model = TinyQwen2(tiny_config(tokenizer), seed=0)
-    model.load_state_dict(load_file(model_dir / "model.safetensors"))
+    model = load_reference("qwen2", model_dir)
     generator = torch.Generator().manual_seed(0)
     texts, answers = [], []
-    # Prompts of one length need no padding on the left, which the model does not know.
+    # Prompts of one length need no padding on the left.
     for num_characters in sorted({len(row["prompt"]) for row in problems}):
         chosen = [row for row in problems if len(row["prompt"]) == num_characters]
         ids = tokenizer([f"<bos><|user|>{row['prompt']}<|assistant|>" for row in chosen])
         ids_BS = torch.tensor(ids["input_ids"])
         prompt_length = ids_BS.shape[1]
         for _ in range(80):
-            probabilities = model(ids_BS)[:, -1].softmax(-1)
+            probabilities = model(ids_BS).logits[:, -1].softmax(-1)
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             ids_BS = torch.cat((ids_BS, drawn), dim=1)
         for row, response in zip(chosen, ids_BS[:, prompt_length:], strict=True):
