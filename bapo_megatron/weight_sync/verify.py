@@ -80,11 +80,7 @@ async def mean_difference(
 ) -> float:
     """Compute mean |log-prob of the server − expected| over all tokens; infinite if not finite.
 
-    Args:
-        engine: Scores the sequences, each within ``timeout_s``.
-        sequences: Token ids.
-        expected: As ``trainer_logprobs``.
-        timeout_s: Time limit for one sequence.
+    Each sequence is scored within ``timeout_s``; ``expected`` is as ``trainer_logprobs`` returns.
 
     Raises:
         RolloutError: The server does not answer, or not as documented.

@@ -16,12 +16,12 @@ from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
-from bapo_megatron.rollout.pooled_engine import EngineState, PooledEngine
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.weight_sync import send

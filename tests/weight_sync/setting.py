@@ -12,12 +12,10 @@ from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.weight_sync.messages import (
     Begin,
-    Finish,
     Join,
     Opened,
     Outcome,
     Receive,
-    Resume,
 )
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
@@ -25,8 +23,6 @@ from tests.weight_sync.ranks import StubGeneration, StubPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from bapo_megatron.rollout.pooled_engine import PooledEngine
 
 
 BUCKET = BucketLayout(names=("w",), dtypes=("float32",), shapes=((2, 3),))
@@ -37,9 +33,7 @@ EXPECTED = ((LOGPROB, LOGPROB), (LOGPROB,))
 class Setting:
     """A service with what it uses."""
 
-    def __init__(
-        self, pool: StubPool, generation: StubGeneration, service: WeightReceiver[PooledEngine]
-    ) -> None:
+    def __init__(self, pool: StubPool, generation: StubGeneration, service: WeightReceiver) -> None:
         self.pool = pool
         self.generation = generation
         self.service = service
@@ -53,8 +47,8 @@ class Setting:
             assert await self.service.receive(Receive(bucket=BUCKET, is_last=is_last)) == Outcome(
                 failed=None
             )
-        assert await self.service.finish(Finish()) == Outcome(failed=None)
-        await self.service.resume(Resume())
+        assert await self.service.finish(None) == Outcome(failed=None)
+        await self.service.resume(None)
         return opened
 
     async def join(self, world_size: int = 3) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,7 +12,6 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.messages import (
     Begin,
-    Finish,
     Load,
     Opened,
     Outcome,
@@ -20,9 +19,11 @@ from bapo_megatron.weight_sync.messages import (
     Take,
     Verify,
 )
-from bapo_megatron.weight_sync.receive import Member, MemberCalls
 from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.weight_sync.setting import BUCKET, EXPECTED, Setting, run_sync
+
+if TYPE_CHECKING:
+    from bapo_megatron.engine.pooled import PooledEngine
 
 
 def test_a_sync_pauses_generation_and_labels_only_the_last_part(
@@ -252,7 +253,7 @@ def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> 
         assert await setting.service.take(
             Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
         ) == Outcome(failed=None)
-        assert await setting.service.finish(Finish()) == Outcome(failed=None)
+        assert await setting.service.finish(None) == Outcome(failed=None)
 
     run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
@@ -288,24 +289,23 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
     ended: list[str] = []
 
     async def use(setting: Setting) -> None:
-        control: Any = None
-        members = [Member(engine, control) for engine in setting.pool.engines]
+        await setting.service.begin(Begin(version=7))
+        first, second = setting.pool.engines
 
-        async def call(member: Member) -> None:
-            if member is members[0]:
+        async def call(entry: PooledEngine, *_: Any) -> None:
+            if entry is first:
                 raise TimeoutError  # has no text
             try:
                 await asyncio.sleep(60)
             finally:
-                ended.append(member.entry.address)
+                ended.append(entry.address)
 
-        calls = MemberCalls()
-        reason = f"{members[0].entry.address}: a call failed (TimeoutError)"
-        assert await calls.run(members, call) == reason
-        blamed = await calls.settle(grace_s=0.01, blame_refusals=True)
-        assert blamed[members[0]] == reason
-        assert "hangs" in blamed[members[1]]
-        assert ended == [members[1].entry.address]
+        reason = f"{first.address}: a call failed (TimeoutError)"
+        assert await setting.service._on_all(call) == Outcome(failed=reason)
+        await setting.service._take_out_failed(0.01)
+        assert setting.pool.reasons[first.address] == reason
+        assert "hangs" in setting.pool.reasons[second.address]
+        assert ended == [second.address]
 
     run_sync(servers, use)
 
