@@ -26,11 +26,9 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except MemoryError:
-        raise
     except Exception as error:
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
-        if any(words in str(error) for words in _OUT_OF_MEMORY):
+        if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy
         raise LoadError(f"cannot import {module_name}: {shown(error)}; {remedy}") from error
     try:

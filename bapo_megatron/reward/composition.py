@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
@@ -15,7 +15,6 @@ from bapo_megatron.types import FinishReason
 _LOG = logging.getLogger(__name__)
 _NOTHING = Score(0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
 """The score of an episode whose environment failed."""
-_T = TypeVar("_T")
 
 
 class Rewards:
@@ -97,11 +96,13 @@ class Rewards:
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
-        entries = self._of_one
+        entries, none = self._of_one, Score(0.0)
         if _is_of_failed_environment(response):
-            return _add(_NOTHING, _NOTHING, entries, [_NOTHING] * len(entries))
-        scores = await _all(self._score_one(entry, response) for entry in entries)
-        return _add(scores[0] if scores else Score(0.0), Score(0.0), entries, scores)
+            none = _NOTHING
+            scores = [none] * len(entries)
+        else:
+            scores = [score for [score] in await self._run_all(entries, [response])]
+        return _add(scores[0] if scores else none, none, entries, scores)
 
     async def score_group(
         self, responses: Sequence[Response], scores: Sequence[Score]
@@ -120,8 +121,7 @@ class Rewards:
             RewardError: As ``score``.
         """
         entries = self._of_groups
-        rewards = [score.reward for score in scores]
-        groups = await _all(self._score_group(entry, responses, rewards) for entry in entries)
+        groups = await self._run_all(entries, responses, [score.reward for score in scores])
         added = []
         for number, before in enumerate(scores):
             more = [group[number] for group in groups]
@@ -131,30 +131,41 @@ class Rewards:
             added.append(_add(first, before, entries, more))
         return added
 
-    async def _score_one(self, entry: RewardFunctionConfig, response: Response) -> Score:
+    async def _run_all(
+        self,
+        entries: Sequence[RewardFunctionConfig],
+        responses: Sequence[Response],
+        rewards: Sequence[float] | None = None,
+    ) -> list[list[Score]]:
+        """What each function gives for the responses, or the first error."""
         try:
-            if entry.function is None:
-                return await self._services[entry.name].score(response)
-            return await self.pool.score(response, function=entry.function)
-        except FunctionFailedError as error:
-            return self._score_of_failure(error)
+            async with asyncio.TaskGroup() as tasks:
+                started = [
+                    tasks.create_task(self._run(entry, responses, rewards)) for entry in entries
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        return [task.result() for task in started]
 
-    async def _score_group(
-        self, entry: RewardFunctionConfig, responses: Sequence[Response], rewards: Sequence[float]
+    async def _run(
+        self,
+        entry: RewardFunctionConfig,
+        responses: Sequence[Response],
+        rewards: Sequence[float] | None,
     ) -> list[Score]:
-        assert entry.function is not None, "services score one response"
         try:
-            return await self.pool.score_group(responses, rewards, entry.function)
+            if entry.function is not None:
+                return await self.pool.run(entry.function, responses, rewards)
+            [response] = responses
+            return [await self._services[entry.name].score(response)]
         except FunctionFailedError as error:
-            return [self._score_of_failure(error)] * len(responses)
-
-    def _score_of_failure(self, error: FunctionFailedError) -> Score:
-        if self._config.on_error == "raise":
-            raise error
-        if not self._has_failed:
-            _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
-        self._has_failed = True
-        return Score(reward=0.0, answer_found=False, reason="error", failed=True)
+            if self._config.on_error == "raise":
+                raise
+            if not self._has_failed:
+                _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
+            self._has_failed = True
+            failed = Score(reward=0.0, answer_found=False, reason="error", failed=True)
+            return [failed] * len(responses)
 
 
 def _is_of_failed_environment(response: Response) -> bool:
@@ -178,13 +189,3 @@ def _add(
         metrics=metrics,
         failed=before.failed or any(score.failed for score in scores),
     )
-
-
-async def _all(running: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """The results of all, or the first error."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(coroutine) for coroutine in running]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
-    return [task.result() for task in started]
