@@ -138,34 +138,29 @@ class Rewards:
         rewards: Sequence[float] | None = None,
     ) -> list[list[Score]]:
         """What each function gives for the responses, or the first error."""
+
+        async def run(entry: RewardFunctionConfig) -> list[Score]:
+            try:
+                if entry.function is not None:
+                    return await self.pool.run(entry.function, responses, rewards)
+                return [await self._services[entry.name].score(each) for each in responses]
+            except FunctionFailedError as error:
+                if self._config.on_error == "raise":
+                    raise
+                if not self._has_failed:
+                    _LOG.warning(
+                        "%s; scored 0 and counted (reward/errors), as later ones are", error
+                    )
+                self._has_failed = True
+                failed = Score(reward=0.0, answer_found=False, reason="error", failed=True)
+                return [failed] * len(responses)
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                started = [
-                    tasks.create_task(self._run(entry, responses, rewards)) for entry in entries
-                ]
+                started = [tasks.create_task(run(entry)) for entry in entries]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         return [task.result() for task in started]
-
-    async def _run(
-        self,
-        entry: RewardFunctionConfig,
-        responses: Sequence[Response],
-        rewards: Sequence[float] | None,
-    ) -> list[Score]:
-        try:
-            if entry.function is not None:
-                return await self.pool.run(entry.function, responses, rewards)
-            [response] = responses
-            return [await self._services[entry.name].score(response)]
-        except FunctionFailedError as error:
-            if self._config.on_error == "raise":
-                raise
-            if not self._has_failed:
-                _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
-            self._has_failed = True
-            failed = Score(reward=0.0, answer_found=False, reason="error", failed=True)
-            return [failed] * len(responses)
 
 
 def _is_of_failed_environment(response: Response) -> bool:
