@@ -90,7 +90,8 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     """Join the process group that torchrun's environment describes and build Megatron's groups.
 
     Without torchrun's environment the process is the only rank. Without CUDA the shims of
-    ``policy.cpu_compat.install`` must be in place. ``config.check`` has checked the number of ranks.
+    ``policy.cpu_compat.install`` must be in place. ``config.check`` knows which sizes divide the
+    number of ranks.
 
     Raises:
         ValueError: torchrun's environment is incomplete.

@@ -147,7 +147,7 @@ class BroadcastCarrier:
         backend = choose_backend(self._config.backend, self._device, opened.addresses)
         world_size = 1 + sum(opened.num_ranks)
         self._group = group = WeightGroup(address, backend, world_size, self._config.timeout_s)
-        joined = collector.start(messages.JOIN, messages.Join(place=group.place))
+        joined = collector.start(messages.JOIN, group.place)
         self._await_both(joined, group.form(), "form a group")
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:

@@ -15,13 +15,6 @@ from bapo_megatron.engine.base import BucketLayout, GroupPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """Start an attempt: pause generation, choose and prepare servers."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """The servers that take part in an attempt."""
 
@@ -30,14 +23,6 @@ class Opened:
     """Tensor-parallel ranks of each."""
     share_group: bool
     """Whether all of them have joined one group and were never lost since."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
-    """Have the servers join rank 0's group; answered when it is complete."""
-
-    place: GroupPlace
-    """Rank 0's place; the servers' ranks follow in the order of ``Opened``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +82,11 @@ class Verified:
     because none answered: they may come back, and need the weights."""
 
 
-BEGIN = Call("weights.begin", Begin, Opened)
-JOIN = Call("weights.join", Join, Outcome)
+BEGIN = Call("weights.begin", int, Opened)
+"""Start an attempt to push this version: pause generation, choose and prepare servers."""
+JOIN = Call("weights.join", GroupPlace, Outcome)
+"""Have the servers join the group of rank 0, which has this place, and the servers those after it,
+in the order of ``Opened``; answered when it is complete."""
 RECEIVE = Call("weights.receive", Receive, Outcome)
 TAKE = Call("weights.take", Take, Outcome)
 FINISH = Call("weights.finish", type(None), Outcome)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from bapo_megatron.calls import Answers
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import WeightControl
+from bapo_megatron.engine.base import GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync import messages
@@ -82,7 +82,7 @@ class WeightReceiver:
         answers.bind(messages.VERIFY, self.verify)
         answers.bind(messages.RESUME, self.resume)
 
-    async def begin(self, request: messages.Begin) -> messages.Opened:
+    async def begin(self, version: int) -> messages.Opened:
         """Start an attempt to push a version: pause generation, choose and prepare servers.
 
         Raises:
@@ -92,7 +92,7 @@ class WeightReceiver:
         await self._pause()
         has_failed = bool(self._calls)
         await self._take_out_failed(self._health.timeout_s)
-        self._version, self._has_session = request.version, True
+        self._version, self._has_session = version, True
         # A server that was lost since has forgotten the group, or is another process.
         shared: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
         is_intact = not has_failed and all(entry.is_usable for entry in shared)
@@ -107,13 +107,13 @@ class WeightReceiver:
             share_group=share_group,
         )
 
-    async def join(self, request: messages.Join) -> messages.Outcome:
+    async def join(self, place: GroupPlace) -> messages.Outcome:
         """Have all members join the trainer's group; answer when it is complete."""
-        self._group = request.place.name, tuple(self._members)
+        self._group = place.name, tuple(self._members)
         places = {}
         first_rank = 1
         for entry, control in self._members.items():
-            places[entry] = replace(request.place, first_rank=first_rank)
+            places[entry] = replace(place, first_rank=first_rank)
             first_rank += control.tensor_ranks
         return await self._on_all(
             lambda entry, control, limit_s: control.join_group(places[entry], limit_s)

@@ -188,7 +188,7 @@ class WeightSync:
 
 def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
     """Send all buckets; gather the next while the servers load the last. Returns their bytes."""
-    opened = collector.start(messages.BEGIN, messages.Begin(version=version))()
+    opened = collector.start(messages.BEGIN, version)()
     with handed_over():
         carrier.prepare(opened, collector)
     num_bytes = 0

@@ -11,8 +11,6 @@ from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.weight_sync.messages import (
-    Begin,
-    Join,
     Opened,
     Outcome,
     Receive,
@@ -40,7 +38,7 @@ class Setting:
 
     async def receive_all(self, version: int, *, join: bool = True) -> Opened:
         """A whole sync of two buckets; returns what ``begin`` said."""
-        opened = await self.service.begin(Begin(version=version))
+        opened = await self.service.begin(version)
         if join:
             assert await self.join(1 + sum(opened.num_ranks)) == Outcome(failed=None)
         for is_last in (False, True):
@@ -53,7 +51,7 @@ class Setting:
 
     async def join(self, world_size: int = 3) -> Outcome:
         place = GroupPlace("group", "127.0.0.1", 1234, "gloo", 0, world_size)
-        return await self.service.join(Join(place=place))
+        return await self.service.join(place)
 
     def states(self) -> list[str]:
         return [engine.state.value for engine in self.pool.engines]
