@@ -47,14 +47,12 @@ class WorkerPool:
         Args:
             handler: ``module:function`` that builds a ``worker.Handler`` in each worker.
             arguments: The function's arguments, JSON values.
-            workers: Number of worker processes.
+            workers: Their number.
             timeout_s: Time limit of one request, not counting the wait for a free worker.
             memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
             error: Makes the error of a pool that cannot answer, from its message: the handler
                 cannot be built, no worker starts, or the pool is closed.
         """
-        self.num_killed = 0
-        """Workers so far that were ended because a request exceeded a limit, or died on one."""
         self._handler = handler, json.dumps(list(arguments))
         self._timeout_s = timeout_s
         self._memory_limit_bytes = memory_limit_mb << 20
@@ -101,7 +99,6 @@ class WorkerPool:
             outcome = await self._outcome(worker, request)
             self._refuse_if_closed()
             is_kept = outcome.kind in ("result", "error")
-            self.num_killed += not is_kept
             return outcome
         finally:
             self._idle.put_nowait(worker if is_kept else None)

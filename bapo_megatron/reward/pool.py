@@ -29,13 +29,8 @@ class RewardPool:
     ) -> None:
         """Set the pool up; each worker starts with the first answer it gets.
 
-        Args:
-            workers: Number of worker processes.
-            timeout_s: Time limit of one answer, or of one group that is scored as a whole, not
-                counting the wait for a free worker.
-            functions: What the workers can run: ``math``, ``package.module:function``.
-            memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes; sympy
-                itself needs some 60 MB.
+        Limits are those of ``WorkerPool``; sympy itself needs some 60 MB. ``functions`` are those
+        that the workers can run: ``math``, ``package.module:function``.
         """
         self.num_workers = workers
         """How many requests are worked on at a time."""
@@ -55,26 +50,14 @@ class RewardPool:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    @property
-    def num_killed(self) -> int:
-        """Workers so far that were ended because an answer exceeded a limit, or died on it."""
-        return self._workers.num_killed
-
     async def start(self) -> frozenset[str]:
-        """Start one worker, so that a function that cannot be loaded is found now.
-
-        Returns:
-            Those of the functions that see whole groups.
-        """
+        """Load the functions in one worker; return those that see whole groups."""
         return frozenset(await self._workers.start())
 
     async def score(self, response: str | Response, answer: str = "", function: str = "") -> Score:
-        """Grade one response, as ``run`` does.
+        """Grade one response, as ``run`` does, by default with the pool's first function.
 
-        Args:
-            response: The decoded response, or all that is known of it.
-            answer: The reference answer, where ``response`` is a text.
-            function: Which of the pool's functions; the first one if empty.
+        ``answer`` is the reference answer, where ``response`` is a text.
         """
         if not isinstance(response, Response):
             response = Response(response, answer)
@@ -129,9 +112,7 @@ class RewardPool:
     async def matches(self, pattern: str | None, text: str) -> bool | None:
         r"""Return whether a text has what ``reward.format`` wants; None: a limit was exceeded.
 
-        Args:
-            pattern: A regular expression that is searched for; None: a closed ``\boxed{…}``.
-            text: A response.
+        That is a match of the regular expression, or without one a closed ``\boxed{…}``.
         """
         outcome = await self._workers.ask({"pattern": pattern, "text": text})
         if outcome.kind == "error":
