@@ -169,16 +169,12 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
     return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
 
 
-def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
-    """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
+def broadcast_buffer(data: bytearray | None, groups: ProcessGroups, source: int = 0) -> bytearray:
+    """Send bytes from one rank to every rank, without a copy; a collective over ``groups.control``.
 
-    Rank 0 gives the payload and gets it back itself; the others give None.
+    The source gives the payload and gets it back itself; the others give None.
     """
-    assert (data is None) != (groups.rank == 0), "rank 0 gives the payload, and nobody else"
-    return _broadcast(data, 0, groups)
-
-
-def _broadcast(data: bytearray | None, source: int, groups: ProcessGroups) -> bytearray:
+    assert (data is None) != (groups.rank == source), "the source gives the payload, nobody else"
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     with _peers_needed():
         dist.broadcast(num_bytes, src=source, group=groups.control)
@@ -245,7 +241,7 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     if source == groups.world_size:
         return None
     own = bytearray((message or "").encode()) if source == groups.rank else None
-    return _broadcast(own, source, groups).decode()
+    return broadcast_buffer(own, groups, source).decode()
 
 
 def gather_objects(value: Value, groups: ProcessGroups) -> list[Value] | None:

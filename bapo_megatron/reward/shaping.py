@@ -4,7 +4,7 @@ Q = tokens of one response that the policy sampled.
 """
 
 import asyncio
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.reward.pool import RewardPool
 
 
-@dataclass(frozen=True, slots=True)
-class ShapedReward:
+class ShapedReward(NamedTuple):
     """The reward that training uses, and where it comes from."""
 
     reward: float
