@@ -48,13 +48,8 @@ class Rewards:
         await self.close()
 
     @property
-    def sees_groups(self) -> bool:
-        """Whether ``score_group`` is needed: a function scores whole groups; after ``start``."""
-        return bool(self._of_groups)
-
-    @property
     def group_names(self) -> tuple[str, ...]:
-        """Names of the functions that score whole groups, as configured; after ``start``."""
+        """The functions that score whole groups, for ``score_group``; after ``start``."""
         return tuple(entry.name for entry in self._of_groups)
 
     def require_single(self) -> None:
@@ -109,13 +104,9 @@ class Rewards:
     ) -> list[Score]:
         """Add Σ weight · reward over the functions that see whole groups.
 
-        Args:
-            responses: All responses to one prompt, at least one.
-            scores: What ``score`` gave for each.
-
-        Returns:
-            The whole score of each. Answer, ``answer_found`` and ``reason`` are as before, or those
-            of the first function if none sees one response.
+        Takes all responses to one prompt, at least one, and what ``score`` gave for each. Returns
+        the whole score of each. Answer, ``answer_found`` and ``reason`` are as before, or those of
+        the first function if none sees one response.
 
         Raises:
             RewardError: As ``score``.

@@ -126,7 +126,7 @@ class Collector:
             self._probe_prompts = train_sets[0].prompts[:_NUM_PROBE_PROMPTS]
             self._batches = BatchCollector(
                 Interaction(environment, renderer, limits),
-                Grader(tokenizer, rewards, shaping, sees_groups=rewards.sees_groups),
+                Grader(tokenizer, rewards, shaping, sees_groups=bool(rewards.group_names)),
                 PromptMixture(train_sets, run.seed, run.data.shuffle),
                 run.rollout,
                 run.replay,

@@ -5,6 +5,7 @@ Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` an
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,7 +16,6 @@ from bapo_megatron.engine.base import GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync import messages
-from bapo_megatron.weight_sync.verify import mean_difference
 
 _POLL_S = 0.2
 _MAX_PROBE = 256
@@ -377,14 +377,21 @@ class WeightReceiver:
     async def _difference(
         self, entry: PooledEngine, expected: Sequence[Sequence[float]]
     ) -> float | None:
-        """Mean absolute difference of a server's log-probs; None if it does not answer."""
+        """Mean |log-prob of the server − expected| over all tokens, infinite if not finite.
+
+        None if the server does not answer, or not as documented: then it is taken out.
+        """
+        differences: list[float] = []
+        limit_s = self._remaining_s()
         try:
-            return await mean_difference(
-                entry.engine, self._probe.sequences, expected, self._remaining_s()
-            )
+            for token_ids, expected_row in zip(self._probe.sequences, expected, strict=True):
+                found = await entry.engine.score(token_ids, limit_s)
+                differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
         except RolloutError as error:
             self._pool.mark_lost(entry, f"it does not answer the probe: {error}")
             return None
+        mean = sum(differences) / len(differences) if differences else 0.0
+        return mean if math.isfinite(mean) else math.inf
 
 
 def _describe(entry: PooledEngine, error: BaseException) -> str:
