@@ -190,13 +190,9 @@ def broadcast_answer(
 ) -> bytes:
     """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
 
-    While rank 0 waits for it, a thread tells the other ranks to wait on, so that none of them runs
-    into a time-out. ``answer`` must use no collective.
-
-    Args:
-        answer: Makes the payload, at least one byte, on rank 0; None elsewhere.
-        groups: This rank's groups.
-        interval_s: Time between two words of the thread; below ``parallel.timeout_s``.
+    That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
+    ``interval_s`` to wait on, so that none of them runs into a time-out. ``answer`` must use no
+    collective; other ranks give None.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):

@@ -15,10 +15,8 @@ class LoadError(ValueError):
 def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "functions") -> Any:
     """Import what ``package.module:attribute`` names; ``Class.method`` is an attribute as well.
 
-    Args:
-        name: The name; the current directory and PYTHONPATH are searched.
-        memory_remedy: What to do where the import runs out of memory.
-        kind: What the module should have, in the plural, for the message where it has not.
+    The current directory and PYTHONPATH are searched. ``memory_remedy`` is for an import that runs
+    out of memory, and ``kind`` what the module should have, in the plural.
 
     Raises:
         LoadError: The module cannot be imported, or lacks the attribute.

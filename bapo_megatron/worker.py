@@ -39,14 +39,11 @@ class Handler(Protocol):
 
 
 def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int) -> None:
-    """Answer until the input ends.
+    """Answer until the input ends, or the parent.
 
-    Args:
-        name: ``module:function`` of this package, which builds the ``Handler``. It raises
-            ``LoadError`` where it cannot.
-        arguments: The function's arguments, JSON values.
-        parent_pid: Process whose death ends this one.
-        memory_limit_bytes: Limit of the address space; past it the handler sees MemoryError.
+    ``name`` is ``module:function`` of this package: with ``arguments``, JSON values, it builds the
+    ``Handler``, or raises ``LoadError``. Past the limit of the address space the handler sees
+    MemoryError.
     """
     # Ctrl-C reaches the whole process group; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -50,8 +50,8 @@ class WorkerPool:
             workers: Their number.
             timeout_s: Time limit of one request, not counting the wait for a free worker.
             memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
-            error: Makes the error of a pool that cannot answer, from its message: the handler
-                cannot be built, no worker starts, or the pool is closed.
+            error: Makes what the methods raise, from its message, where the handler cannot be
+                built, no worker starts, or the pool is closed.
         """
         self._handler = handler, json.dumps(list(arguments))
         self._timeout_s = timeout_s

@@ -21,11 +21,7 @@ class Rewards:
     """Scores responses by all functions of ``reward.functions``; owns their processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Set everything up; nothing is started.
-
-        Raises:
-            RewardError: A variable that should hold a token is not set.
-        """
+        """Set everything up; nothing is started. Raise ``RewardError`` where a token is missing."""
         self._config = config
         names = tuple(entry.function for entry in config.functions if entry.function is not None)
         self.pool = RewardPool(
@@ -55,8 +51,7 @@ class Rewards:
     def require_single(self) -> None:
         """Refuse to score responses one by one, as evaluations do, without a function for it.
 
-        Raises:
-            RewardError: Every function scores whole groups; known after ``start``.
+        Which functions score whole groups is known after ``start``.
         """
         if not self._of_one:
             raise RewardError(
@@ -65,11 +60,7 @@ class Rewards:
             )
 
     async def start(self) -> None:
-        """Load the functions in one worker, so that what cannot be loaded is found now.
-
-        Raises:
-            RewardError: A function cannot be imported or called.
-        """
+        """Load the functions in one worker: raise ``RewardError`` now if one cannot be loaded."""
         entries = self._config.functions
         if any(":" in (entry.function or "") for entry in entries):
             of_groups = await self.pool.start()

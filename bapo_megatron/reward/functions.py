@@ -32,11 +32,7 @@ _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 def build(*names: str) -> "RewardHandler":
-    """Load the functions.
-
-    Raises:
-        LoadError: One cannot be loaded.
-    """
+    """Load the functions, or raise ``LoadError`` for one that cannot be loaded."""
     functions = {}
     for name in names:
         try:
@@ -115,11 +111,7 @@ def _check_group(results: Any, num_responses: int) -> None:
 
 
 def load(name: str) -> LoadedFunction:
-    """Find a function and check that it can be called.
-
-    Raises:
-        LoadError: It is not there, cannot be imported, or asks for something unknown.
-    """
+    """Find a function and check that it can be called; raise ``LoadError`` where it cannot."""
     function = load_named(BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb")
     if not callable(function):
         raise LoadError(

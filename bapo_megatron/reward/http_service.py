@@ -38,10 +38,9 @@ class HttpReward:
     """One service; belongs to the event loop that first calls ``score``."""
 
     def __init__(self, name: str, url: str, config: HttpRewardConfig) -> None:
-        """Prepare the connections; nothing is sent. ``name`` is the component's, for messages.
+        """Prepare the connections; nothing is sent. Raise ``RewardError`` without its token.
 
-        Raises:
-            RewardError: The variable that should hold the token is not set.
+        ``name`` is the component's, for messages.
         """
         self._url, self._config = url, config
         self._place = f"reward '{name}'"

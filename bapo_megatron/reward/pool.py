@@ -69,14 +69,9 @@ class RewardPool:
     ) -> list[Score]:
         """Have one of the pool's functions score responses; waits for a free worker.
 
-        Args:
-            function: Its name.
-            responses: The one that it scores, or all responses to one prompt.
-            rewards: For a function that sees them all: what each has earned from functions that see
-                one.
-
-        Returns:
-            A score for each; all with ``timed_out`` and reward 0 where a limit was exceeded.
+        Those are the one that it sees, or all responses to one prompt, with the ``rewards`` that
+        they have earned from functions that see one. All scores are 0, with ``timed_out``, where a
+        limit was exceeded.
 
         Raises:
             FunctionFailedError: The function raised an error, or returned what is no reward.

@@ -36,11 +36,7 @@ class Shaping:
     async def apply(
         self, score: Score, response: Response, token_ids_Q: np.ndarray
     ) -> ShapedReward:
-        """Return the reward of a training sample, from the score that the functions gave it.
-
-        Raises:
-            RewardError: No worker starts.
-        """
+        """Return the reward of a training sample, from the score that the functions gave it."""
         config, terms, timed_out = self._config, {}, False
         if config.truncated == "zero":
             terms["truncated"] = -score.reward if response.sample.is_truncated else 0.0

@@ -58,11 +58,9 @@ class WeightBuckets:
     """The buckets of a policy; rank 0 calls ``gather`` and ``end``, all others ``follow``."""
 
     def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
-        """Plan them, alike on all ranks.
+        """Plan them, alike on all ranks; ``finish_weights`` has finished the policy's weights.
 
-        Args:
-            policy: Holds the weights, finished by ``finish_weights``.
-            max_bytes: Largest bucket, except for one with a single larger parameter.
+        A bucket has at most ``max_bytes``, unless it holds a single larger parameter.
         """
         self._policy = policy
         self._dtype: torch.dtype = policy.chunks[0].config.params_dtype
@@ -175,10 +173,8 @@ class BroadcastCarrier:
     ) -> None:
         """Wait for an operation of servers and of rank 0.
 
-        Raises:
-            AttemptFailedError: A server failed; if rank 0 did too, the message has its reason: who
-                was first is not known.
-            RolloutError: Rank 0 alone failed.
+        Raise ``RolloutError`` where rank 0 alone failed. Where a server and rank 0 did, the message
+        has both reasons: who was first is not known.
         """
         try:
             check(servers())

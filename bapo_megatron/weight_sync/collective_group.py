@@ -58,11 +58,7 @@ class WeightGroup:
     """One group; made for a set of servers, closed when that changes."""
 
     def __init__(self, address: str, backend: str, world_size: int, timeout_s: float) -> None:
-        """Open the store, on the loopback alone if that is the address.
-
-        Raises:
-            OSError: No port can be opened.
-        """
+        """Open the store, on the loopback alone if that is the address."""
         self._timeout_s = timeout_s
         self._form_s = min(timeout_s, _MAX_FORM_S)
         self._group: Any = None

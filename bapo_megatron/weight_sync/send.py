@@ -93,15 +93,9 @@ class WeightSync:
     ) -> SyncReport | None:
         """Give all servers the policy's weights as version ``policy.num_updates``.
 
-        A collective over all ranks.
-
-        Args:
-            policy: The weights.
-            collector: Answers the calls of ``messages``; given on rank 0 only.
-            again: Push even if this version was pushed before: servers have come that lack it.
-
-        Returns:
-            What it cost; None where there was nothing to do, and on all ranks but the first.
+        A collective over all ranks; rank 0 alone has the ``collector``, which answers ``messages``.
+        With ``again`` a version is pushed that was pushed before: servers have come that lack it.
+        Returns what it cost; None where there was nothing to do, and on all ranks but the first.
 
         Raises:
             RolloutError: No server took the weights, or rank 0 could not hand them over; on all

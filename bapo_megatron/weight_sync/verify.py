@@ -38,12 +38,8 @@ def trainer_logprobs(
 ) -> tuple[tuple[float, ...], ...] | None:
     """Compute what servers with the same weights must compute; a collective over all ranks.
 
-    Args:
-        sequences: Token ids; at least one sequence, each of two tokens or more.
-        score: The trainer's model.
-
-    Returns:
-        Log-probs of all tokens but the first of each sequence, on rank 0; None elsewhere.
+    Each sequence has two token ids or more. Returns the log-probs of all but the first of each, on
+    rank 0; None elsewhere.
     """
     scored = score([*map(_as_sample, sequences)])
     if scored is None:
