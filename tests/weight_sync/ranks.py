@@ -39,7 +39,7 @@ PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
 
 
 class StubPool:
-    """A ``ServerPool`` whose servers change their states by its calls alone."""
+    """``EngineStates`` whose servers change their states by its calls alone."""
 
     def __init__(self, clients: list[SglangClient]) -> None:
         self.engines = [PooledEngine(client, EngineState.STALE) for client in clients]
