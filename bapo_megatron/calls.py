@@ -1,8 +1,8 @@
 """Typed calls from one process to another, one JSON object per line.
 
-A ``Call`` names a request and its response, both frozen dataclasses. One side starts calls
-(``Caller``), the other binds a function to each of them (``Answers``). Both use the same records,
-so a field that is renamed on one side fails in mypy on the other. On the wire:
+A ``Call`` names a request and its response, both frozen dataclasses, or plain values. One side
+starts calls (``Caller``), the other binds a function to each of them (``Answers``). Both use the
+same records, so a field that is renamed on one side fails in mypy on the other. On the wire:
 
     → {"id": 1, "call": "collect", "arguments": {"step": 0}}
     ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
@@ -15,6 +15,7 @@ time.
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -39,10 +40,9 @@ class Caller(Protocol):
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        """Start a call.
+        """Start a call; what is returned waits for the response.
 
-        Returns:
-            Waits for the response; raises ``RolloutError`` where the call fails.
+        That raises ``RolloutError`` where the call fails.
         """
         ...
 
@@ -59,20 +59,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The response to a call."""
+    """The response to a call; on the calling side its JSON values, to be decoded."""
 
     id: int
     result: Any
-    """The call's response; on the calling side its JSON values, to be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call failed."""
+    """A call failed: what happened and what to do."""
 
     id: int
     error: str
-    """What happened and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +90,12 @@ class Notice:
 Reply = Result | Failure | Progress | Notice
 """What the answering side sends."""
 
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
-_REPLIES: tuple[type[Reply], ...] = (Result, Failure, Progress, Notice)
-
 
 class Answers:
     """The functions that answer calls."""
 
     def __init__(self) -> None:
         self._bound: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """The calls that can be answered."""
-        return set(self._bound)
 
     def bind(
         self, call: Call[RequestT, ResponseT], answer: Callable[[RequestT], Awaitable[ResponseT]]
@@ -134,20 +124,20 @@ def decode_request(line: bytes) -> Request:
 
 
 def decode_reply(line: bytes) -> Reply:
-    """Read a line that the answering side has sent."""
-    values: dict[str, Any] = json.loads(line)
-    for kind in _REPLIES:
-        if values.keys() == {field.name for field in fields(kind)}:
-            return decode(kind, values)
-    raise ValueError(f"no known message has the fields {sorted(values)}")
+    """Read a line that the answering side has sent; its fields say which reply it is."""
+    reply: Reply = _adapter(Reply).validate_python(json.loads(line))
+    return reply
 
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
     """Make a record of its JSON values, or raise ValueError where they do not fit its fields."""
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    record: ResponseT = _ADAPTERS[kind].validate_python(values)
+    record: ResponseT = _adapter(kind).validate_python(values)
     return record
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _json_of(value: Any) -> Any:

@@ -19,7 +19,7 @@ from bapo_megatron.config.megatron import ParallelConfig
 
 Value = TypeVar("Value")
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _PEER_LOSS_TEXTS = (
     "Connection closed by peer",
@@ -34,20 +34,15 @@ class LostPeerError(RuntimeError):
     """Another rank ended while this one waited for it."""
 
     def __init__(self) -> None:
-        """Point to the other rank, which knows the cause."""
         super().__init__("another rank ended; its own message says why")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Where this rank stands, and the groups it belongs to.
-
-    Ranks of one ``tensor`` group see the same tokens; ranks of one ``data`` group hold the same
-    part of the model and see different tokens.
-    """
+    """Where this rank stands, and the groups it belongs to."""
 
     tensor: dist.ProcessGroup
-    """Ranks that share every layer of one model replica."""
+    """Ranks that share every layer of one model replica, and see the same tokens."""
     context: dist.ProcessGroup
     """Ranks that divide every sequence of a micro-batch."""
     data: dist.ProcessGroup
@@ -95,28 +90,21 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
     """Join the process group that torchrun's environment describes and build Megatron's groups.
 
     Without torchrun's environment the process is the only rank. Without CUDA the shims of
-    ``policy.cpu_compat.install`` must be in place.
+    ``policy.cpu_compat.install`` must be in place. ``config.check`` knows which sizes divide the
+    number of ranks.
 
     Raises:
-        ValueError: torchrun's environment is incomplete, or the world size is not a multiple of
-            tensor × pipeline × context.
+        ValueError: torchrun's environment is incomplete.
     """
     # Importing megatron takes seconds; those who only need the records or collectives don't pay.
     from megatron.core import parallel_state
 
     has_torchrun = "RANK" in os.environ
-    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if has_torchrun and missing:
         raise ValueError(
             f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
             "RANK to run a single process"
-        )
-    world_size = int(os.environ["WORLD_SIZE"]) if has_torchrun else 1
-    replica_size = parallel.tensor * parallel.pipeline * parallel.context
-    if world_size % replica_size:
-        raise ValueError(
-            f"parallel: tensor × pipeline × context = {replica_size} must divide the number of "
-            f"ranks, {world_size}; change the sizes or torchrun's --nproc-per-node"
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -124,7 +112,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if has_torchrun:
-        dist.init_process_group(backend, rank=int(os.environ["RANK"]), world_size=world_size)
+        dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
@@ -181,23 +169,12 @@ def broadcast_bytes(data: bytes | None, groups: ProcessGroups) -> bytes:
     return bytes(broadcast_buffer(None if data is None else bytearray(data), groups))
 
 
-def broadcast_buffer(data: bytearray | None, groups: ProcessGroups) -> bytearray:
-    """Send bytes from rank 0 to every rank, without a copy; a collective over ``groups.control``.
+def broadcast_buffer(data: bytearray | None, groups: ProcessGroups, source: int = 0) -> bytearray:
+    """Send bytes from one rank to every rank, without a copy; a collective over ``groups.control``.
 
-    Rank 0 gives the payload and gets it back itself; the others give None.
-
-    Raises:
-        ValueError: Rank 0 gave no payload, or another rank gave one.
+    The source gives the payload and gets it back itself; the others give None.
     """
-    if (data is None) == (groups.rank == 0):
-        raise ValueError(
-            f"broadcast_buffer: rank 0 gives the payload and the others None; rank {groups.rank} "
-            f"gave {'None' if data is None else f'{len(data)} bytes'}"
-        )
-    return _broadcast(data, 0, groups)
-
-
-def _broadcast(data: bytearray | None, source: int, groups: ProcessGroups) -> bytearray:
+    assert (data is None) != (groups.rank == source), "the source gives the payload, nobody else"
     num_bytes = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     with _peers_needed():
         dist.broadcast(num_bytes, src=source, group=groups.control)
@@ -213,13 +190,9 @@ def broadcast_answer(
 ) -> bytes:
     """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
 
-    While rank 0 waits for it, a thread tells the other ranks to wait on, so that none of them runs
-    into a time-out. ``answer`` must use no collective.
-
-    Args:
-        answer: Makes the payload, at least one byte, on rank 0; None elsewhere.
-        groups: This rank's groups.
-        interval_s: Time between two words of the thread; below ``parallel.timeout_s``.
+    That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
+    ``interval_s`` to wait on, so that none of them runs into a time-out. ``answer`` must use no
+    collective; other ranks give None.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
@@ -264,7 +237,7 @@ def first_message(message: str | None, groups: ProcessGroups) -> str | None:
     if source == groups.world_size:
         return None
     own = bytearray((message or "").encode()) if source == groups.rank else None
-    return _broadcast(own, source, groups).decode()
+    return broadcast_buffer(own, groups, source).decode()
 
 
 def gather_objects(value: Value, groups: ProcessGroups) -> list[Value] | None:

@@ -65,12 +65,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 def publish_directory(temporary: Path, path: Path) -> None:
     """Flush everything under ``temporary`` to the disk and rename it to ``path``.
 
-    For directories that several processes fill; where one does, use ``atomic_directory``.
-
-    Args:
-        temporary: A complete directory in the same parent directory as ``path``.
-        path: Destination; an existing directory there is replaced. In between it is whole under
-            ``replaced_directory(path)``.
+    Both have one parent. An existing ``path`` is replaced; in between it is whole under
+    ``replaced_directory(path)``. For directories that several processes fill; where one does, use
+    ``atomic_directory``.
     """
     for folder, _, names in os.walk(temporary):
         for name in (*names, ""):  # the folder itself last

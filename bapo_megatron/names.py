@@ -15,10 +15,8 @@ class LoadError(ValueError):
 def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "functions") -> Any:
     """Import what ``package.module:attribute`` names; ``Class.method`` is an attribute as well.
 
-    Args:
-        name: The name; the current directory and PYTHONPATH are searched.
-        memory_remedy: What to do where the import runs out of memory.
-        kind: What the module should have, in the plural, for the message where it has not.
+    The current directory and PYTHONPATH are searched. ``memory_remedy`` is for an import that runs
+    out of memory, and ``kind`` what the module should have, in the plural.
 
     Raises:
         LoadError: The module cannot be imported, or lacks the attribute.
@@ -26,11 +24,9 @@ def load_named(name: str, *, memory_remedy: str = "free memory", kind: str = "fu
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except MemoryError:
-        raise
     except Exception as error:
         remedy = "correct the name, add its directory to PYTHONPATH, or correct the module"
-        if any(words in str(error) for words in _OUT_OF_MEMORY):
+        if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             remedy = memory_remedy
         raise LoadError(f"cannot import {module_name}: {shown(error)}; {remedy}") from error
     try:

@@ -81,10 +81,8 @@ def unlink_shared_files(group_id: int) -> None:
 
     A killed group would leave them there for ever. Their names do not tell whose they are, so this
     looks at what the group's processes have mapped, by inode, since a semaphore is mapped before it
-    gets its name. The processes lose nothing: a mapped file lives on without its name.
-
-    Args:
-        group_id: A group whose processes share these files with no other.
+    gets its name. The group must share them with no other. Its processes lose nothing: a mapped
+    file lives on without its name.
     """
     inodes: set[int] = set()
     for entry in Path("/proc").iterdir():

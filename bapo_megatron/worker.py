@@ -33,22 +33,17 @@ class Handler(Protocol):
     @property
     def facts(self) -> Any:
         """What the parent learns when the worker is ready: a JSON value."""
-        ...
 
     def answer(self, request: Any) -> Any:
         """Reply to a request, both JSON values; an error is sent to the parent as one line."""
-        ...
 
 
 def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: int) -> None:
-    """Answer until the input ends.
+    """Answer until the input ends, or the parent.
 
-    Args:
-        name: ``module:function`` of this package, which builds the ``Handler``. It raises
-            ``LoadError`` where it cannot.
-        arguments: The function's arguments, JSON values.
-        parent_pid: Process whose death ends this one.
-        memory_limit_bytes: Limit of the address space; past it the handler sees MemoryError.
+    ``name`` is ``module:function`` of this package: with ``arguments``, JSON values, it builds the
+    ``Handler``, or raises ``LoadError``. Past the limit of the address space the handler sees
+    MemoryError.
     """
     # Ctrl-C reaches the whole process group; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -71,23 +66,18 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
     try:
         handler = build(*arguments)
     except LoadError as error:
-        _send(output, _encoded({"error": str(error)}))
+        _send(output, {"error": str(error)})
         return
-    _send(output, _encoded({"ready": handler.facts}))
+    _send(output, {"ready": handler.facts})
     for line in requests:
-        _send(output, _reply(handler, line))
-
-
-def _reply(handler: Handler, line: bytes) -> bytes:
-    """The encoded reply to a request, or the error of a faulty handler."""
-    request = json.loads(line)
-    try:
-        return _encoded({"result": handler.answer(request)})
-    except MemoryError:
-        # The parent ends this process: its heap is not to be trusted.
-        return _encoded({"memory": True})
-    except Exception as error:  # noqa: BLE001 - sent to the parent
-        return _encoded({"error": shown(error, _MAX_ERROR)})
+        request = json.loads(line)
+        try:
+            _send(output, {"result": handler.answer(request)})
+        except MemoryError:
+            # The parent ends this process: its heap is not to be trusted.
+            _send(output, {"memory": True})
+        except Exception as error:  # noqa: BLE001 - sent to the parent
+            _send(output, {"error": shown(error, _MAX_ERROR)})
 
 
 def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
@@ -99,13 +89,9 @@ def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
     return loop.run_until_complete(wait()) if inspect.isawaitable(result) else result
 
 
-def _send(output: BinaryIO, line: bytes) -> None:
-    output.write(line)
+def _send(output: BinaryIO, message: dict[str, Any]) -> None:
+    output.write(json.dumps(message).encode() + b"\n")
     output.flush()
-
-
-def _encoded(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 if __name__ == "__main__":

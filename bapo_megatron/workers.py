@@ -11,42 +11,22 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 _START_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.05
 _MAX_REPLY_BYTES = 16 << 20
 
 
-class WorkersError(RuntimeError):
-    """A pool cannot answer requests."""
-
-
-class HandlerNotLoadedError(WorkersError):
-    """The handler cannot be built; the message is the handler's own."""
-
-
-class WorkerNotStartedError(WorkersError):
-    """A worker ended while it started; the message is what follows an article and a name."""
-
-
-class WorkersClosedError(WorkersError):
-    """The pool was closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of one request."""
 
-    kind: Literal["result", "error", "timeout", "memory", "died"]
-    """``error``: the handler raised one. ``timeout``, ``memory``: it exceeded a limit. ``died``:
-    two workers ended over this request, or replied with more than can be read."""
-    result: Any = None
-    """What the handler returned, a JSON value."""
-    error: str = ""
-    """The handler's error, one line."""
+    kind: str
+    """``result``, or ``error``: the handler raised one. ``timeout``, ``memory``: it exceeded a
+    limit. ``died``: two workers ended over this request, or replied with more than can be read."""
+    value: Any = None
+    """What the handler returned, a JSON value; or its error, one line."""
 
 
 class WorkerPool:
@@ -60,21 +40,23 @@ class WorkerPool:
         workers: int,
         timeout_s: float,
         memory_limit_mb: int,
+        error: Callable[[str], Exception],
     ) -> None:
         """Set the pool up; each worker starts with the first request it gets.
 
         Args:
             handler: ``module:function`` that builds a ``worker.Handler`` in each worker.
             arguments: The function's arguments, JSON values.
-            workers: Number of worker processes.
+            workers: Their number.
             timeout_s: Time limit of one request, not counting the wait for a free worker.
             memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
+            error: Makes what the methods raise, from its message, where the handler cannot be
+                built, no worker starts, or the pool is closed.
         """
-        self.num_killed = 0
-        """Workers so far that were ended because a request exceeded a limit, or died on one."""
         self._handler = handler, json.dumps(list(arguments))
         self._timeout_s = timeout_s
         self._memory_limit_bytes = memory_limit_mb << 20
+        self._error = error
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
         for _ in range(workers):
             self._idle.put_nowait(None)
@@ -83,55 +65,45 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> Any:
-        """Start one worker, so that a bad handler is found now; return the handler's ``facts``.
-
-        Raises:
-            WorkersError: The handler cannot be built, no worker starts, or the pool is closed.
-        """
-        worker = await self._idle.get()
-        try:
-            if worker is None or worker.returncode is not None:
-                worker = await self._start()
-        finally:
-            self._idle.put_nowait(worker)
+        """Start one worker, so that a bad handler is found now; return the handler's ``facts``."""
+        self._idle.put_nowait(await self._take())
         return self._facts
 
     async def ask(self, request: Any) -> Outcome:
-        """Have a free worker answer; if it dies, another one: it may have been ended from outside.
-
-        Raises:
-            WorkersError: The handler cannot be built, no worker starts, or the pool is closed.
-        """
+        """Have a free worker answer; if it dies, another one: somebody else may have ended it."""
         outcome = await self._try(request)
         return await self._try(request) if outcome.kind == "died" else outcome
 
     async def close(self) -> None:
-        """End every worker; requests in progress raise ``WorkersError``. Safe to call twice."""
+        """End every worker; requests in progress raise the pool's error. Safe to call twice."""
         self._closed = True
         for worker in list(self._running):
             await self._end(worker)
 
-    async def _try(self, request: Any) -> Outcome:
+    async def _take(self) -> Process:
+        """Wait for a free worker, which has to be put back."""
         worker = await self._idle.get()
-        try:
-            if worker is None or worker.returncode is not None:
+        if worker is None or worker.returncode is not None:
+            try:
                 worker = await self._start()
+            except BaseException:
+                self._idle.put_nowait(None)
+                raise
+        return worker
+
+    async def _try(self, request: Any) -> Outcome:
+        worker = await self._take()
+        is_kept = False
+        try:
             self._refuse_if_closed()
             outcome = await self._outcome(worker, request)
             self._refuse_if_closed()
-            if outcome.kind not in ("result", "error"):
-                self.num_killed += 1
-                await self._end(worker)
-                worker = None
-        except BaseException:
-            # Its reply was not read: the worker is out of step and of no use any more.
-            if worker is not None:
-                await self._end(worker)
-                worker = None
-            raise
+            is_kept = outcome.kind in ("result", "error")
+            return outcome
         finally:
-            self._idle.put_nowait(worker)
-        return outcome
+            self._idle.put_nowait(worker if is_kept else None)
+            if not is_kept:  # its reply was not read: it is out of step and of no use any more
+                await self._end(worker)
 
     async def _outcome(self, worker: Process, request: Any) -> Outcome:
         asking = asyncio.create_task(_ask(worker, request))
@@ -140,7 +112,8 @@ class WorkerPool:
             # in the pipe. Not wait_for: in Python 3.11 it loses a cancellation that comes with it.
             for timeout_s in (self._timeout_s, _SECOND_LOOK_S):
                 if (await asyncio.wait([asking], timeout=timeout_s))[0]:
-                    return _outcome_of(asking.result())
+                    reply = asking.result()
+                    return Outcome("died") if reply is None else Outcome(*reply.popitem())
             return Outcome("timeout")
         finally:
             asking.cancel()
@@ -148,7 +121,7 @@ class WorkerPool:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise WorkersClosedError("the pool of workers is closed")
+            raise self._error("the pool of workers is closed; ask before closing it")
 
     async def _start(self) -> Process:
         """Start a worker and wait until it can answer."""
@@ -174,12 +147,13 @@ class WorkerPool:
                 await self._end(worker)
         self._refuse_if_closed()
         if message is None:
-            raise WorkerNotStartedError(
-                f"worker ended while it started, or took {_START_TIMEOUT_S:g} s (exit "
-                f"code {worker.returncode}); its own message stands above"
+            raise self._error(
+                f"a worker of {self._handler[0].partition(':')[0]} ended while it started, or took "
+                f"{_START_TIMEOUT_S:g} s (exit code {worker.returncode}); its own message stands "
+                "above"
             )
         if "error" in message:
-            raise HandlerNotLoadedError(message["error"])
+            raise self._error(message["error"])
         self._facts = message["ready"]
         return worker
 
@@ -190,14 +164,6 @@ class WorkerPool:
                 os.killpg(worker.pid, signal.SIGKILL)
         await worker.wait()
         self._running.discard(worker)
-
-
-def _outcome_of(reply: dict[str, Any] | None) -> Outcome:
-    if reply is None:
-        return Outcome("died")
-    if "error" in reply:
-        return Outcome("error", error=reply["error"])
-    return Outcome("memory") if "memory" in reply else Outcome("result", reply["result"])
 
 
 async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:

@@ -49,14 +49,6 @@ def test_ranks_wait_longer_than_their_time_out_while_rank_zero_says_so() -> None
     assert run_ranks(answered_late, 2) == [b"late", b"late"]
 
 
-def test_a_world_that_tensor_parallel_does_not_divide_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="context = 2 must divide the number of ranks, 1;"):
-        init_distributed(ParallelConfig(tensor=2))
-
-
 def test_half_of_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

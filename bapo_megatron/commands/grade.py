@@ -105,7 +105,7 @@ async def grade_file(
     num_graded = 0
     async with Rewards(config) as rewards:
         await rewards.start()
-        if rewards.sees_groups:
+        if rewards.group_names:
             raise RewardError(
                 f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
                 "together, and lines are graded one by one; leave it out"

@@ -37,7 +37,9 @@ def build(name: str) -> EnvironmentHandler:
     try:
         return EnvironmentHandler(_load(name))
     except MemoryError as error:
-        raise LoadError(f"needs more memory than it may have; {_MEMORY_REMEDY}") from error
+        raise LoadError(f"'{name}' needs more memory than it may have; {_MEMORY_REMEDY}") from error
+    except LoadError as error:
+        raise LoadError(f"'{name}' {error}") from error
 
 
 def _load(name: str) -> UserEnvironment:

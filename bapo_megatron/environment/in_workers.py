@@ -3,20 +3,14 @@
 Its code can neither stall the event loop that generates nor end the process.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.workers import (
-    HandlerNotLoadedError,
-    WorkerNotStartedError,
-    WorkerPool,
-    WorkersClosedError,
-)
+from bapo_megatron.workers import WorkerPool
 
 
 class WorkerEnvironment:
@@ -38,12 +32,12 @@ class WorkerEnvironment:
             workers=limits.workers,
             timeout_s=limits.step_timeout_s,
             memory_limit_mb=limits.memory_limit_mb,
+            error=lambda text: RolloutError(f"rollout.environment: {text}"),
         )
 
     async def open(self) -> None:
         """Load the class in one process, so that one that cannot be loaded is found now."""
-        with self._rollout_errors():
-            await self._workers.start()
+        await self._workers.start()
 
     async def start(self, task: Task) -> Any:
         """See ``base.Environment.start``."""
@@ -65,10 +59,9 @@ class WorkerEnvironment:
 
     async def _ask(self, method: str, request: dict[str, Any], episode: str) -> Any:
         """Call a method; the process that runs it checks what it returns."""
-        with self._rollout_errors():
-            outcome = await self._workers.ask(request)
+        outcome = await self._workers.ask(request)
         if outcome.kind == "result":
-            return outcome.result
+            return outcome.value
         limits, remedy = self._limits, "correct it, raise the limit,"
         if outcome.kind == "timeout":
             limit = f"rollout.episodes.step_timeout_s = {limits.step_timeout_s:g} s"
@@ -77,27 +70,13 @@ class WorkerEnvironment:
             limit = f"rollout.episodes.memory_limit_mb = {limits.memory_limit_mb}"
             what = f"needs more memory than {limit}"
         else:
-            reason = "it ended two processes" if outcome.kind == "died" else outcome.error
+            reason = "it ended two processes" if outcome.kind == "died" else outcome.value
             what, remedy = f"failed: {reason}", "correct it,"
         raise EnvironmentFailedError(
             f"rollout.environment: {self._name}.{method} {what} ({episode}); {remedy} or set "
             "rollout.episodes.on_error=zero",
             "timeout" if outcome.kind == "timeout" else "error",
         )
-
-    @contextmanager
-    def _rollout_errors(self) -> Iterator[None]:
-        """Turn errors of the pool of workers into errors of the environment."""
-        try:
-            yield
-        except HandlerNotLoadedError as error:
-            raise RolloutError(f"rollout.environment: '{self._name}' {error}") from error
-        except WorkerNotStartedError as error:
-            raise RolloutError(f"rollout.environment: an environment {error}") from error
-        except WorkersClosedError as error:
-            raise RolloutError(
-                "rollout.environment: it is closed; run episodes before closing it"
-            ) from error
 
 
 def _fields_of(record: Task | Turn) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
@@ -15,18 +15,13 @@ from bapo_megatron.types import FinishReason
 _LOG = logging.getLogger(__name__)
 _NOTHING = Score(0.0, answer_found=False, reason=FinishReason.ENVIRONMENT.value)
 """The score of an episode whose environment failed."""
-_T = TypeVar("_T")
 
 
 class Rewards:
     """Scores responses by all functions of ``reward.functions``; owns their processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Set everything up; nothing is started.
-
-        Raises:
-            RewardError: A variable that should hold a token is not set.
-        """
+        """Set everything up; nothing is started. Raise ``RewardError`` where a token is missing."""
         self._config = config
         names = tuple(entry.function for entry in config.functions if entry.function is not None)
         self.pool = RewardPool(
@@ -49,20 +44,14 @@ class Rewards:
         await self.close()
 
     @property
-    def sees_groups(self) -> bool:
-        """Whether ``score_group`` is needed: a function scores whole groups; after ``start``."""
-        return bool(self._of_groups)
-
-    @property
     def group_names(self) -> tuple[str, ...]:
-        """Names of the functions that score whole groups, as configured; after ``start``."""
+        """The functions that score whole groups, for ``score_group``; after ``start``."""
         return tuple(entry.name for entry in self._of_groups)
 
     def require_single(self) -> None:
         """Refuse to score responses one by one, as evaluations do, without a function for it.
 
-        Raises:
-            RewardError: Every function scores whole groups; known after ``start``.
+        Which functions score whole groups is known after ``start``.
         """
         if not self._of_one:
             raise RewardError(
@@ -71,11 +60,7 @@ class Rewards:
             )
 
     async def start(self) -> None:
-        """Load the functions in one worker, so that what cannot be loaded is found now.
-
-        Raises:
-            RewardError: A function cannot be imported or called.
-        """
+        """Load the functions in one worker: raise ``RewardError`` now if one cannot be loaded."""
         entries = self._config.functions
         if any(":" in (entry.function or "") for entry in entries):
             of_groups = await self.pool.start()
@@ -97,31 +82,28 @@ class Rewards:
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
         """
-        entries = self._of_one
+        entries, none = self._of_one, Score(0.0)
         if _is_of_failed_environment(response):
-            return _add(_NOTHING, _NOTHING, entries, [_NOTHING] * len(entries))
-        scores = await _all(self._score_one(entry, response) for entry in entries)
-        return _add(scores[0] if scores else Score(0.0), Score(0.0), entries, scores)
+            none = _NOTHING
+            scores = [none] * len(entries)
+        else:
+            scores = [score for [score] in await self._run_all(entries, [response])]
+        return _add(scores[0] if scores else none, none, entries, scores)
 
     async def score_group(
         self, responses: Sequence[Response], scores: Sequence[Score]
     ) -> list[Score]:
         """Add Σ weight · reward over the functions that see whole groups.
 
-        Args:
-            responses: All responses to one prompt, at least one.
-            scores: What ``score`` gave for each.
-
-        Returns:
-            The whole score of each. Answer, ``answer_found`` and ``reason`` are as before, or those
-            of the first function if none sees one response.
+        Takes all responses to one prompt, at least one, and what ``score`` gave for each. Returns
+        the whole score of each. Answer, ``answer_found`` and ``reason`` are as before, or those of
+        the first function if none sees one response.
 
         Raises:
             RewardError: As ``score``.
         """
         entries = self._of_groups
-        rewards = [score.reward for score in scores]
-        groups = await _all(self._score_group(entry, responses, rewards) for entry in entries)
+        groups = await self._run_all(entries, responses, [score.reward for score in scores])
         added = []
         for number, before in enumerate(scores):
             more = [group[number] for group in groups]
@@ -131,30 +113,36 @@ class Rewards:
             added.append(_add(first, before, entries, more))
         return added
 
-    async def _score_one(self, entry: RewardFunctionConfig, response: Response) -> Score:
-        try:
-            if entry.function is None:
-                return await self._services[entry.name].score(response)
-            return await self.pool.score(response, function=entry.function)
-        except FunctionFailedError as error:
-            return self._score_of_failure(error)
+    async def _run_all(
+        self,
+        entries: Sequence[RewardFunctionConfig],
+        responses: Sequence[Response],
+        rewards: Sequence[float] | None = None,
+    ) -> list[list[Score]]:
+        """What each function gives for the responses, or the first error."""
 
-    async def _score_group(
-        self, entry: RewardFunctionConfig, responses: Sequence[Response], rewards: Sequence[float]
-    ) -> list[Score]:
-        assert entry.function is not None, "services score one response"
-        try:
-            return await self.pool.score_group(responses, rewards, entry.function)
-        except FunctionFailedError as error:
-            return [self._score_of_failure(error)] * len(responses)
+        async def run(entry: RewardFunctionConfig) -> list[Score]:
+            try:
+                if entry.function is not None:
+                    return await self.pool.run(entry.function, responses, rewards)
+                return [await self._services[entry.name].score(each) for each in responses]
+            except FunctionFailedError as error:
+                if self._config.on_error == "raise":
+                    raise
+                if not self._has_failed:
+                    _LOG.warning(
+                        "%s; scored 0 and counted (reward/errors), as later ones are", error
+                    )
+                self._has_failed = True
+                failed = Score(reward=0.0, answer_found=False, reason="error", failed=True)
+                return [failed] * len(responses)
 
-    def _score_of_failure(self, error: FunctionFailedError) -> Score:
-        if self._config.on_error == "raise":
-            raise error
-        if not self._has_failed:
-            _LOG.warning("%s; scored 0 and counted (reward/errors), as later ones are", error)
-        self._has_failed = True
-        return Score(reward=0.0, answer_found=False, reason="error", failed=True)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [tasks.create_task(run(entry)) for entry in entries]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        return [task.result() for task in started]
 
 
 def _is_of_failed_environment(response: Response) -> bool:
@@ -178,13 +166,3 @@ def _add(
         metrics=metrics,
         failed=before.failed or any(score.failed for score in scores),
     )
-
-
-async def _all(running: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """The results of all, or the first error."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(coroutine) for coroutine in running]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
-    return [task.result() for task in started]

@@ -4,8 +4,6 @@ A name is a key of ``BUILT_IN``, ``package.module:function`` or ``package.module
 What a function may ask for and return is in ``base``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
@@ -33,22 +31,14 @@ _MAX_METRICS = 32
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
-def build(*names: str) -> RewardHandler:
-    """Load the functions.
-
-    Raises:
-        LoadError: One cannot be loaded.
-    """
+def build(*names: str) -> "RewardHandler":
+    """Load the functions, or raise ``LoadError`` for one that cannot be loaded."""
     functions = {}
     for name in names:
         try:
             functions[name] = load(name)
-        except MemoryError as error:
-            raise LoadError(
-                f"'{name}' needs more memory than it may have; raise reward.memory_limit_mb"
-            ) from error
         except LoadError as error:
-            raise LoadError(f"'{name}' {error}") from error
+            raise LoadError(f"reward function '{name}' {error}") from error
     return RewardHandler(functions)
 
 
@@ -75,66 +65,53 @@ class RewardHandler:
         return [name for name, function in self._functions.items() if function.sees_groups]
 
     def answer(self, request: Mapping[str, Any]) -> Any:
-        """Return a score, a list of scores for a group, or whether a pattern was found."""
+        """Return a score for each response, or whether a pattern was found."""
         if "pattern" in request:
             pattern, text = request["pattern"], request["text"]
             return has_closed_box(text) if pattern is None else bool(re.search(pattern, text))
         loaded = self._functions[request["function"]]
-        if "rewards" in request:
-            return [asdict(score) for score in self._score_group(loaded, request)]
-        return asdict(self._score(loaded, request))
-
-    def _score(self, loaded: LoadedFunction, request: Mapping[str, Any]) -> Score:
-        if loaded.sees_groups:
+        responses, rewards = request["responses"], request["rewards"]
+        samples = [SampleFacts(**response["sample"]) for response in responses]
+        given = {"answer": request["answer"], "row": request["row"]}
+        if rewards is not None:
+            given["responses"] = [response["text"] for response in responses]
+            given["samples"] = samples
+            given["states"] = [response["state"] for response in responses]
+            given["rewards"] = rewards
+            results = self._call(loaded, given)
+            _check_group(results, len(responses))
+        elif loaded.sees_groups:
             raise ValueError(
                 f"it asks for {', '.join(loaded.parameters)}: it scores a whole group of "
                 "responses, and was given one"
             )
-        [response] = request["responses"]
-        given = {
-            "response": response["text"],
-            "answer": request["answer"],
-            "sample": SampleFacts(**response["sample"]),
-            "row": request["row"],
-            "turns": response["turns"] or [response["text"]],
-            "state": response["state"],
-        }
-        return as_score(self._call(loaded, given))
-
-    def _score_group(self, loaded: LoadedFunction, request: Mapping[str, Any]) -> list[Score]:
-        responses = request["responses"]
-        given = {
-            "responses": [response["text"] for response in responses],
-            "samples": [SampleFacts(**response["sample"]) for response in responses],
-            "states": [response["state"] for response in responses],
-            "rewards": request["rewards"],
-            "answer": request["answer"],
-            "row": request["row"],
-        }
-        results = self._call(loaded, given)
-        if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
-            raise ValueError(
-                "it must return a list with one reward for each response, got "
-                f"{type(results).__name__}"
-            )
-        if len(results) != len(responses):
-            raise ValueError(
-                f"it must return one reward for each of {len(responses)} responses, got "
-                f"{len(results)}"
-            )
-        return [as_score(result) for result in results]
+        else:
+            [response] = responses
+            given["response"] = response["text"]
+            given["sample"] = samples[0]
+            given["turns"] = response["turns"] or [response["text"]]
+            given["state"] = response["state"]
+            results = [self._call(loaded, given)]
+        return [asdict(as_score(result)) for result in results]
 
     def _call(self, loaded: LoadedFunction, given: Mapping[str, Any]) -> Any:
         asked = {name: given[name] for name in loaded.parameters}
         return settled(loaded.function(**asked), self._loop)
 
 
-def load(name: str) -> LoadedFunction:
-    """Find a function and check that it can be called.
+def _check_group(results: Any, num_responses: int) -> None:
+    if isinstance(results, (str, Mapping)) or not hasattr(results, "__len__"):
+        raise ValueError(
+            f"it must return a list with one reward for each response, got {type(results).__name__}"
+        )
+    if len(results) != num_responses:
+        raise ValueError(
+            f"it must return one reward for each of {num_responses} responses, got {len(results)}"
+        )
 
-    Raises:
-        LoadError: It is not there, cannot be imported, or asks for something unknown.
-    """
+
+def load(name: str) -> LoadedFunction:
+    """Find a function and check that it can be called; raise ``LoadError`` where it cannot."""
     function = load_named(BUILT_IN.get(name, name), memory_remedy="raise reward.memory_limit_mb")
     if not callable(function):
         raise LoadError(

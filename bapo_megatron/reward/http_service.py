@@ -38,17 +38,25 @@ class HttpReward:
     """One service; belongs to the event loop that first calls ``score``."""
 
     def __init__(self, name: str, url: str, config: HttpRewardConfig) -> None:
-        """Prepare the connections; nothing is sent. ``name`` is the component's, for messages.
+        """Prepare the connections; nothing is sent. Raise ``RewardError`` without its token.
 
-        Raises:
-            RewardError: The variable that should hold the token is not set.
+        ``name`` is the component's, for messages.
         """
         self._url, self._config = url, config
         self._place = f"reward '{name}'"
         self._waiting: deque[Waiting] = deque()
         self._senders: set[asyncio.Task[None]] = set()
+        headers = {"Content-Type": "application/json"}
+        if variable := config.token_variable:
+            token = os.environ.get(variable)
+            if not token:
+                raise RewardError(
+                    f"{self._place}: the environment variable {variable} must hold the service's "
+                    "token, and is not set; set it, or leave http.token_variable empty"
+                )
+            headers["Authorization"] = f"Bearer {token}"
         self._http = httpx.AsyncClient(
-            headers=self._headers(),
+            headers=headers,
             timeout=None,  # httpx would limit each read, not the request
             limits=httpx.Limits(max_connections=config.connections),
             trust_env=False,  # a proxy would see responses and token
@@ -98,13 +106,18 @@ class HttpReward:
                         future.set_result(score)
 
     async def _send(self, responses: list[Response]) -> list[Score]:
-        body = await asyncio.to_thread(_encode, responses)
+        body = await asyncio.to_thread(lambda: json.dumps([*map(_item, responses)]).encode())
         end_s = time.monotonic() + self._config.patience_s
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            problem, reply = await self._try(body)
-            if reply is not None:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    reply = await self._post(body)
                 return await asyncio.to_thread(self._scores, reply, len(responses))
+            except TimeoutError:
+                problem = f"no answer within {self._config.timeout_s:g} s"
+            except httpx.HTTPError as error:
+                problem = describe_cause(error)
             if time.monotonic() + backoff_s > end_s:
                 raise RewardError(
                     f"{self._place}: {self._url} gave no scores for {self._config.patience_s:g} s "
@@ -113,36 +126,24 @@ class HttpReward:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _try(self, body: bytes) -> tuple[str, bytes | None]:
-        """Why there is no answer, or the answer; an error where repeating would not help."""
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                reply, content = await self._post(body)
-        except TimeoutError:
-            return f"no answer within {self._config.timeout_s:g} s", None
-        except httpx.RequestError as error:
-            return describe_cause(error), None
-        if reply.status_code == httpx.codes.OK:
-            return "", content
-        text = " ".join(content.decode(errors="replace").split())[:_MAX_REASON] or "no text"
-        problem = f"HTTP {reply.status_code}: {text}"
-        if reply.is_server_error or reply.status_code in _RETRIED_STATUS:
-            return problem, None
-        remedy = "correct the url"
-        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            remedy = "set the variable of http.token_variable to its token"
-        raise RewardError(f"{self._place}: {self._url} refuses ({problem}); {remedy}")
-
-    async def _post(self, body: bytes) -> tuple[httpx.Response, bytes]:
+    async def _post(self, body: bytes) -> bytes:
+        """Return the answer; raise ``httpx.HTTPError`` where a repetition may help."""
         content = bytearray()
-        async with self._http.stream(
-            "POST", self._url, content=body, headers={"Content-Type": "application/json"}
-        ) as reply:
+        async with self._http.stream("POST", self._url, content=body) as reply:
             async for piece in reply.aiter_bytes():
                 content += piece
                 if len(content) > _MAX_REPLY_BYTES:
                     raise self._unusable(f"longer than {_MAX_REPLY_BYTES >> 20} MiB")
-        return reply, bytes(content)
+        if reply.status_code == httpx.codes.OK:
+            return bytes(content)
+        text = " ".join(content.decode(errors="replace").split())[:_MAX_REASON] or "no text"
+        problem = f"HTTP {reply.status_code}: {text}"
+        if reply.is_server_error or reply.status_code in _RETRIED_STATUS:
+            raise httpx.HTTPStatusError(problem, request=reply.request, response=reply)
+        remedy = "correct the url"
+        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            remedy = "set the variable of http.token_variable to its token"
+        raise RewardError(f"{self._place}: {self._url} refuses ({problem}); {remedy}")
 
     def _scores(self, reply: bytes, num_responses: int) -> list[Score]:
         try:
@@ -165,28 +166,12 @@ class HttpReward:
     def _closed(self) -> RewardError:
         return RewardError(f"{self._place}: the service was closed")
 
-    def _headers(self) -> dict[str, str]:
-        variable = self._config.token_variable
-        if not variable:
-            return {}
-        token = os.environ.get(variable, "")
-        if not token:
-            raise RewardError(
-                f"{self._place}: the environment variable {variable} must hold the service's "
-                "token, and is not set; set it, or leave http.token_variable empty"
-            )
-        return {"Authorization": f"Bearer {token}"}
-
 
 def _fail(waiting: Iterable[Waiting], error: RewardError) -> None:
     for _, future in waiting:
         if not future.done():
             future.set_exception(error)
             future.exception()  # whoever waits gets it; nobody may be left to
-
-
-def _encode(responses: list[Response]) -> bytes:
-    return json.dumps([_item(response) for response in responses]).encode()
 
 
 def _item(response: Response) -> dict[str, Any]:

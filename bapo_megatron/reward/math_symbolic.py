@@ -71,9 +71,7 @@ class TooLargeError(ValueError):
 def is_equal_symbolically(given: str, wanted: str) -> bool:
     """Return whether two canonical answers without units have the same value.
 
-    Args:
-        given: The response's.
-        wanted: The reference's; it decides whether an equation or a set was asked for.
+    The reference, ``wanted``, decides whether an equation or a set was asked for.
 
     Raises:
         TooLargeError: One of them cannot be evaluated in reasonable time.

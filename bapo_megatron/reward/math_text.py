@@ -136,14 +136,8 @@ _SPELLINGS = {
 _CANONICAL = {
     spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()
 }
-_SCALES = {
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3}
+_SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNIT_WORDS = """
     a all alpha an and approximately arccos arcsin arctan are as at base beta but choose cos
     cot csc cubed delta det divided dozen e equals exp factorial factor false fifth fifths for
@@ -341,10 +335,7 @@ def _ratio(sign: str, whole: int, top: str, bottom: str) -> Fraction | None:
 def choice_letter(text: str) -> str | None:
     r"""Return the letter of a multiple-choice answer such as ``B``, ``(b)``, ``\text{B}``."""
     match = _CHOICE.fullmatch(text)
-    if match is None:
-        return None
-    letter: str = next(group for group in match.groups() if group)
-    return letter.upper()
+    return None if match is None else next(filter(None, match.groups())).upper()
 
 
 def option_letter(text: str) -> str | None:

@@ -4,7 +4,7 @@ Q = tokens of one response that the policy sampled.
 """
 
 import asyncio
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.reward.pool import RewardPool
 
 
-@dataclass(frozen=True, slots=True)
-class ShapedReward:
+class ShapedReward(NamedTuple):
     """The reward that training uses, and where it comes from."""
 
     reward: float
@@ -37,11 +36,7 @@ class Shaping:
     async def apply(
         self, score: Score, response: Response, token_ids_Q: np.ndarray
     ) -> ShapedReward:
-        """Return the reward of a training sample, from the score that the functions gave it.
-
-        Raises:
-            RewardError: No worker starts.
-        """
+        """Return the reward of a training sample, from the score that the functions gave it."""
         config, terms, timed_out = self._config, {}, False
         if config.truncated == "zero":
             terms["truncated"] = -score.reward if response.sample.is_truncated else 0.0

@@ -25,7 +25,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log, tail
 from bapo_megatron.rollout import messages
 from bapo_megatron.types import EncodedBatch, EvalResult
-from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load, Resume
+from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -115,7 +115,7 @@ class CollectorClient:
         self._on_progress(f"loading weights version {version} into the servers")
         self._lacks_weights = True
         self._call(LOAD, Load(model_dir=model_dir.absolute(), version=version))
-        self._call(RESUME, Resume())
+        self._call(RESUME, None)
 
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""

@@ -45,7 +45,6 @@ from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.pooled_engine import PooledEngine
 from bapo_megatron.rollout.replay import write_samples, write_timeline
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.timeline import Timeline
@@ -91,7 +90,7 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
-        self._weights: WeightReceiver[PooledEngine]
+        self._weights: WeightReceiver
         self._wire_dir: Path
         self._num_pushes = 0
         self._num_results = -1
@@ -127,7 +126,7 @@ class Collector:
             self._probe_prompts = train_sets[0].prompts[:_NUM_PROBE_PROMPTS]
             self._batches = BatchCollector(
                 Interaction(environment, renderer, limits),
-                Grader(tokenizer, rewards, shaping, sees_groups=rewards.sees_groups),
+                Grader(tokenizer, rewards, shaping, sees_groups=bool(rewards.group_names)),
                 PromptMixture(train_sets, run.seed, run.data.shuffle),
                 run.rollout,
                 run.replay,

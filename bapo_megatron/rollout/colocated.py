@@ -14,7 +14,7 @@ from bapo_megatron.engine.base import Engine, EngineServer, MemoryPart
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import ServerError
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.weight_sync.servers import Pausable
+from bapo_megatron.weight_sync.receive import Pausable
 
 _LOG = logging.getLogger(__name__)
 

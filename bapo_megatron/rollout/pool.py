@@ -17,6 +17,7 @@ from bapo_megatron.engine.base import (
     PauseMode,
     join,
 )
+from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RolloutError,
@@ -24,7 +25,6 @@ from bapo_megatron.errors import (
     ServerGoneError,
     describe_cause,
 )
-from bapo_megatron.rollout.pooled_engine import EngineStates, PooledEngine
 from bapo_megatron.rollout.timeline import RequestTrace, Timeline
 from bapo_megatron.types import FinishReason
 

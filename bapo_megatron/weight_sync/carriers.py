@@ -13,9 +13,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing
@@ -31,20 +30,11 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import hf_shapes
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import gather_weights, plan_buckets
+from bapo_megatron.weight_sync import messages
 from bapo_megatron.weight_sync.collective_group import (
     WeightGroup,
     choose_backend,
     rank_zero_address,
-)
-from bapo_megatron.weight_sync.messages import (
-    JOIN,
-    RECEIVE,
-    TAKE,
-    Join,
-    Opened,
-    Outcome,
-    Receive,
-    Take,
 )
 
 _END = b"end"
@@ -55,8 +45,7 @@ _DEVICE_ARGUMENT = 6
 """Position of the device among the arguments of ``reductions.rebuild_cuda_tensor``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Some Hugging Face tensors in one piece of memory, one after the other."""
 
     layout: BucketLayout
@@ -69,11 +58,9 @@ class WeightBuckets:
     """The buckets of a policy; rank 0 calls ``gather`` and ``end``, all others ``follow``."""
 
     def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
-        """Plan them, alike on all ranks.
+        """Plan them, alike on all ranks; ``finish_weights`` has finished the policy's weights.
 
-        Args:
-            policy: Holds the weights, finished by ``finish_weights``.
-            max_bytes: Largest bucket, except for one with a single larger parameter.
+        A bucket has at most ``max_bytes``, unless it holds a single larger parameter.
         """
         self._policy = policy
         self._dtype: torch.dtype = policy.chunks[0].config.params_dtype
@@ -92,9 +79,8 @@ class WeightBuckets:
         dtypes = (str(self._dtype).removeprefix("torch."),) * len(shapes)
         layout = BucketLayout(tuple(shapes), dtypes, tuple(shapes.values()))
         flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=policy.device)
-        for (name, target), (gathered, tensor) in zip(
-            unpack(layout, flat), self._iterate(number), strict=True
-        ):
+        targets = unpack(layout, flat)
+        for (name, target), (gathered, tensor) in zip(targets, self._iterate(number), strict=True):
             assert name == gathered, "weights come in the order of the table"
             target.copy_(tensor)
         return Bucket(layout, flat, is_last=number + 1 == len(self))
@@ -119,23 +105,15 @@ class AttemptFailedError(Exception):
     """A server failed; the others get the weights in another attempt."""
 
 
-def check(outcome: Outcome) -> None:
-    """Raise what the collector reports.
-
-    Raises:
-        AttemptFailedError: A server failed.
-    """
+def check(outcome: messages.Outcome) -> None:
+    """Raise ``AttemptFailedError`` where the collector reports that a server failed."""
     if outcome.failed is not None:
         raise AttemptFailedError(outcome.failed)
 
 
 @contextmanager
 def handed_over() -> Iterator[None]:
-    """Turn a failure on rank 0's own side into an error that all ranks hear of.
-
-    Raises:
-        RolloutError: A port, shared memory, a file or the group cannot be used.
-    """
+    """Turn a failure on rank 0's own side into a ``RolloutError``, of which all ranks hear."""
     try:
         yield
     except RolloutError:
@@ -158,7 +136,7 @@ class BroadcastCarrier:
         self._group: WeightGroup | None = None
         self._stuck: list[Future[None]] = []
 
-    def prepare(self, opened: Opened, collector: Caller) -> None:
+    def prepare(self, opened: messages.Opened, collector: Caller) -> None:
         """Form a group with the servers that the collector named, unless they still share one."""
         if opened.share_group and self._group is not None:
             return
@@ -167,13 +145,14 @@ class BroadcastCarrier:
         backend = choose_backend(self._config.backend, self._device, opened.addresses)
         world_size = 1 + sum(opened.num_ranks)
         self._group = group = WeightGroup(address, backend, world_size, self._config.timeout_s)
-        joined = collector.start(JOIN, Join(place=group.place))
+        joined = collector.start(messages.JOIN, group.place)
         self._await_both(joined, group.form(), "form a group")
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Broadcast a bucket; the returned function waits until all servers have loaded it."""
         assert self._group is not None, "prepare comes first"
-        received = collector.start(RECEIVE, Receive(bucket=bucket.layout, is_last=bucket.is_last))
+        request = messages.Receive(bucket=bucket.layout, is_last=bucket.is_last)
+        received = collector.start(messages.RECEIVE, request)
         sent = self._group.broadcast(bucket.flat)
         return functools.partial(self._await_both, received, sent, "send the weights")
 
@@ -189,13 +168,13 @@ class BroadcastCarrier:
         # A thread inside a collective at the end of the interpreter would abort the process.
         wait(self._stuck, _MAX_STUCK_S)
 
-    def _await_both(self, servers: Callable[[], Outcome], own: Future[None], what: str) -> None:
+    def _await_both(
+        self, servers: Callable[[], messages.Outcome], own: Future[None], what: str
+    ) -> None:
         """Wait for an operation of servers and of rank 0.
 
-        Raises:
-            AttemptFailedError: A server failed; if rank 0 did too, the message has its reason: who
-                was first is not known.
-            RolloutError: Rank 0 alone failed.
+        Raise ``RolloutError`` where rank 0 alone failed. Where a server and rank 0 did, the message
+        has both reasons: who was first is not known.
         """
         try:
             check(servers())
@@ -220,21 +199,20 @@ class MemoryCarrier:
         """Prepare for buckets on ``device``."""
         self._num_ranks: tuple[int, ...] = ()
         if device.type == "cpu":
-            start_manager()
+            _start_manager()
 
-    def prepare(self, opened: Opened, collector: Caller) -> None:
+    def prepare(self, opened: messages.Opened, collector: Caller) -> None:
         """Remember how many processes open each bucket."""
         self._num_ranks = opened.num_ranks
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Describe a bucket to every rank of every server; returns as ``BroadcastCarrier``."""
         payloads = tuple(
-            tuple(
-                shared_memory_payload(unpack(bucket.layout, bucket.flat)) for _ in range(num_ranks)
-            )
-            for num_ranks in self._num_ranks
+            tuple(shared_memory_payload(unpack(bucket.layout, bucket.flat)) for _ in range(count))
+            for count in self._num_ranks
         )
-        taken = collector.start(TAKE, Take(payloads=payloads, is_last=bucket.is_last))
+        request = messages.Take(payloads=payloads, is_last=bucket.is_last)
+        taken = collector.start(messages.TAKE, request)
 
         def await_taken(_: Bucket = bucket) -> None:  # whose memory must stay until it is loaded
             check(taken())
@@ -244,8 +222,7 @@ class MemoryCarrier:
     def give_up(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
-        """Do nothing."""
+    close = give_up
 
 
 Carrier = BroadcastCarrier | MemoryCarrier
@@ -267,7 +244,7 @@ def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def start_manager() -> None:
+def _start_manager() -> None:
     """Start torch's process that removes the files of shared host memory.
 
     It lives as long as a server maps one, so beyond this process, and must not hold its standard

@@ -34,10 +34,8 @@ _MIN_BYTES_PER_S = 10e6
 def rank_zero_address(servers: Sequence[str], configured: str) -> str:
     """Return the address of this process as the servers see it.
 
-    Args:
-        servers: Their addresses, ``http://host:port``; an engine in the collector's process has no
-            host.
-        configured: ``rollout.weight_sync.master_address``; may be empty.
+    ``servers`` are ``http://host:port``, without a host for an engine in the collector's process;
+    ``configured`` is ``rollout.weight_sync.master_address``.
     """
     if configured:
         return configured
@@ -49,11 +47,6 @@ def choose_backend(configured: str, device: torch.device, servers: Sequence[str]
     """Return the backend that ``rollout.weight_sync.backend`` means.
 
     NCCL allows one member per GPU, and an engine in the collector's process may be on rank 0's.
-
-    Args:
-        configured: The key.
-        device: Where rank 0's weights are.
-        servers: As in ``rank_zero_address``.
     """
     if configured != "auto":
         return configured
@@ -65,11 +58,7 @@ class WeightGroup:
     """One group; made for a set of servers, closed when that changes."""
 
     def __init__(self, address: str, backend: str, world_size: int, timeout_s: float) -> None:
-        """Open the store, on the loopback alone if that is the address.
-
-        Raises:
-            OSError: No port can be opened.
-        """
+        """Open the store, on the loopback alone if that is the address."""
         self._timeout_s = timeout_s
         self._form_s = min(timeout_s, _MAX_FORM_S)
         self._group: Any = None
@@ -115,8 +104,7 @@ class WeightGroup:
     def close(self) -> Future[None] | None:
         """Leave the group and close the store.
 
-        Returns:
-            The operation that is stuck, if there is one: it ends by its time limit.
+        Returns the operation that is stuck, if there is one: it ends by its time limit.
         """
         self._store = None
         group, self._group = self._group, None
@@ -150,10 +138,7 @@ def _is_loopback(host: str) -> bool:
 
 def _listen(address: str) -> socket.socket:
     """Open a socket on a free port of the loopback, or of all interfaces."""
-    if _is_loopback(address):
-        return socket.create_server((LOOPBACK, 0), backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-        )
-    return socket.create_server(("", 0), backlog=1024)
+    if _is_loopback(address) or not socket.has_dualstack_ipv6():
+        host = LOOPBACK if _is_loopback(address) else ""
+        return socket.create_server((host, 0), backlog=1024)
+    return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)

@@ -15,13 +15,6 @@ from bapo_megatron.engine.base import BucketLayout, GroupPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """Start an attempt: pause generation, choose and prepare servers."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """The servers that take part in an attempt."""
 
@@ -30,14 +23,6 @@ class Opened:
     """Tensor-parallel ranks of each."""
     share_group: bool
     """Whether all of them have joined one group and were never lost since."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
-    """Have the servers join rank 0's group; answered when it is complete."""
-
-    place: GroupPlace
-    """Rank 0's place; the servers' ranks follow in the order of ``Opened``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +43,6 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """Check that all servers report the version, and admit them; generation stays paused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of one part of an attempt."""
 
@@ -79,16 +59,10 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GetProbe:
-    """Ask for the tokens that ``Verify`` compares."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The sequences that the servers are compared on."""
+    """The token ids of the sequences that the servers are compared on."""
 
     sequences: tuple[tuple[int, ...], ...]
-    """Token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,25 +82,18 @@ class Verified:
     because none answered: they may come back, and need the weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """Let generation continue; the last call of every push."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """Generation continues."""
-
-    pause_s: float
-    """How long it stood still since the last ``Resume``; 0 if nothing was generated."""
-
-
-BEGIN = Call("weights.begin", Begin, Opened)
-JOIN = Call("weights.join", Join, Outcome)
+BEGIN = Call("weights.begin", int, Opened)
+"""Start an attempt to push this version: pause generation, choose and prepare servers."""
+JOIN = Call("weights.join", GroupPlace, Outcome)
+"""Have the servers join the group of rank 0, which has this place, and the servers those after it,
+in the order of ``Opened``; answered when it is complete."""
 RECEIVE = Call("weights.receive", Receive, Outcome)
 TAKE = Call("weights.take", Take, Outcome)
-FINISH = Call("weights.finish", Finish, Outcome)
+FINISH = Call("weights.finish", type(None), Outcome)
+"""Check that all servers report the version, and admit them; generation stays paused."""
 LOAD = Call("weights.load", Load, type(None))
-PROBE = Call("weights.probe", GetProbe, Probe)
+PROBE = Call("weights.probe", type(None), Probe)
 VERIFY = Call("weights.verify", Verify, Verified)
-RESUME = Call("weights.resume", Resume, Resumed)
+RESUME = Call("weights.resume", type(None), float)
+"""Let generation continue; answered with the seconds for which it stood still since the last one, 0
+if nothing was generated. The last call of every push."""

@@ -4,32 +4,40 @@ Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` an
 ``messages``, which gives their order.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from bapo_megatron.calls import Answers
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import GroupPlace, WeightControl
+from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync import messages
-from bapo_megatron.weight_sync.servers import EntryT, Pausable, ServerPool
-from bapo_megatron.weight_sync.verify import mean_difference
 
 _POLL_S = 0.2
 _MAX_PROBE = 256
 """Tokens of a prompt that are compared."""
 
 
-class WeightReceiver(Generic[EntryT]):
+class Pausable(Protocol):
+    """The generation with the old weights."""
+
+    async def pause(self) -> bool:
+        """Make way for new weights; return whether anything was generated."""
+
+    async def resume(self) -> None:
+        """Continue."""
+
+
+class WeightReceiver:
     """Gives the servers of a pool new weights."""
 
     def __init__(
         self,
-        pool: ServerPool[EntryT],
+        pool: EngineStates,
         config: RolloutConfig,
         generation: Pausable | None,
         probe_prompts: Sequence[Sequence[int]] = (),
@@ -40,15 +48,19 @@ class WeightReceiver(Generic[EntryT]):
         compares log-probs of ``probe_prompts``.
         """
         self._pool = pool
-        self._sync = config.weight_sync
-        self._resumes_to_verify = config.weight_sync.in_flight != "abort" or config.colocated
-        self._health = config.health
+        self._sync, self._health = config.weight_sync, config.health
+        self._resumes_to_verify = self._sync.in_flight != "abort" or config.colocated
+        # Requests that are paused in place still need their keys and values.
+        self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
         prompts = (tuple(prompt[:_MAX_PROBE]) for prompt in probe_prompts if len(prompt) > 1)
         self._probe = messages.Probe(sequences=tuple(prompts))
-        self._members: list[Member[EntryT]] = []
-        self._calls = MemberCalls[EntryT]()
-        self._group: _Group[EntryT] | None = None
+        self._members: dict[PooledEngine, WeightControl] = {}
+        """The servers that take part, in the order of their ranks."""
+        self._calls: dict[asyncio.Task[None], PooledEngine] = {}
+        """Those of the newest step: of one that failed until ``_take_out_failed``."""
+        self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
+        """Name and members of the collective group that servers have joined."""
         self._group_is_new = True
         self._has_session = False
         self._is_paused = False
@@ -70,7 +82,7 @@ class WeightReceiver(Generic[EntryT]):
         answers.bind(messages.VERIFY, self.verify)
         answers.bind(messages.RESUME, self.resume)
 
-    async def begin(self, request: messages.Begin) -> messages.Opened:
+    async def begin(self, version: int) -> messages.Opened:
         """Start an attempt to push a version: pause generation, choose and prepare servers.
 
         Raises:
@@ -78,42 +90,41 @@ class WeightReceiver(Generic[EntryT]):
                 refused the last attempt.
         """
         await self._pause()
-        has_failed = self._calls.have_failed
+        has_failed = bool(self._calls)
         await self._take_out_failed(self._health.timeout_s)
-        self._version = request.version
-        self._has_session = True
+        self._version, self._has_session = version, True
         # A server that was lost since has forgotten the group, or is another process.
-        shared = self._group.entries if self._group is not None else ()
+        shared: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
         is_intact = not has_failed and all(entry.is_usable for entry in shared)
         self._members = await self._await_members()
-        share_group = is_intact and shared == tuple(member.entry for member in self._members)
+        share_group = is_intact and shared == tuple(self._members)
         if not share_group:
             await self._leave()
         self._group_is_new = not share_group
         return messages.Opened(
-            addresses=tuple(member.entry.address for member in self._members),
-            num_ranks=tuple(member.control.tensor_ranks for member in self._members),
+            addresses=tuple(entry.address for entry in self._members),
+            num_ranks=tuple(control.tensor_ranks for control in self._members.values()),
             share_group=share_group,
         )
 
-    async def join(self, request: messages.Join) -> messages.Outcome:
+    async def join(self, place: GroupPlace) -> messages.Outcome:
         """Have all members join the trainer's group; answer when it is complete."""
-        self._group = _Group(request.place.name, tuple(member.entry for member in self._members))
-        places: dict[Member[EntryT], GroupPlace] = {}
+        self._group = place.name, tuple(self._members)
+        places = {}
         first_rank = 1
-        for member in self._members:
-            places[member] = replace(request.place, first_rank=first_rank)
-            first_rank += member.control.tensor_ranks
+        for entry, control in self._members.items():
+            places[entry] = replace(place, first_rank=first_rank)
+            first_rank += control.tensor_ranks
         return await self._on_all(
-            lambda member, limit_s: member.control.join_group(places[member], limit_s)
+            lambda entry, control, limit_s: control.join_group(places[entry], limit_s)
         )
 
     async def receive(self, request: messages.Receive) -> messages.Outcome:
         """Have all members receive and load the bucket that rank 0 broadcasts meanwhile."""
         assert self._group is not None, "join comes first"
-        group_name = self._group.name
+        group_name, _ = self._group
         return await self._on_all(
-            lambda member, limit_s: member.control.receive(
+            lambda _, control, limit_s: control.receive(
                 request.bucket,
                 group_name,
                 version=self._version if request.is_last else None,
@@ -126,21 +137,21 @@ class WeightReceiver(Generic[EntryT]):
         """Have each member load its own payloads."""
         own = dict(zip(self._members, request.payloads, strict=True))
         return await self._on_all(
-            lambda member, limit_s: member.control.take(
-                own[member],
+            lambda entry, control, limit_s: control.take(
+                own[entry],
                 version=self._version if request.is_last else None,
                 flush_cache=request.is_last and self._may_flush,
                 timeout_s=limit_s,
             )
         )
 
-    async def finish(self, _: messages.Finish) -> messages.Outcome:
+    async def finish(self, _: None) -> messages.Outcome:
         """Check that all members report the version, and admit them; generation stays paused."""
         outcome = await self._on_all(self._complete)
         if outcome.failed is None:
             self._pool.version = self._version
-            for member in self._members:
-                self._pool.mark_updated(member.entry, self._version)
+            for entry in self._members:
+                self._pool.mark_updated(entry, self._version)
             self._give_up_s = None
         return outcome
 
@@ -151,13 +162,12 @@ class WeightReceiver(Generic[EntryT]):
             RolloutError: As ``begin``.
         """
         await self._pause()
-        self._version = request.version
-        self._has_session = False
+        self._version, self._has_session = request.version, False
         while True:
             await self._take_out_failed(self._health.timeout_s)
             self._members = await self._await_members()
             await self._on_all(
-                lambda member, limit_s: member.control.load(
+                lambda _, control, limit_s: control.load(
                     request.model_dir,
                     version=request.version,
                     flush_cache=self._may_flush,
@@ -165,11 +175,12 @@ class WeightReceiver(Generic[EntryT]):
                 )
             )
             await self._take_out_failed(self._remaining_s())  # the others load it all the same
-            self._members = [member for member in self._members if not member.entry.is_lost]
-            if self._members and (await self.finish(messages.Finish())).failed is None:
+            for entry in [entry for entry in self._members if entry.is_lost]:
+                del self._members[entry]
+            if self._members and (await self.finish(None)).failed is None:
                 return
 
-    async def probe(self, _: messages.GetProbe) -> messages.Probe:
+    async def probe(self, _: None) -> messages.Probe:
         """Return the tokens that ``verify`` compares, sequence by sequence."""
         return self._probe
 
@@ -186,22 +197,10 @@ class WeightReceiver(Generic[EntryT]):
         if self._resumes_to_verify:
             await self._go_on()
         self._set_deadline()
-        found = await asyncio.gather(
-            *(self._difference(member, request) for member in self._members)
+        results = await asyncio.gather(
+            *(self._difference(entry, request.expected) for entry in self._members)
         )
-        differences = {
-            member.entry: difference
-            for member, difference in zip(self._members, found, strict=True)
-            if difference is not None
-        }
-        return messages.Verified(difference=self._judge(differences))
-
-    def _judge(self, differences: dict[EntryT, float]) -> float | None:
-        """Take out the servers that differ too much; return the largest difference of the others.
-
-        Raises:
-            RolloutError: All of them differ too much.
-        """
+        differences = {e: d for e, d in zip(self._members, results, strict=True) if d is not None}
         tolerance = self._sync.verify_tolerance
         bad = {entry: found for entry, found in differences.items() if not found <= tolerance}
         for entry, difference in bad.items():
@@ -219,25 +218,22 @@ class WeightReceiver(Generic[EntryT]):
                 "dtype, quantization and model of the servers, or raise "
                 "rollout.weight_sync.verify_tolerance"
             )
-        return max(
-            (found for entry, found in differences.items() if entry not in bad), default=None
-        )
+        kept = (found for entry, found in differences.items() if entry not in bad)
+        return messages.Verified(difference=max(kept, default=None))
 
-    async def resume(self, _: messages.Resume) -> messages.Resumed:
+    async def resume(self, _: None) -> float:
         """Let generation continue; do nothing if it runs."""
         await self._go_on()
         pause_s, self._pause_s = self._pause_s, 0.0
-        return messages.Resumed(pause_s=pause_s)
+        return pause_s
 
     async def close(self) -> None:
         """End what is open on the servers, also the group; none of them has to answer."""
-        await self._calls.cancel()
+        calls, self._calls = self._calls, {}
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
         await self._leave()
-
-    @property
-    def _may_flush(self) -> bool:
-        """Requests that are paused in place still need their keys and values."""
-        return self._sync.in_flight != "in_place"
 
     async def _pause(self) -> None:
         if not self._is_paused and self._generation is not None:
@@ -260,52 +256,99 @@ class WeightReceiver(Generic[EntryT]):
         return max(self._deadline_s - asyncio.get_running_loop().time(), 1.0)
 
     async def _on_all(
-        self, call: Callable[[Member[EntryT], float], Awaitable[None]]
+        self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
     ) -> messages.Outcome:
-        failed = await self._calls.run(
-            self._members, lambda member: call(member, self._remaining_s())
-        )
-        return messages.Outcome(failed=failed)
+        """Call every member; return when all have answered, or why the first has failed.
 
-    async def _complete(self, member: Member[EntryT], limit_s: float) -> None:
+        The others may then be waiting for the trainer, in a collective that the first has left;
+        their calls stay open until ``_take_out_failed``.
+        """
+        limit_s = self._remaining_s()
+        self._calls = {
+            asyncio.create_task(call(entry, control, limit_s)): entry
+            for entry, control in self._members.items()
+        }
+        pending = set(self._calls)
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in done:
+                if (error := task.exception()) is not None:
+                    return messages.Outcome(failed=_describe(self._calls[task], error))
+            for task in pending:
+                if (entry := self._calls[task]).is_lost:
+                    return messages.Outcome(failed=f"{entry.address}: it was lost meanwhile")
+        self._calls = {}
+        return messages.Outcome(failed=None)
+
+    async def _complete(self, entry: PooledEngine, control: WeightControl, limit_s: float) -> None:
         if self._has_session:
-            await member.control.close_session(limit_s)
-        reported = await member.entry.engine.version(limit_s)
+            await control.close_session(limit_s)
+        reported = await entry.engine.version(limit_s)
         if reported != str(self._version):
             raise RolloutError(
-                f"{member.entry.address}: got weights version {self._version} but reports "
+                f"{entry.address}: got weights version {self._version} but reports "
                 f"'{reported}'; let no one else update this server"
             )
         if not self._may_flush:
-            await member.control.flush_idle(limit_s)
+            await control.flush_idle(limit_s)
 
     async def _take_out_failed(self, grace_s: float) -> None:
-        """Mark the members lost that made the last attempt fail, and those still not done."""
-        blamed = await self._calls.settle(grace_s, blame_refusals=self._group_is_new)
-        for member, reason in blamed.items():
-            self._pool.mark_lost(member.entry, reason)
+        """Take out the members that made the newest step fail, if it failed.
 
-    async def _await_members(self) -> list[Member[EntryT]]:
+        Members that refused may have done so because another one is gone, or because of a group
+        that was left: they are blamed only in a new group, and if nothing else explains the
+        failure. Open calls may take another ``grace_s``; then they are ended.
+
+        Raises:
+            RolloutError: All members refused.
+        """
+        calls, self._calls = self._calls, {}
+        if not calls:
+            return
+        await asyncio.wait(calls, timeout=grace_s)
+        gone: dict[PooledEngine, str] = {}
+        refused: dict[PooledEngine, str] = {}
+        for task, entry in calls.items():
+            if not task.done():
+                task.cancel()
+                gone[entry] = "it hangs in a weight update that others have left"
+            elif (error := task.exception()) is None:
+                continue
+            elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
+                refused[entry] = str(error)
+            else:  # also if the answer has no known form: what the server has is not known
+                gone[entry] = _describe(entry, error)
+        await asyncio.gather(*calls, return_exceptions=True)
+        is_explained = gone or any(entry.is_lost for entry in calls.values())
+        if self._group_is_new and not is_explained:
+            if len(refused) == len(calls):
+                raise RolloutError(next(iter(refused.values())))
+            gone = refused
+        for entry, reason in gone.items():
+            self._pool.mark_lost(entry, reason)
+
+    async def _await_members(self) -> dict[PooledEngine, WeightControl]:
         """Wait until a server can take part; return all that can, ready for weights."""
         clock_s = asyncio.get_running_loop().time
         while True:
             self._set_deadline()
             answering = [entry for entry in self._pool.engines if entry.is_answering]
-            prepared = await asyncio.gather(*map(self._prepare, answering))
-            members = [member for member in prepared if member is not None]
+            controls = await asyncio.gather(*map(self._prepare, answering))
             if self._give_up_s is None:
                 self._give_up_s = clock_s() + self._health.patience_s
-            if members and clock_s() < self._give_up_s:
-                return members
             if clock_s() >= self._give_up_s:
                 raise RolloutError(
                     f"no server took weights version {self._version} within "
                     f"rollout.health.patience_s ({self._health.patience_s:g} s); see the servers' "
                     "logs, start them again and continue with resume=true"
                 )
+            if members := {e: c for e, c in zip(answering, controls, strict=True) if c is not None}:
+                return members
             await asyncio.sleep(_POLL_S)
 
-    async def _prepare(self, entry: EntryT) -> Member[EntryT] | None:
+    async def _prepare(self, entry: PooledEngine) -> WeightControl | None:
         """Ask a server how it was started and open a session; one that fails is taken out."""
         try:
             control = await entry.engine.weights(self._health.timeout_s)
@@ -314,137 +357,45 @@ class WeightReceiver(Generic[EntryT]):
         except ServerError as error:
             self._pool.mark_lost(entry, str(error))
             return None
-        return Member(entry, control)
+        return control
 
     async def _leave(self) -> None:
         """Have all servers forget the group, so that the next trainer finds none."""
         group, self._group = self._group, None
         if group is None:
             return
+        name, entries = group
         await asyncio.gather(
             *(
-                member.control.leave_group(group.name, self._health.timeout_s)
-                for member in self._members
-                if member.entry in group.entries and not member.entry.is_lost
+                control.leave_group(name, self._health.timeout_s)
+                for entry, control in self._members.items()
+                if entry in entries and not entry.is_lost
             ),
             return_exceptions=True,  # it restarted meanwhile, or ends now
         )
 
-    async def _difference(self, member: Member[EntryT], request: messages.Verify) -> float | None:
-        """Mean absolute difference of a server's log-probs; None if it does not answer."""
+    async def _difference(
+        self, entry: PooledEngine, expected: Sequence[Sequence[float]]
+    ) -> float | None:
+        """Mean |log-prob of the server − expected| over all tokens, infinite if not finite.
+
+        None if the server does not answer, or not as documented: then it is taken out.
+        """
+        differences: list[float] = []
+        limit_s = self._remaining_s()
         try:
-            return await mean_difference(
-                member.entry.engine, self._probe.sequences, request.expected, self._remaining_s()
-            )
+            for token_ids, expected_row in zip(self._probe.sequences, expected, strict=True):
+                found = await entry.engine.score(token_ids, limit_s)
+                differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
         except RolloutError as error:
-            self._pool.mark_lost(member.entry, f"it does not answer the probe: {error}")
+            self._pool.mark_lost(entry, f"it does not answer the probe: {error}")
             return None
+        mean = sum(differences) / len(differences) if differences else 0.0
+        return mean if math.isfinite(mean) else math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class _Group(Generic[EntryT]):
-    """The collective group that servers have joined."""
-
-    name: str
-    entries: tuple[EntryT, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Member(Generic[EntryT]):
-    """A server that takes part in a push."""
-
-    entry: EntryT
-    control: WeightControl
-
-
-class MemberCalls(Generic[EntryT]):
-    """One call to each member in every step of an attempt, and whom a failure is blamed on.
-
-    After a failure the calls of that step stay open until ``settle``.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[asyncio.Task[None], Member[EntryT]] = {}
-
-    @property
-    def have_failed(self) -> bool:
-        """Whether the newest step failed."""
-        return bool(self._calls)
-
-    async def run(
-        self, members: Sequence[Member[EntryT]], call: Callable[[Member[EntryT]], Awaitable[None]]
-    ) -> str | None:
-        """Call every member; return when all have answered, or why the first has failed.
-
-        The others may then be waiting for the trainer, in a collective that the first has left.
-        """
-
-        async def run(member: Member[EntryT]) -> None:
-            await call(member)
-
-        self._calls = {asyncio.create_task(run(member)): member for member in members}
-        pending = set(self._calls)
-        while pending:
-            done, pending = await asyncio.wait(
-                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                if (error := task.exception()) is not None:
-                    return _describe(self._calls[task], error)
-            for task in pending:
-                if (entry := self._calls[task].entry).is_lost:
-                    return f"{entry.address}: it was lost meanwhile"
-        self._calls = {}
-        return None
-
-    async def settle(self, grace_s: float, *, blame_refusals: bool) -> dict[Member[EntryT], str]:
-        """Find the members that made the newest step fail, if it failed, and forget its calls.
-
-        Members that refused may have done so because another one is gone, or because of a group
-        that was left: they are blamed only with ``blame_refusals``, and if
-        nothing else explains the failure.
-
-        Open calls may take another ``grace_s``; then they are ended.
-
-        Returns:
-            Why each of them is blamed.
-
-        Raises:
-            RolloutError: All members refused.
-        """
-        calls, self._calls = self._calls, {}
-        gone: dict[Member[EntryT], str] = {}
-        refused: dict[Member[EntryT], str] = {}
-        if calls:
-            await asyncio.wait(calls, timeout=grace_s)
-        for task, member in calls.items():
-            if not task.done():
-                task.cancel()
-                gone[member] = "it hangs in a weight update that others have left"
-            elif (error := task.exception()) is None:
-                continue
-            elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
-                refused[member] = str(error)
-            else:  # also if the answer has no known form: what the server has is not known
-                gone[member] = _describe(member, error)
-        await asyncio.gather(*calls, return_exceptions=True)
-        is_explained = gone or any(member.entry.is_lost for member in calls.values())
-        if is_explained or not blame_refusals:
-            return gone
-        if calls and len(refused) == len(calls):
-            raise RolloutError(next(iter(refused.values())))
-        return refused
-
-    async def cancel(self) -> None:
-        """End what is open."""
-        calls, self._calls = self._calls, {}
-        for task in calls:
-            task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-
-
-def _describe(member: Member[EntryT], error: BaseException) -> str:
+def _describe(entry: PooledEngine, error: BaseException) -> str:
     if isinstance(error, RolloutError):
         return str(error)
     kind = type(error).__name__
-    return f"{member.entry.address}: a call failed ({f'{kind}: {error}' if str(error) else kind})"
+    return f"{entry.address}: a call failed ({f'{kind}: {error}' if str(error) else kind})"

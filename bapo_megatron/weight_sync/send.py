@@ -75,11 +75,8 @@ class WeightSync:
     ) -> None:
         """Choose the method; nothing is started.
 
-        Args:
-            config: The section.
-            run_dir: ``method: disk`` keeps the newest version under ``<run_dir>/weights``.
-            score: Scores what ``verify`` compares.
-            device: Where the policy is.
+        ``method: disk`` keeps the newest version under ``<run_dir>/weights``. ``score`` scores what
+        ``verify`` compares, and ``device`` is where the policy is.
         """
         self._config = config
         self._score = score
@@ -96,15 +93,9 @@ class WeightSync:
     ) -> SyncReport | None:
         """Give all servers the policy's weights as version ``policy.num_updates``.
 
-        A collective over all ranks; ``collector`` is given on rank 0 only.
-
-        Args:
-            policy: The weights.
-            collector: Answers the calls of ``messages``.
-            again: Push even if this version was pushed before: servers have come that lack it.
-
-        Returns:
-            What it cost; None where there was nothing to do, and on all ranks but the first.
+        A collective over all ranks; rank 0 alone has the ``collector``, which answers ``messages``.
+        With ``again`` a version is pushed that was pushed before: servers have come that lack it.
+        Returns what it cost; None where there was nothing to do, and on all ranks but the first.
 
         Raises:
             RolloutError: No server took the weights, or rank 0 could not hand them over; on all
@@ -116,20 +107,19 @@ class WeightSync:
         if version == self._version and not again:
             return None
         started_s = time.monotonic()
-        num_bytes, difference, pause_s = 0, None, 0.0
+        difference, pause_s = None, 0.0
         probe: bytes | None = None
         verifies = self._config.verify == "logprobs"
         with fail_together(policy.groups, RolloutError):
             num_bytes = self._hand_over(policy, collector, version)
             if collector is not None and verifies:
-                sequences = collector.start(messages.PROBE, messages.GetProbe())().sequences
-                probe = json.dumps(sequences).encode()
+                probe = json.dumps(collector.start(messages.PROBE, None)().sequences).encode()
         if verifies:
             with fail_together(policy.groups, RolloutError):
                 difference = self._verify(policy, collector, probe)
         with fail_together(policy.groups, RolloutError):
             if collector is not None:
-                pause_s = collector.start(messages.RESUME, messages.Resume())().pause_s
+                pause_s = collector.start(messages.RESUME, None)()
         self._version = version
         if collector is None:
             return None
@@ -192,7 +182,7 @@ class WeightSync:
 
 def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: Carrier) -> int:
     """Send all buckets; gather the next while the servers load the last. Returns their bytes."""
-    opened = collector.start(messages.BEGIN, messages.Begin(version=version))()
+    opened = collector.start(messages.BEGIN, version)()
     with handed_over():
         carrier.prepare(opened, collector)
     num_bytes = 0
@@ -206,5 +196,5 @@ def _attempt(buckets: WeightBuckets, collector: Caller, version: int, carrier: C
         num_bytes += bucket.flat.numel()
     assert await_loaded is not None, "a model has parameters"
     await_loaded()
-    check(collector.start(messages.FINISH, messages.Finish())())
+    check(collector.start(messages.FINISH, None)())
     return num_bytes

@@ -1,18 +1,16 @@
-"""Do the servers compute as the trainer does? Log-probs of given sequences, compared after a push.
+"""Do the servers compute as the trainer does? The trainer's log-probs of given sequences.
 
-The trainer scores each sequence as a response to its first token (``trainer_logprobs``, on all
-ranks); a server scores it as a prompt (``mean_difference``, in the collector).
+The trainer scores each sequence as a response to its first token; a server scores it as a prompt
+(``receive``).
 
 Shape legend: T = response tokens of a micro-batch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from bapo_megatron.engine.base import Engine
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
 
 TEMPERATURE = 1.0
@@ -40,14 +38,10 @@ def trainer_logprobs(
 ) -> tuple[tuple[float, ...], ...] | None:
     """Compute what servers with the same weights must compute; a collective over all ranks.
 
-    Args:
-        sequences: Token ids; at least one sequence, each of two tokens or more.
-        score: The trainer's model.
-
-    Returns:
-        Log-probs of all tokens but the first of each sequence, on rank 0; None elsewhere.
+    Each sequence has two token ids or more. Returns the log-probs of all but the first of each, on
+    rank 0; None elsewhere.
     """
-    scored = score([_as_sample(token_ids) for token_ids in sequences])
+    scored = score([*map(_as_sample, sequences)])
     if scored is None:
         return None
     found = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]
@@ -70,28 +64,3 @@ def _as_sample(token_ids: Sequence[int]) -> Sample:
         versions=(VersionSpan(0, len(response_ids)),),
         finish_reason=FinishReason.STOP,
     )
-
-
-async def mean_difference(
-    engine: Engine,
-    sequences: Sequence[Sequence[int]],
-    expected: Sequence[Sequence[float]],
-    timeout_s: float,
-) -> float:
-    """Compute mean |log-prob of the server − expected| over all tokens; infinite if not finite.
-
-    Args:
-        engine: Scores the sequences, each within ``timeout_s``.
-        sequences: Token ids.
-        expected: As ``trainer_logprobs``.
-        timeout_s: Time limit for one sequence.
-
-    Raises:
-        RolloutError: The server does not answer, or not as documented.
-    """
-    differences: list[float] = []
-    for token_ids, expected_row in zip(sequences, expected, strict=True):
-        found = await engine.score(token_ids, timeout_s)
-        differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
-    mean = sum(differences) / len(differences) if differences else 0.0
-    return mean if math.isfinite(mean) else math.inf

@@ -230,7 +230,7 @@ def test_a_closed_environment_refuses_episodes():
         await asyncio.sleep(0.2)
         await environment.close()
         for call in (running, environment.start(task_of())):
-            with pytest.raises(RolloutError, match="it is closed; run episodes before closing"):
+            with pytest.raises(RolloutError, match=r"^rollout\.environment: .* is closed"):
                 await call
 
     run("Bad", use)

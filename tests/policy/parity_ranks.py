@@ -234,7 +234,6 @@ def _collectives(groups: ProcessGroups) -> dict[str, Any]:
     return {
         "bytes": broadcast_bytes(large if rank == 0 else None, groups) == large,
         "empty": broadcast_bytes(b"" if rank == 0 else None, groups),
-        "both": _error_of(broadcast_bytes, None if rank == 0 else b"x", groups),
         "any": [any_rank(rank == flagged, groups.control) for flagged in (0, 1, 2)],
         "together": _error_of(_fail_on_rank_1, groups),
     }

@@ -35,7 +35,7 @@ def score(*functions, responses=RESPONSES, **others):
         async with Rewards(RewardConfig.model_validate(section)) as rewards:
             await rewards.start()
             alone = [await rewards.score(response) for response in responses]
-            return rewards.sees_groups, alone, await rewards.score_group(responses, alone)
+            return bool(rewards.group_names), alone, await rewards.score_group(responses, alone)
 
     return asyncio.run(ask())
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from bapo_megatron.engine.base import Completion
-    from bapo_megatron.rollout.pooled_engine import PooledEngine
+    from bapo_megatron.engine.pooled import PooledEngine
 
 T = 0.5
 PROMPT = [1, 2, 3]

@@ -19,7 +19,7 @@ from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
-from bapo_megatron.weight_sync.messages import Load, Resume
+from bapo_megatron.weight_sync.messages import Load
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.engine.helpers import reference_logprobs
 from tests.engine.sglang.servers import load_weights, with_client
@@ -108,7 +108,7 @@ async def _collect(
                     await asyncio.sleep(0.01)
                 grader.num_groups += config.groups_per_step
             await weights.load(Load(model_dir=model, version=step))
-            await weights.resume(Resume())
+            await weights.resume(None)
             batch = await asyncio.wait_for(batches.collect(step, deliver), 120)
             assert batch is not None
             made.append(batch)

@@ -63,7 +63,7 @@ class StubSource:
         self.calls.append(name)
         answers: dict[str, Any] = {
             "begin": messages.Opened(addresses=(), num_ranks=(), share_group=False),
-            "resume": messages.Resumed(pause_s=PAUSE_S),
+            "resume": PAUSE_S,
         }
         return lambda: answers.get(name, messages.Outcome(failed=None))
 

@@ -16,12 +16,12 @@ from bapo_megatron.calls import Answers, Request, encode
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
+from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import local_weights
-from bapo_megatron.rollout.pooled_engine import EngineState, PooledEngine
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.weight_sync import send
@@ -39,7 +39,7 @@ PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
 
 
 class StubPool:
-    """A ``ServerPool`` whose servers change their states by its calls alone."""
+    """``EngineStates`` whose servers change their states by its calls alone."""
 
     def __init__(self, clients: list[SglangClient]) -> None:
         self.engines = [PooledEngine(client, EngineState.STALE) for client in clients]

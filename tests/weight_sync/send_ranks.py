@@ -13,7 +13,7 @@ from bapo_megatron.distributed import barrier
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.weight_sync import carriers, send
-from bapo_megatron.weight_sync.messages import BEGIN, RESUME, TAKE, Begin, Opened, Outcome, Resumed
+from bapo_megatron.weight_sync.messages import BEGIN, RESUME, TAKE, Opened, Outcome
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
 from tests.weight_sync.ranks import build_policy, layout_of
@@ -47,8 +47,7 @@ class ScriptedSource:
         number = self.calls.count(name)
         self.calls.append(name)
         if call is BEGIN:
-            assert isinstance(request, Begin)
-            self.versions.append(request.version)
+            self.versions.append(request)
             return self._begin
         if call is RESUME:
             return self._resume
@@ -60,10 +59,10 @@ class ScriptedSource:
             raise RolloutError(self.begin_error)
         return Opened(addresses=(), num_ranks=self.num_ranks, share_group=False)
 
-    def _resume(self) -> Resumed:
+    def _resume(self) -> float:
         if self.resume_error:
             raise RolloutError(self.resume_error)
-        return Resumed(pause_s=PAUSE_S)
+        return PAUSE_S
 
 
 def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:

@@ -11,13 +11,9 @@ from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.weight_sync.messages import (
-    Begin,
-    Finish,
-    Join,
     Opened,
     Outcome,
     Receive,
-    Resume,
 )
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
@@ -25,8 +21,6 @@ from tests.weight_sync.ranks import StubGeneration, StubPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from bapo_megatron.rollout.pooled_engine import PooledEngine
 
 
 BUCKET = BucketLayout(names=("w",), dtypes=("float32",), shapes=((2, 3),))
@@ -37,29 +31,27 @@ EXPECTED = ((LOGPROB, LOGPROB), (LOGPROB,))
 class Setting:
     """A service with what it uses."""
 
-    def __init__(
-        self, pool: StubPool, generation: StubGeneration, service: WeightReceiver[PooledEngine]
-    ) -> None:
+    def __init__(self, pool: StubPool, generation: StubGeneration, service: WeightReceiver) -> None:
         self.pool = pool
         self.generation = generation
         self.service = service
 
     async def receive_all(self, version: int, *, join: bool = True) -> Opened:
         """A whole sync of two buckets; returns what ``begin`` said."""
-        opened = await self.service.begin(Begin(version=version))
+        opened = await self.service.begin(version)
         if join:
             assert await self.join(1 + sum(opened.num_ranks)) == Outcome(failed=None)
         for is_last in (False, True):
             assert await self.service.receive(Receive(bucket=BUCKET, is_last=is_last)) == Outcome(
                 failed=None
             )
-        assert await self.service.finish(Finish()) == Outcome(failed=None)
-        await self.service.resume(Resume())
+        assert await self.service.finish(None) == Outcome(failed=None)
+        await self.service.resume(None)
         return opened
 
     async def join(self, world_size: int = 3) -> Outcome:
         place = GroupPlace("group", "127.0.0.1", 1234, "gloo", 0, world_size)
-        return await self.service.join(Join(place=place))
+        return await self.service.join(place)
 
     def states(self) -> list[str]:
         return [engine.state.value for engine in self.pool.engines]

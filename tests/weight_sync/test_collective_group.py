@@ -30,11 +30,12 @@ from bapo_megatron.weight_sync.collective_group import (
     choose_backend,
     rank_zero_address,
 )
-from bapo_megatron.weight_sync.messages import Join, Opened, Outcome
+from bapo_megatron.weight_sync.messages import Opened, Outcome
 from tests.distributed_launch import run_ranks
 
 if TYPE_CHECKING:
     from bapo_megatron.calls import Call
+    from bapo_megatron.engine.base import GroupPlace
 
 LIMIT = timedelta(seconds=60)
 LOCAL = ("http://127.0.0.1:30000", "http://localhost:30001", "http://[::1]:30002")
@@ -150,8 +151,8 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
-        def start(self, call: Call[Any, Any], request: Join, /) -> Any:
-            store = dist.TCPStore("127.0.0.1", request.place.master_port, timeout=LIMIT)
+        def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
+            store = dist.TCPStore("127.0.0.1", place.master_port, timeout=LIMIT)
 
             def wait_for_rank_zero() -> Outcome:
                 with pytest.raises(dist.DistNetworkError):
@@ -178,7 +179,7 @@ def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
     carrier = BroadcastCarrier(WeightSyncConfig(), torch.device("cpu"))
 
     class Source:
-        def start(self, call: Call[Any, Any], request: Join, /) -> Any:
+        def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
             return lambda: Outcome(failed=None)
 
     opened = Opened(addresses=(), num_ranks=(), share_group=False)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.messages import (
-    Begin,
-    Finish,
     Load,
     Opened,
     Outcome,
@@ -20,9 +18,11 @@ from bapo_megatron.weight_sync.messages import (
     Take,
     Verify,
 )
-from bapo_megatron.weight_sync.receive import Member, MemberCalls
 from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.weight_sync.setting import BUCKET, EXPECTED, Setting, run_sync
+
+if TYPE_CHECKING:
+    from bapo_megatron.engine.pooled import PooledEngine
 
 
 def test_a_sync_pauses_generation_and_labels_only_the_last_part(
@@ -134,7 +134,7 @@ def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
     servers[1].refusals["/update_weights_from_distributed"] = "wrong shape"
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(Begin(version=7))
+        await setting.service.begin(7)
         assert await setting.join() == Outcome(failed=None)
         failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
         assert "wrong shape" in failed
@@ -168,7 +168,7 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
     async def use(setting: Setting) -> None:
         await setting.receive_all(1)
         servers[1].refusals["/update_weights_from_distributed"] = "unknown group"  # it restarted
-        assert (await setting.service.begin(Begin(version=2))).share_group
+        assert (await setting.service.begin(2)).share_group
         failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
         assert "unknown group" in failed
         servers[1].refusals.clear()
@@ -185,7 +185,7 @@ def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
     servers[0].hanging.add("/update_weights_from_distributed")
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(Begin(version=7))
+        await setting.service.begin(7)
         assert await setting.join() == Outcome(failed=None)
         failed = (await setting.service.receive(Receive(bucket=BUCKET, is_last=False))).failed
         assert "no answer within" in failed
@@ -201,7 +201,7 @@ def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
     servers[0].hanging.add("/update_weights_from_distributed")
 
     async def use(setting: Setting) -> None:
-        await setting.service.begin(Begin(version=7))
+        await setting.service.begin(7)
         assert await setting.join() == Outcome(failed=None)
         receiving = asyncio.create_task(
             setting.service.receive(Receive(bucket=BUCKET, is_last=False))
@@ -248,11 +248,11 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
 
 def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
     async def use(setting: Setting) -> None:
-        await setting.service.begin(Begin(version=7))
+        await setting.service.begin(7)
         assert await setting.service.take(
             Take(payloads=(("YQ==",), ("Yg==",)), is_last=True)
         ) == Outcome(failed=None)
-        assert await setting.service.finish(Finish()) == Outcome(failed=None)
+        assert await setting.service.finish(None) == Outcome(failed=None)
 
     run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
@@ -264,7 +264,7 @@ def test_without_any_server_the_patience_ends(servers: list[FakeWeightServer]) -
         for engine in setting.pool.engines:
             setting.pool.mark_lost(engine, "test")
         with pytest.raises(RolloutError, match="no server took weights version 7 within"):
-            await setting.service.begin(Begin(version=7))
+            await setting.service.begin(7)
 
     run_sync(servers, use, health={"patience_s": 0.5})
 
@@ -288,24 +288,23 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
     ended: list[str] = []
 
     async def use(setting: Setting) -> None:
-        control: Any = None
-        members = [Member(engine, control) for engine in setting.pool.engines]
+        await setting.service.begin(7)
+        first, second = setting.pool.engines
 
-        async def call(member: Member) -> None:
-            if member is members[0]:
+        async def call(entry: PooledEngine, *_: Any) -> None:
+            if entry is first:
                 raise TimeoutError  # has no text
             try:
                 await asyncio.sleep(60)
             finally:
-                ended.append(member.entry.address)
+                ended.append(entry.address)
 
-        calls = MemberCalls()
-        reason = f"{members[0].entry.address}: a call failed (TimeoutError)"
-        assert await calls.run(members, call) == reason
-        blamed = await calls.settle(grace_s=0.01, blame_refusals=True)
-        assert blamed[members[0]] == reason
-        assert "hangs" in blamed[members[1]]
-        assert ended == [members[1].entry.address]
+        reason = f"{first.address}: a call failed (TimeoutError)"
+        assert await setting.service._on_all(call) == Outcome(failed=reason)
+        await setting.service._take_out_failed(0.01)
+        assert setting.pool.reasons[first.address] == reason
+        assert "hangs" in setting.pool.reasons[second.address]
+        assert ended == [second.address]
 
     run_sync(servers, use)
 

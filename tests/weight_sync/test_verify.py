@@ -9,11 +9,8 @@ import pytest
 
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.messages import (
-    GetProbe,
     Load,
     Probe,
-    Resume,
-    Resumed,
     Verified,
     Verify,
 )
@@ -26,7 +23,7 @@ def test_servers_that_compute_as_the_trainer_does_are_kept(
 ) -> None:
     async def use(setting: Setting) -> None:
         await setting.receive_all(7)
-        assert await setting.service.probe(GetProbe()) == Probe(sequences=((3, 1, 4), (1, 5)))
+        assert await setting.service.probe(None) == Probe(sequences=((3, 1, 4), (1, 5)))
         found = await setting.service.verify(
             Verify(expected=((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
         )
@@ -90,7 +87,7 @@ def test_paused_requests_go_on_before_the_probe(
         await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         await setting.service.verify(Verify(expected=EXPECTED))
         assert setting.generation.calls == calls
-        await setting.service.resume(Resume())
+        await setting.service.resume(None)
         assert setting.generation.calls == ["pause", "resume"]
 
     run_sync(servers, use, weight_sync={"in_flight": in_flight})
@@ -108,13 +105,13 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
         await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         loaded_s = clock_s() - started_s
         await setting.service.verify(Verify(expected=EXPECTED))
-        pause_s = (await setting.service.resume(Resume())).pause_s
+        pause_s = await setting.service.resume(None)
         assert 0.3 <= pause_s <= clock_s() - started_s
         if in_flight == "retract":  # it goes on before the probe
             assert pause_s == pytest.approx(loaded_s, abs=0.05)
-        assert await setting.service.resume(Resume()) == Resumed(pause_s=0.0)
+        assert await setting.service.resume(None) == 0.0
         setting.generation.is_running = False
         await setting.service.load(Load(model_dir=Path("/weights"), version=8))
-        assert await setting.service.resume(Resume()) == Resumed(pause_s=0.0)
+        assert await setting.service.resume(None) == 0.0
 
     run_sync(servers, use, weight_sync={"in_flight": in_flight})
