@@ -146,7 +146,7 @@ def _read_tokens(path: Path) -> dict[str, npt.NDArray[np.float32]]:
             )
     length = raw[COLUMNS[0]].shape[0] if raw[COLUMNS[0]].ndim else 0
     raw.setdefault("mask", np.ones(length, dtype=np.float32))
-    columns = {}
+    columns: dict[str, npt.NDArray[np.float32]] = {}
     for name in (*COLUMNS, "mask"):
         if raw[name].dtype.kind not in "fiub":
             raise ValueError(

@@ -25,7 +25,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer, make_renderer
 from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
 from bapo_megatron.data.overlap import find_overlaps
-from bapo_megatron.data.prompts import PromptSet, load_eval_set, load_train_sets, shared_prompts
+from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.evaluation.report import markdown_table, rich_table
 from bapo_megatron.telemetry.console import uncut_console
@@ -118,18 +118,28 @@ def inspect_data(config: RunConfig, num_rows: int) -> tuple[dict[str, Any], list
         for dataset in config.eval.sets
     ]
     summaries: list[dict[str, Any]] = []
+    shares: dict[str, float] = {}
     prompts: dict[str, list[dict[str, Any]]] = {}
     if train_sets:
         mixture = PromptMixture(train_sets, config.seed, config.data.shuffle)
-        for each in train_sets:
-            share = mixture.shares[each.name]
-            # Until every prompt was drawn once, if a step draws one for each of its groups.
-            steps = len(each.prompts) / (share * config.rollout.groups_per_step) if share else None
-            summaries.append(_summary(each, "train", share, steps))
+        shares = mixture.shares
         prompts["train"] = [_shown(p, renderer) for p in islice(mixture, num_rows)]
-    for each in eval_sets:
-        summaries.append(_summary(each, "eval", None, None))
-        prompts[f"eval: {each.name}"] = [_shown(p, renderer) for p in each.prompts[:num_rows]]
+    for use, each in [("train", s) for s in train_sets] + [("eval", s) for s in eval_sets]:
+        share, kept = shares[each.name] if use == "train" else None, len(each.prompts)
+        summaries.append(
+            {
+                "name": each.name,
+                "use": use,
+                "kept": kept,
+                "share": share,
+                # Until every prompt was drawn once, if a step draws one for each of its groups.
+                "epoch_steps": kept / (share * config.rollout.groups_per_step) if share else None,
+                "tokens": token_lengths(each.prompts),
+                "report": asdict(each.report),
+            }
+        )
+        if use == "eval":
+            prompts[f"eval: {each.name}"] = [_shown(p, renderer) for p in each.prompts[:num_rows]]
     overlaps = find_overlaps(train_sets, [(s.name, s.prompts) for s in eval_sets])
     warnings = [line for each in (*train_sets, *eval_sets) for line in each.report.warnings()]
     warnings += [*shared_prompts(train_sets), *(overlap.warning() for overlap in overlaps)]
@@ -140,20 +150,6 @@ def inspect_data(config: RunConfig, num_rows: int) -> tuple[dict[str, Any], list
         "warnings": warnings,
     }
     return report, sorted(token.content for token in tokenizer.added_tokens_decoder.values())
-
-
-def _summary(
-    prompt_set: PromptSet, use: str, share: float | None, epoch_steps: float | None
-) -> dict[str, Any]:
-    return {
-        "name": prompt_set.name,
-        "use": use,
-        "kept": len(prompt_set.prompts),
-        "share": share,
-        "epoch_steps": epoch_steps,
-        "tokens": token_lengths(prompt_set.prompts),
-        "report": asdict(prompt_set.report),
-    }
 
 
 def token_lengths(prompts: Sequence[Prompt]) -> dict[str, int]:

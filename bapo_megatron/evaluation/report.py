@@ -91,27 +91,21 @@ def read_results(path: Path) -> list[EvalResult]:
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
     """Return what each score is made of, unless it is one function's, and failures of functions."""
-    sums = [
-        f"{result.name}: scored by {_sum_of(functions)}"
-        for result in results
-        if (functions := result.settings.get("reward", {}).get("functions", ()))
-        and (len(functions) > 1 or functions[0]["weight"] != 1)
-    ]
+    sums = []
+    for result in results:
+        functions = result.settings.get("reward", {}).get("functions", ())
+        terms = [
+            each["name"] if each["weight"] == 1 else f"{each['weight']:g} {each['name']}"
+            for each in functions
+        ]
+        if terms and terms != [functions[0]["name"]]:
+            sums.append(f"{result.name}: scored by {' + '.join(terms)}")
     failures = [
         f"{result.name}: a reward function failed on {result.grading_errors:,} samples and gave 0"
         for result in results
         if result.grading_errors
     ]
     return sums + failures
-
-
-def _sum_of(functions: Sequence[Mapping[str, Any]]) -> str:
-    """Such as ``math + 0.1 style``."""
-    terms = [
-        entry["name"] if entry["weight"] == 1 else f"{entry['weight']:g} {entry['name']}"
-        for entry in functions
-    ]
-    return " + ".join(terms)
 
 
 def _score_rows(results: Sequence[EvalResult]) -> list[list[str]]:
