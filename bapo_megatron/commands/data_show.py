@@ -86,17 +86,17 @@ def show(
             f"{file} is a rollout dump, which takes no '{overrides[0]}'; leave it out"
         )
     if is_dump:
-        report = inspect_dump(file, rows)
+        found = inspect_dump(file, rows)
     else:
         config = load(file, overrides)
         check_data(config)
-        report, special_tokens = inspect_data(config, rows)
+        found, special_tokens = inspect_data(config, rows)
     if as_json:
-        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
     elif is_dump:
-        print_dump(uncut_console(), report)
+        print_dump(uncut_console(), found)
     else:
-        print_data(uncut_console(), report, special_tokens)
+        print_data(uncut_console(), found, special_tokens)
 
 
 def inspect_data(config: RunConfig, num_rows: int) -> tuple[dict[str, Any], list[str]]:
@@ -272,14 +272,11 @@ def print_dump(console: Console, dump: dict[str, Any]) -> None:
         title = f"{place} · {sample['finish_reason']} · reward {sample['reward']:g}"
         components = (f"{name} {value:g}" for name, value in sample["reward_components"].items())
         versions = (f"{version} ({num_tokens})" for version, num_tokens in sample["versions"])
+        sampled, written = sample["sampled_tokens"], sample["written_tokens"]
         parts = [
             ("fact", f"reward components: {' · '.join(components) or 'none'}"),
             ("fact", f"weights versions (tokens): {' · '.join(versions) or 'none'}"),
-            (
-                "fact",
-                f"tokens: {sample['sampled_tokens']:,} sampled, {sample['written_tokens']:,} "
-                "written",
-            ),
+            ("fact", f"tokens: {sampled:,} sampled, {written:,} written"),
         ]
         if sample["prompt"] is not None:
             parts.append(("fact", f"answer: {sample['answer']}"))

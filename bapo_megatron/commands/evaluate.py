@@ -36,16 +36,14 @@ def command(
     ] = None,
     overrides: OverridesArgument = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an evaluation; short for resume=true."),
+        bool, typer.Option("--resume", help="Continue an evaluation; short for resume=true.")
     ] = False,
     samples: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Grade these samples again, without a server; repeatable."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="With --from: directory for the new scores."),
+        Path | None, typer.Option(help="With --from: directory for the new scores.")
     ] = None,
 ) -> None:
     """Evaluate model.path on the configured sets, or grade earlier samples again."""

@@ -49,13 +49,8 @@ def compare_results(
 ) -> list[Comparison]:
     """Compare every set that both have, by name; where each has one set, those two.
 
-    Args:
-        first: A.
-        second: B; differences are B − A.
-        k_values: k of pass@k and maj@k, beside the n of both.
-        num_resamples: Resamples of the bootstrap.
-        seed: Decides the resamples.
-        common_only: Leave out problems that only one of them has, instead of refusing.
+    Differences are ``second`` − ``first``; ``k_values`` are k of pass@k and maj@k beside the n of
+    both. ``common_only`` leaves out problems that only one of them has, instead of refusing.
 
     Raises:
         ResultsError: They have no set in common, or other problems.

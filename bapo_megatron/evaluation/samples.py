@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -116,7 +117,6 @@ class SampleJournal:
         """Those in the file, earlier tries' too, by key; without their texts, which are large."""
         self._file = file
         self._synced_s = time.monotonic()
-        self._is_syncing = False
 
     @classmethod
     async def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool) -> Self:
@@ -169,12 +169,11 @@ class SampleJournal:
             self._file.truncate(end)  # what follows a part of a line could not be read
             raise
         self.samples[sample.key] = _without_texts(sample)
-        if not self._is_syncing and time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
-            self._is_syncing = True
+        if time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
+            self._synced_s = math.inf  # one at a time
             try:
                 await asyncio.to_thread(self.sync)
             finally:
-                self._is_syncing = False
                 self._synced_s = time.monotonic()
 
     def sync(self) -> None:
