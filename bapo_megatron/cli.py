@@ -58,10 +58,7 @@ def _load(name: str) -> Any:
 
 
 app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 

@@ -1,6 +1,7 @@
 """``bapo-megatron compare``: two evaluations of the same problems."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.commands.regrade import run_graded, settings_beside
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.evaluation.compare import COMPARISON_HEADINGS, compare_results
+from bapo_megatron.evaluation.compare import compare_results
 from bapo_megatron.evaluation.report import read_results, rich_table
 from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.evaluation.settings import ResultsError
@@ -27,8 +28,7 @@ def command(
     resamples: Annotated[int, typer.Option(min=100, help="Resamples of the bootstrap.")] = 10000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[
-        bool,
-        typer.Option("--common", help="Compare only the problems that both have."),
+        bool, typer.Option("--common", help="Compare only the problems that both have.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -42,10 +42,23 @@ def command(
         common_only=common,
     )
     if as_json:
-        typer.echo(json.dumps([comparison.to_json_dict() for comparison in found], indent=2))
+        typer.echo(json.dumps([asdict(comparison) for comparison in found], indent=2))
         return
-    rows = [row for comparison in found for row in comparison.rows()]
-    uncut_console().print(rich_table("B against A", COMPARISON_HEADINGS, rows, num_left=2))
+    headings = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
+    rows = [
+        (
+            comparison.set_name,
+            score.name,
+            f"{score.first:.2%}",
+            f"{score.second:.2%}",
+            f"{score.paired.difference:+.2%}",
+            f"{score.paired.low:+.2%} … {score.paired.high:+.2%}",
+            f"{score.paired.p_value:.4f}",
+        )
+        for comparison in found
+        for score in comparison.scores
+    ]
+    uncut_console().print(rich_table("B against A", headings, rows, num_left=2))
     for comparison in found:
         left_out = f", {comparison.num_left_out:,} left out" if comparison.num_left_out else ""
         typer.echo(f"{comparison.set_name}: {comparison.num_problems:,} problems{left_out}")

@@ -1,8 +1,6 @@
 """``bapo-megatron config``."""
 
-import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +11,8 @@ from rich.table import Table
 
 from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.config.check import check_config
-from bapo_megatron.config.describe import KeyInfo, describe_keys
+from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import dump_yaml
-from bapo_megatron.config.schema import RunConfig
 
 
 def command(
@@ -35,7 +32,18 @@ def command(
         raise typer.BadParameter("--key lists keys of any run; leave out CONFIG")
     run_config = load(config, overrides)
     typer.echo(dump_yaml(run_config), nl=False)
-    _check(run_config)
+    # What train checks too, but servers and, without torchrun, the number of ranks.
+    from bapo_megatron.algorithm.advantage import Advantages
+    from bapo_megatron.algorithm.load_objective import load_objective
+    from bapo_megatron.engine.load import load_kind
+
+    layout = run_config.parallel
+    replica_size = layout.tensor * layout.pipeline * layout.context
+    check_config(run_config, int(os.environ.get("WORLD_SIZE", replica_size)))
+    if run_config.replay.dumps is None:
+        load_kind(run_config.rollout.engine).check(run_config)
+    load_objective(run_config.algorithm)
+    Advantages(run_config.algorithm.advantage)
 
 
 def _list_keys(text: str) -> None:
@@ -43,31 +51,12 @@ def _list_keys(text: str) -> None:
     if not keys:
         raise typer.BadParameter(f"no key contains '{text}'; leave out --key to list all of them")
     console = Console()
-    if console.is_terminal:
-        console.print(_table(keys))
-    else:
+    if not console.is_terminal:
         typer.echo("\n".join("\t".join(key) for key in keys))
-
-
-def _table(keys: Sequence[KeyInfo]) -> Table:
+        return
     table = Table()
     for heading in ("key", "type", "default", "meaning"):
         table.add_column(heading, overflow="fold")
     for key in keys:
         table.add_row(*map(escape, key))
-    return table
-
-
-def _check(config: RunConfig) -> None:
-    """The checks of ``train`` that need neither servers nor a number of ranks."""
-    from bapo_megatron.algorithm.advantage import Advantages
-    from bapo_megatron.algorithm.load_objective import load_objective
-    from bapo_megatron.engine.load import load_kind
-
-    layout = config.parallel
-    replica_size = math.prod((layout.tensor, layout.pipeline, layout.context))
-    check_config(config, int(os.environ.get("WORLD_SIZE", replica_size)))
-    if config.replay.dumps is None:
-        load_kind(config.rollout.engine).check(config)
-    load_objective(config.algorithm)
-    Advantages(config.algorithm.advantage)
+    console.print(table)

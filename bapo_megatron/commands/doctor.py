@@ -3,8 +3,6 @@
 ``probe`` looks at the machine, ``diagnose`` judges what it saw.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,6 +10,7 @@ import json
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -32,30 +31,6 @@ REBUILD = "pip install --no-build-isolation -e ."
 Verdict = Literal["ok", "note", "problem"]
 
 
-def command(as_json: JsonOption = False) -> None:
-    """Report what was built, which kernels will run, and what does not fit together.
-
-    The exit status is 1 if there is a problem.
-    """
-    findings = diagnose(probe())
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        uncut_console().print(_table(findings))
-    if any(finding.verdict == "problem" for finding in findings):
-        raise typer.Exit(1)
-
-
-def _table(findings: list[Finding]) -> Table:
-    table = Table("", "what", "finding")
-    colors = {"ok": "green", "note": "yellow", "problem": "red"}
-    for finding in findings:
-        color = colors[finding.verdict]
-        remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
-        table.add_row(f"[{color}]{finding.verdict}[/]", finding.topic, finding.text + remedy)
-    return table
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One device that torch sees."""
@@ -73,7 +48,6 @@ class Machine:
     build: dict[str, Any] | None
     """``build_info()`` of the extension; None where it does not load."""
     load_error: str
-    """Why it does not load."""
     torch: str
     torch_cuda: str | None
     """The CUDA that torch was built with."""
@@ -98,17 +72,43 @@ class Finding:
     remedy: str = ""
 
 
+def command(as_json: JsonOption = False) -> None:
+    """Report what was built, which kernels will run, and what does not fit together.
+
+    The exit status is 1 if there is a problem.
+    """
+    findings = diagnose(probe())
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        table = Table("", "what", "finding")
+        colors = {"ok": "green", "note": "yellow", "problem": "red"}
+        for finding in findings:
+            mark = f"[{colors[finding.verdict]}]{finding.verdict}[/]"
+            remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
+            table.add_row(mark, finding.topic, finding.text + remedy)
+        uncut_console().print(table)
+    if any(finding.verdict == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
 def probe() -> Machine:
     """Look at this machine; imports the extension, and Transformer Engine where it is installed."""
-    build, load_error = _load_extension()
+    build, load_error = None, ""
+    try:
+        build = importlib.import_module("bapo_megatron.ops.extension").build_info()
+    except ImportError as error:
+        load_error = str(error)
     names = ("megatron-core", "transformers", "transformer-engine", "apex", *_engine_packages())
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
     return Machine(
         python=platform.python_version(),
         build=build,
         load_error=load_error,
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
-        gpus=_find_gpus(),
+        gpus=tuple(Gpu(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
         packages={name: _version(name) for name in names},
         apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
         transformer_engine_error=_import_error("transformer_engine.pytorch"),
@@ -124,10 +124,7 @@ def diagnose(machine: Machine) -> list[Finding]:
         *_judge_gpus(machine),
         _judge_backend(machine),
         _judge_version("megatron-core", machine, MEGATRON_VERSION, "problem"),
-        *(
-            _judge_version(name, machine, version, "note")
-            for name, version in _engine_packages().items()
-        ),
+        *(_judge_version(name, machine, v, "note") for name, v in _engine_packages().items()),
         _judge_version("transformers", machine, None, "problem"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
@@ -143,59 +140,50 @@ def _engine_packages() -> dict[str, str]:
     return {name: v for kind in map(load_kind, ENGINES) for name, v in kind.packages.items()}
 
 
-def _judge_extension(machine: Machine) -> list[Finding]:
-    if machine.build is None:
-        return [Finding("extension", "problem", machine.load_error, REBUILD)]
+def _judge_extension(machine: Machine) -> Iterator[Finding]:
     build = machine.build
-    sets = ", ".join(build["available_isas"])
-    findings = [
-        Finding(
-            "extension",
-            "ok",
-            f"version {__version__}, commit {build['git_commit']}, {build['compiler']}, "
-            f"{build['flags']}",
-        ),
-        Finding("CPU kernels", "ok", f"{build['isa']} of {sets}"),
-    ]
+    if build is None:
+        yield Finding("extension", "problem", machine.load_error, REBUILD)
+        return
+    made = f"commit {build['git_commit']}, {build['compiler']}, {build['flags']}"
+    yield Finding("extension", "ok", f"version {__version__}, {made}")
+    yield Finding("CPU kernels", "ok", f"{build['isa']} of {', '.join(build['available_isas'])}")
     if build["cuda"]:
         text = f"compute capabilities {build['cuda_archs'].replace(';', ', ')}, the last as PTX too"
-        findings.append(Finding("CUDA kernels", "ok", text))
+        yield Finding("CUDA kernels", "ok", text)
     else:
-        verdict: Verdict = "problem" if machine.gpus else "note"
         remedy = f"install nvcc or set CUDA_HOME, then {REBUILD}"
-        findings.append(Finding("CUDA kernels", verdict, "not built", remedy))
-    return findings
+        yield Finding("CUDA kernels", "problem" if machine.gpus else "note", "not built", remedy)
 
 
-def _judge_gpus(machine: Machine) -> list[Finding]:
+def _judge_gpus(machine: Machine) -> Iterator[Finding]:
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
-    findings = [Finding("torch", "ok", f"{machine.torch}, {cuda}")]
+    yield Finding("torch", "ok", f"{machine.torch}, {cuda}")
     build = machine.build or {}
     archs = [arch for arch in build.get("cuda_archs", "").split(";") if arch]
     if not machine.gpus:
-        findings.append(Finding("GPU", "note", "none that torch can use"))
+        yield Finding("GPU", "note", "none that torch can use")
     for gpu in machine.gpus:
         text = f"{gpu.name}, compute capability {gpu.capability / 10:.1f}"
         if archs and not _runs_on(archs, gpu.capability):
             remedy = f"BAPO_CUDA_ARCHS='{gpu.capability}' {REBUILD}"
-            findings.append(Finding("GPU", "problem", f"{text}: no kernels for it", remedy))
+            yield Finding("GPU", "problem", f"{text}: no kernels for it", remedy)
         else:
-            findings.append(Finding("GPU", "ok", text))
+            yield Finding("GPU", "ok", text)
     runtime, driver = build.get("cuda_runtime", 0), build.get("cuda_driver", 0)
-    if runtime and (driver or machine.gpus):
-        findings.append(_judge_driver(runtime, driver))
-    return findings
-
-
-def _judge_driver(runtime: int, driver: int) -> Finding:
+    if not runtime or not (driver or machine.gpus):
+        return
     text = f"driver up to CUDA {_cuda(driver)}, kernels linked with CUDA {_cuda(runtime)}"
     if driver // 1000 >= runtime // 1000:
-        return Finding("driver", "ok", text)
-    remedy = (
-        f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer), or build with an "
-        "older CUDA_HOME"
-    )
-    return Finding("driver", "problem", text, remedy)
+        yield Finding("driver", "ok", text)
+    else:
+        wanted = f"install a driver for CUDA {runtime // 1000} (13 needs 580 or newer)"
+        remedy = f"{wanted}, or build with an older CUDA_HOME"
+        yield Finding("driver", "problem", text, remedy)
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
 
 
 def _runs_on(archs: list[str], capability: int) -> bool:
@@ -213,75 +201,60 @@ def _runs_on(archs: list[str], capability: int) -> bool:
 
 
 def _judge_backend(machine: Machine) -> Finding:
-    if machine.build is None:
-        return Finding("ops.backend: auto", "problem", "nothing can run", REBUILD)
+    topic, build = "ops.backend: auto", machine.build
+    if build is None:
+        return Finding(topic, "problem", "nothing can run", REBUILD)
     if not machine.gpus:
-        return Finding("ops.backend: auto", "ok", f"runs cpu ({machine.build['isa']})")
-    if machine.build["cuda"] and not machine.build["cuda_streams"]:
+        return Finding(topic, "ok", f"runs cpu ({build['isa']})")
+    if not build["cuda"]:
+        return Finding(topic, "problem", "runs the slow reference on the GPU", "see CUDA kernels")
+    if not build["cuda_streams"]:
         text = "would run cuda, but the kernels cannot ask this torch for its stream"
-        return Finding("ops.backend: auto", "problem", text, REBUILD)
-    if machine.build["cuda"]:
-        return Finding("ops.backend: auto", "ok", "runs cuda")
-    return Finding(
-        "ops.backend: auto", "problem", "runs the slow reference on the GPU", "see CUDA kernels"
-    )
+        return Finding(topic, "problem", text, REBUILD)
+    return Finding(topic, "ok", "runs cuda")
 
 
 def _judge_version(name: str, machine: Machine, wanted: str | None, missing: Verdict) -> Finding:
     version = machine.packages[name]
+    remedy = f"pip install {name}" + (f"=={wanted}" if wanted else "")
     if version is None:
         text = "not installed" if missing == "problem" else "not installed; needed where it serves"
-        return Finding(name, missing, text, f"pip install {name}{f'=={wanted}' if wanted else ''}")
+        return Finding(name, missing, text, remedy)
     if wanted is not None and version != wanted:
         text = f"{version}, but this code was measured with {wanted}"
-        return Finding(name, missing, text, f"pip install {name}=={wanted}")
+        return Finding(name, missing, text, remedy)
     return Finding(name, "ok", version)
 
 
 def _judge_transformer_engine(machine: Machine) -> Finding:
-    version = machine.packages["transformer-engine"]
     name = "transformer-engine"
+    version, error = machine.packages[name], machine.transformer_engine_error
+    if version is None and machine.gpus:
+        remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        return Finding(name, "note", "not installed; layers are the slower local ones", remedy)
     if version is None:
-        if machine.gpus:
-            remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
-            return Finding(name, "note", "not installed; layers are the slower local ones", remedy)
         return Finding(name, "ok", "not installed, and of no use without a GPU")
-    if machine.transformer_engine_error:
-        text = f"{version} cannot be imported: {machine.transformer_engine_error}"
-        if not machine.gpus:
-            return Finding(name, "note", text)
-        return Finding(name, "problem", text, "build it for this torch and CUDA, or uninstall it")
-    return Finding(name, "ok", version)
+    if not error:
+        return Finding(name, "ok", version)
+    text = f"{version} cannot be imported: {error}"
+    if not machine.gpus:
+        return Finding(name, "note", text)
+    return Finding(name, "problem", text, "build it for this torch and CUDA, or uninstall it")
 
 
 def _judge_apex(machine: Machine) -> Finding:
     version = machine.packages["apex"]
     if version is None:
         return Finding("apex", "ok", "not installed; the optimizer is torch's AdamW")
-    if not machine.apex_has_kernels:
-        return Finding(
-            "apex",
-            "problem",
-            f"{version} is not NVIDIA's: the package index has an unrelated web framework of this "
-            "name, or the CUDA extensions were not built",
-            "pip uninstall apex, or build NVIDIA's from its repository with APEX_CUDA_EXT=1",
-        )
-    return Finding("apex", "ok", f"{version} with fused kernels")
-
-
-def _load_extension() -> tuple[dict[str, Any] | None, str]:
-    try:
-        extension = importlib.import_module("bapo_megatron.ops.extension")
-    except ImportError as error:
-        return None, str(error)
-    build: dict[str, Any] = extension.build_info()
-    return build, ""
-
-
-def _find_gpus() -> tuple[Gpu, ...]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    return tuple(Gpu(each.name, 10 * each.major + each.minor) for each in found)
+    if machine.apex_has_kernels:
+        return Finding("apex", "ok", f"{version} with fused kernels")
+    return Finding(
+        "apex",
+        "problem",
+        f"{version} is not NVIDIA's: the package index has an unrelated web framework of this "
+        "name, or the CUDA extensions were not built",
+        "pip uninstall apex, or build NVIDIA's from its repository with APEX_CUDA_EXT=1",
+    )
 
 
 def _version(name: str) -> str | None:
@@ -308,7 +281,3 @@ def _version_line(tool: str, index: int) -> str | None:
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     lines = answer.stdout.strip().splitlines()
     return lines[index] if lines else None
-
-
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"

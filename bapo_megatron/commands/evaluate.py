@@ -20,15 +20,13 @@ from bapo_megatron.evaluation.settings import (
     check_same,
     fingerprint,
     load_sets,
+    settings_of,
 )
 from bapo_megatron.evaluation.summary import votes_pool
 from bapo_megatron.rollout.client import CollectorClient
-from bapo_megatron.rollout.evaluation import results_file, samples_file, settings_of, summarise_set
+from bapo_megatron.rollout.evaluation import results_file, samples_file, summarise_set
 from bapo_megatron.telemetry.console import ProgressLine, say, uncut_console
 from bapo_megatron.types import EvalResult
-
-_MOMENT = ""
-"""Part of file names that says when in a training an evaluation was made: in none."""
 
 
 def command(
@@ -38,16 +36,14 @@ def command(
     ] = None,
     overrides: OverridesArgument = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an evaluation; short for resume=true."),
+        bool, typer.Option("--resume", help="Continue an evaluation; short for resume=true.")
     ] = False,
     samples: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Grade these samples again, without a server; repeatable."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="With --from: directory for the new scores."),
+        Path | None, typer.Option(help="With --from: directory for the new scores.")
     ] = None,
 ) -> None:
     """Evaluate model.path on the configured sets, or grade earlier samples again."""
@@ -90,7 +86,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         say(line)
     if not any(cost.num_samples for cost in costs):
         results = run_graded(_summarise_finished(sets, config, model))
-        write_results(results, results_file(config.run_dir, _MOMENT))
+        write_results(results, results_file(config.run_dir, ""))
         return results
     config.run_dir.mkdir(parents=True, exist_ok=True)
     with ProgressLine() as progress:
@@ -104,7 +100,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
 
 def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
     """The work left for a set; refuses samples of another evaluation, or of one to be resumed."""
-    path = samples_file(config.run_dir, _MOMENT, eval_set.name)
+    path = samples_file(config.run_dir, "", eval_set.name)
     num_done = 0
     if path.exists() and path.stat().st_size:
         if not config.resume:
@@ -127,14 +123,9 @@ async def _summarise_finished(
     sets: Sequence[EvalSet], config: RunConfig, model: str
 ) -> list[EvalResult]:
     """The results of an evaluation whose samples all exist."""
+    results = []
     async with votes_pool(config.reward) as votes:
-        return [
-            await summarise_set(
-                eval_set,
-                read_samples(samples_file(config.run_dir, _MOMENT, eval_set.name)),
-                votes,
-                config,
-                model,
-            )
-            for eval_set in sets
-        ]
+        for eval_set in sets:
+            groups = read_samples(samples_file(config.run_dir, "", eval_set.name))
+            results.append(await summarise_set(eval_set, groups, votes, config, model))
+    return results

@@ -5,16 +5,16 @@ that nothing waits for, so that a slow pipe delays neither an answer's time limi
 """
 
 import asyncio
-import functools
 import io
 import json
 import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -38,6 +38,10 @@ _MAX_LINE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 16
 _MAX_SHOWN = 60
 _T = TypeVar("_T")
+
+
+class GradeError(ValueError):
+    """A line that cannot be graded; the message names file and line and says what to do."""
 
 
 def command(
@@ -69,20 +73,6 @@ def command(
         raise typer.Exit(CLOSED_PIPE) from None
 
 
-class GradeError(ValueError):
-    """A line that cannot be graded; the message names file and line and says what to do."""
-
-
-_Entry = asyncio.Task[bytes] | GradeError | None
-"""A line that is being graded, one that cannot be, or the end."""
-
-
-class _Line(NamedTuple):
-    place: str
-    """File and number, for messages."""
-    content: bytes
-
-
 async def grade_file(
     path: Path, config: RewardConfig, *, output: int, report: Callable[[int], None]
 ) -> None:
@@ -100,9 +90,24 @@ async def grade_file(
         RewardError: A reward function failed, cannot be loaded, or scores whole groups.
         OSError: The file cannot be read, or the output is closed.
     """
-    ahead: asyncio.Queue[_Entry] = asyncio.Queue(_LINES_PER_WORKER * config.workers)
-    held: list[_Entry] = []  # taken from the queue before it was ready
+    room = asyncio.Semaphore(_LINES_PER_WORKER * config.workers)
+    ahead: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+    ready: list[bytes] = []
     num_graded = 0
+
+    async def read(stream: io.FileIO, rewards: Rewards) -> None:
+        async for place, line in _lines(path, stream):
+            await room.acquire()
+            ahead.put_nowait(asyncio.create_task(_grade_one(rewards, place, line)))
+
+    async def write() -> None:
+        nonlocal num_graded
+        content = b"".join(ready)
+        await _in_thread(lambda: _write(output, content))
+        num_graded += len(ready)
+        ready.clear()
+        report(num_graded)
+
     async with Rewards(config) as rewards:
         await rewards.start()
         if rewards.group_names:
@@ -111,70 +116,29 @@ async def grade_file(
                 "together, and lines are graded one by one; leave it out"
             )
         with _open(path) as stream:
-            reading = asyncio.create_task(_read_ahead(path, stream, rewards, ahead))
+            reading: asyncio.Task[Any] = asyncio.create_task(read(stream, rewards))
+            reading.add_done_callback(ahead.put_nowait)  # behind the last line
+            task = reading
             try:
-                while (entry := held.pop() if held else await _next(ahead, reading)) is not None:
-                    lines = [await _result(entry)]
-                    while not held and not ahead.empty():
-                        entry = ahead.get_nowait()
-                        if _is_ready(entry):
-                            lines.append(await _result(entry))
-                        else:
-                            held.append(entry)
-                    await _in_thread(functools.partial(_write, output, b"".join(lines)))
-                    num_graded += len(lines)
-                    report(num_graded)
+                while (task := await ahead.get()) is not reading:
+                    room.release()
+                    if ready and (not task.done() or task.exception()):
+                        await write()
+                    ready.append(await task)
+                    if ahead.empty():
+                        await write()
+                if ready:
+                    await write()
+                await reading
             finally:
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-                while not ahead.empty():
-                    held.append(ahead.get_nowait())
-                rest = [entry for entry in held if isinstance(entry, asyncio.Task)]
-                for task in rest:
-                    task.cancel()
+                rest = [reading, task, *(ahead.get_nowait() for _ in range(ahead.qsize()))]
+                for each in rest:
+                    each.cancel()
                 await asyncio.gather(*rest, return_exceptions=True)
 
 
-async def _next(ahead: asyncio.Queue[_Entry], reading: asyncio.Task[None]) -> _Entry:
-    """The next line's entry; raises what ended the reading."""
-    getting = asyncio.create_task(ahead.get())
-    await asyncio.wait([getting, reading], return_when=asyncio.FIRST_COMPLETED)
-    if not getting.done() and ahead.empty():
-        getting.cancel()
-        reading.result()
-    return await getting
-
-
-def _is_ready(entry: _Entry) -> bool:
-    """Whether it has a result already."""
-    return isinstance(entry, asyncio.Task) and entry.done() and entry.exception() is None
-
-
-async def _result(entry: _Entry) -> bytes:
-    assert entry is not None, "the end has no result"
-    if isinstance(entry, GradeError):
-        raise entry
-    return await entry
-
-
-async def _read_ahead(
-    path: Path, stream: io.FileIO, rewards: Rewards, ahead: asyncio.Queue[_Entry]
-) -> None:
-    """Start grading line after line; the queue's size bounds how many."""
-    try:
-        async for line in _lines(path, stream):
-            task = asyncio.create_task(_grade_one(rewards, _parse(line)))
-            # The first failure ends the command; asyncio would log the others at its end.
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await ahead.put(task)
-    except GradeError as error:
-        await ahead.put(error)  # the results before it come first
-    else:
-        await ahead.put(None)
-
-
-async def _grade_one(rewards: Rewards, response: Response) -> bytes:
-    score = await rewards.score(response)
+async def _grade_one(rewards: Rewards, place: str, line: bytes) -> bytes:
+    score = await rewards.score(_parse(place, line))
     shown: dict[str, Any] = {
         "score": score.reward,
         "extracted": score.extracted,
@@ -184,12 +148,12 @@ async def _grade_one(rewards: Rewards, response: Response) -> bytes:
         shown["components"] = dict(score.components)
     if score.metrics:
         shown["metrics"] = dict(score.metrics)
-    line = json.dumps(shown, ensure_ascii=False) + "\n"
-    return line.encode(errors="backslashreplace")
+    text = json.dumps(shown, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace")
 
 
-async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[_Line]:
-    """The lines that are not blank, as soon as they can be read."""
+async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[tuple[str, bytes]]:
+    """The lines that are not blank, with their places, as soon as they can be read."""
     name = "standard input" if path == STANDARD_INPUT else str(path)
     number, rest = 0, b""
     while chunk := await _in_thread(lambda: stream.read(_CHUNK_BYTES)):
@@ -197,49 +161,46 @@ async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[_Line]:
         for content in whole:
             number += 1
             if content.strip():
-                yield _Line(f"{name}:{number}", content)
+                yield f"{name}:{number}", content
         if len(rest) > _MAX_LINE_BYTES:
             raise GradeError(
                 f"{name}:{number + 1}: longer than {_MAX_LINE_BYTES >> 20} MB; give one JSON "
                 "object per line"
             )
     if rest.strip():
-        yield _Line(f"{name}:{number + 1}", rest)
+        yield f"{name}:{number + 1}", rest
 
 
-def _parse(line: _Line) -> Response:
+def _parse(place: str, line: bytes) -> Response:
     try:
-        record = json.loads(line.content)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0][:_MAX_SHOWN]
-        raise GradeError(f"{line.place}: no JSON ({reason}); correct the line") from error
+        raise GradeError(f"{place}: no JSON ({reason}); correct the line") from error
     if not isinstance(record, dict):
         raise GradeError(
-            f"{line.place}: must be a JSON object with 'response' and 'answer', got "
+            f"{place}: must be a JSON object with 'response' and 'answer', got "
             f"{type(record).__name__}; correct the line"
         )
     for field in ("response", "answer"):
         if field not in record:
-            raise GradeError(
-                f"{line.place}: field '{field}' is missing (fields: "
-                f"{', '.join(list(record)[:8]) or 'none'}); add it"
-            )
-    response, finish_reason = record["response"], record.get("finish_reason", "stop")
+            names = ", ".join(list(record)[:8]) or "none"
+            raise GradeError(f"{place}: field '{field}' is missing (fields: {names}); add it")
+    row = {name: value for name, value in record.items() if name not in ("response", "answer")}
+    response, num_tokens = record["response"], record.get("num_tokens", 0)
     if not isinstance(response, str):
         raise GradeError(
-            f"{line.place}: field 'response' must be a text, got {type(response).__name__}; "
-            "correct the line"
+            f"{place}: field 'response' must be a text, got {type(response).__name__}; correct "
+            "the line"
         )
     try:
         answer = parse_answer(record["answer"])
     except ValueError as error:
-        raise GradeError(f"{line.place}: field 'answer' {error}; correct the line") from error
-    num_tokens = record.get("num_tokens", 0)
+        raise GradeError(f"{place}: field 'answer' {error}; correct the line") from error
     facts = SampleFacts(
-        finish_reason=str(finish_reason),
+        finish_reason=str(record.get("finish_reason", "stop")),
         num_tokens=num_tokens if isinstance(num_tokens, int) else 0,
     )
-    row = {name: value for name, value in record.items() if name not in ("response", "answer")}
     return Response(response, answer, facts, row)
 
 
@@ -263,30 +224,17 @@ def _write(output: int, content: bytes) -> None:
 
 async def _in_thread(function: Callable[[], _T]) -> _T:
     """Run a function that may block; where this is cancelled, nobody waits for its thread."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[_T] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()  # a cancellation leaves it to the thread
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:
-            return  # the loop has ended meanwhile
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await outcome
+    return await asyncio.wrap_future(future)
 
 
 def _reward_config(config: Path | None, overrides: list[str]) -> RewardConfig:

@@ -64,10 +64,7 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
     Raises:
         ValueError: A run has no ``metrics.jsonl``, or an empty one.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes a second
 
     are_unique = len({run_dir.name for run_dir in run_dirs}) == len(run_dirs)
     runs = {run_dir.name if are_unique else str(run_dir): _load(run_dir) for run_dir in run_dirs}
@@ -100,7 +97,9 @@ def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) 
                     linewidth=1.2 + 0.9 * (len(series) - 1 - color),
                 )
     if title == "Reward":
-        for color, name in enumerate(_eval_names(runs), start=1):
+        names = {name for rows in runs.values() for row in rows for name in row}
+        scores = [n for n in names if n.startswith("eval/") and n.endswith("/avg_at_k")]
+        for color, name in enumerate(sorted(scores), start=1):
             for rows in runs.values():
                 points = _points(rows, name)
                 if points:
@@ -111,11 +110,6 @@ def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) 
 
 def _points(rows: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in rows if name in row]
-
-
-def _eval_names(runs: dict[str, list[dict[str, float]]]) -> list[str]:
-    names = {name for rows in runs.values() for row in rows for name in row}
-    return sorted(n for n in names if n.startswith("eval/") and n.endswith("/avg_at_k"))
 
 
 def _load(run_dir: Path) -> list[dict[str, float]]:

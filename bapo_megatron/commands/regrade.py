@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.samples import EvalSample, read_samples, score_fields
+from bapo_megatron.evaluation.samples import EvalSample, read_samples
 from bapo_megatron.evaluation.settings import (
     ResultsError,
     comparable_reward,
@@ -135,7 +135,7 @@ async def _grade_again(
             num_written=sample.num_environment_tokens,
             state=sample.state,
         )
-        return replace(sample, **score_fields(score))
+        return replace(sample, **asdict(score))
 
     async with asyncio.TaskGroup() as tasks:
         graded = [[tasks.create_task(grade(sample)) for sample in group] for group in groups]

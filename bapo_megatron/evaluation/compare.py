@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from bapo_megatron.evaluation.estimators import PairedDifference, paired_difference
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import values_by_problem
 from bapo_megatron.types import EvalProblem, EvalResult
 
-COMPARISON_HEADINGS = ("set", "score", "A", "B", "B − A", "95 % interval", "p")
 _COMPARED_SETTINGS = ("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward")
 
 
@@ -27,7 +25,7 @@ class ScoreDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All scores of one set."""
+    """All scores of one set; ``compare --json`` prints these fields."""
 
     set_name: str
     num_problems: int
@@ -35,27 +33,9 @@ class Comparison:
     num_left_out: int
     """Those that only one of them has."""
     different_settings: tuple[str, ...]
-    """How the samples of one were made otherwise than those of the other, beside the model."""
+    """How the samples of one were made otherwise than those of the other, beside the model: such as
+    ``temperature 0.6 and 1.0``; nothing where it is not known."""
     scores: tuple[ScoreDifference, ...]
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return a row for each score, under ``COMPARISON_HEADINGS``."""
-        return [
-            (
-                self.set_name,
-                score.name,
-                f"{score.first:.2%}",
-                f"{score.second:.2%}",
-                f"{score.paired.difference:+.2%}",
-                f"{score.paired.low:+.2%} … {score.paired.high:+.2%}",
-                f"{score.paired.p_value:.4f}",
-            )
-            for score in self.scores
-        ]
-
-    def to_json_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 def compare_results(
@@ -69,13 +49,8 @@ def compare_results(
 ) -> list[Comparison]:
     """Compare every set that both have, by name; where each has one set, those two.
 
-    Args:
-        first: A.
-        second: B; differences are B − A.
-        k_values: k of pass@k and maj@k, beside the n of both.
-        num_resamples: Resamples of the bootstrap.
-        seed: Decides the resamples.
-        common_only: Leave out problems that only one of them has, instead of refusing.
+    Differences are ``second`` − ``first``; ``k_values`` are k of pass@k and maj@k beside the n of
+    both. ``common_only`` leaves out problems that only one of them has, instead of refusing.
 
     Raises:
         ResultsError: They have no set in common, or other problems.
@@ -93,13 +68,18 @@ def compare_results(
         )
     compared = []
     for a, b in pairs:
-        problems, num_left_out = _common(a, b, common_only=common_only)
+        problems = _common(a, b, common_only=common_only)
+        differing = (
+            f"{name} {json.dumps(a.settings[name])} and {json.dumps(b.settings[name])}"
+            for name in _COMPARED_SETTINGS
+            if name in a.settings and name in b.settings and a.settings[name] != b.settings[name]
+        )
         compared.append(
             Comparison(
                 set_name=a.name if a.name == b.name else f"{a.name}, {b.name}",
                 num_problems=len(problems),
-                num_left_out=num_left_out,
-                different_settings=_different_settings(a, b),
+                num_left_out=len(a.problems) + len(b.problems) - 2 * len(problems),
+                different_settings=tuple(differing),
                 scores=_differences(problems, k_values, num_resamples, seed),
             )
         )
@@ -108,24 +88,24 @@ def compare_results(
 
 def _common(
     first: EvalResult, second: EvalResult, *, common_only: bool
-) -> tuple[list[tuple[EvalProblem, EvalProblem]], int]:
-    """The problems of both, by id, and how many only one has."""
+) -> list[tuple[EvalProblem, EvalProblem]]:
+    """The problems of both, by id."""
     by_id = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(p, by_id[p.prompt_id]) for p in first.problems if p.prompt_id in by_id]
-    num_left_out = len(first.problems) + len(second.problems) - 2 * len(pairs)
     for a, b in pairs:
         if a.answer != b.answer:
             raise ResultsError(
                 f"{a.prompt_id}: has the answer {a.answer!r} in A and {b.answer!r} in B: other "
                 "data under the same names; compare results on the same data"
             )
-    if not pairs or (num_left_out and not common_only):
+    have_same = len(first.problems) == len(second.problems) == len(pairs)
+    if not pairs or not (have_same or common_only):
         raise ResultsError(
             f"A has {len(first.problems)} problems of {first.name}, B {len(second.problems)} of "
             f"{second.name}, {len(pairs)} in common; compare results on the same data"
             + (", or compare these with --common" if pairs else "")
         )
-    return pairs, num_left_out
+    return pairs
 
 
 def _differences(
@@ -148,13 +128,3 @@ def _differences(
         paired = paired_difference(b_P - a_P, num_resamples, seed)
         differences.append(ScoreDifference(name, float(a_P.mean()), float(b_P.mean()), paired))
     return tuple(differences)
-
-
-def _different_settings(first: EvalResult, second: EvalResult) -> tuple[str, ...]:
-    """Such as ``temperature 0.6 and 1.0``; nothing where they are not known."""
-    a, b = first.settings, second.settings
-    return tuple(
-        f"{name} {json.dumps(a[name])} and {json.dumps(b[name])}"
-        for name in _COMPARED_SETTINGS
-        if name in a and name in b and a[name] != b[name]
-    )

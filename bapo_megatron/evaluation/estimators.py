@@ -16,6 +16,7 @@ P = problems, M = estimates, B = resamples.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,14 +32,12 @@ _CHUNK_ENTRIES = 1 << 20
 """Draws held at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A cluster of equivalent answers to one problem."""
 
     num_votes: int
-    """Samples with such an answer."""
     num_right: int
-    """Those of them that are right. Where equivalence is exact it is all or none."""
+    """The votes that are right: all or none where equivalence is exact."""
 
     @property
     def right_share(self) -> float:
@@ -51,18 +50,9 @@ def is_right(reward: float) -> bool:
     return reward >= _RIGHT_REWARD
 
 
-def average(rewards: Sequence[float]) -> float:
-    """Return avg@k of one problem: the mean reward of its samples, whatever k."""
-    return math.fsum(rewards) / len(rewards)
-
-
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return the unbiased estimate 1 − C(n − c, k) / C(n, k) (arXiv 2107.03374, Eq. 1).
-
-    Raises:
-        ValueError: k does not lie in 1 … n.
-    """
-    _check_k("pass", num_samples, k)
+    """Return the unbiased estimate 1 − C(n − c, k) / C(n, k) (arXiv 2107.03374, Eq. 1)."""
+    assert 1 <= k <= num_samples, "larger k are left out"
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -91,15 +81,9 @@ def majority_at_k(num_samples: int, clusters: Sequence[Candidate], k: int) -> fl
     The sum in brackets is a coefficient of a product over the clusters, which grows by one factor
     at a time; all terms are positive, so that nothing cancels.
 
-    Args:
-        num_samples: n, those without an answer too.
-        clusters: The clusters of answers.
-        k: Samples in a vote.
-
-    Raises:
-        ValueError: k does not lie in 1 … n.
+    ``num_samples`` is n, those without an answer too.
     """
-    _check_k("maj", num_samples, k)
+    assert 1 <= k <= num_samples, "larger k are left out"
     if not clusters:
         return 0.0
     num_silent = num_samples - sum(cluster.num_votes for cluster in clusters)
@@ -141,13 +125,6 @@ def _shifted_sum(table_KJ: np.ndarray, ways: Sequence[int]) -> np.ndarray:
     for shift, factor in enumerate(ways):
         total_KJ[shift:] += factor * table_KJ[: len(table_KJ) - shift]
     return total_KJ
-
-
-def _check_k(name: str, num_samples: int, k: int) -> None:
-    if not 1 <= k <= num_samples:
-        raise ValueError(
-            f"{name}@k needs 1 <= k <= {num_samples} samples, got k = {k}; sample more, or lower k"
-        )
 
 
 @dataclass(frozen=True, slots=True)

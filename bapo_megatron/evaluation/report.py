@@ -1,20 +1,17 @@
-"""Results as tables on the terminal and in markdown, and as JSON that can be read back.
-
-``describe_cost`` tells what an evaluation will cost before it starts.
-"""
+"""Results as tables and as JSON that can be read back, and what they will cost beforehand."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from bapo_megatron.calls import decode
 from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.files import atomic_write_text
-from bapo_megatron.types import EvalProblem, EvalResult, EvalScore
+from bapo_megatron.types import EvalResult
 
 _SCORE_HEADINGS = ("set", "score", "value", "95 % interval")
 _SAMPLE_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
@@ -40,8 +37,6 @@ _SETTING_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
     "top_k": lambda r: str(r.settings["top_k"]),
     "longest response": lambda r: f"{r.settings['max_response_tokens']:,}",
 }
-_MINUTE_S = 60.0
-_HOUR_S = 3600.0
 
 
 def print_results(results: Sequence[EvalResult], console: Console) -> None:
@@ -84,37 +79,32 @@ def read_results(path: Path) -> list[EvalResult]:
         OSError: It cannot be read.
     """
     try:
-        return [_result_of(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError, KeyError) as error:
+        return decode(list[EvalResult], json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
         raise ResultsError(
-            f"{path}: holds no results that this version reads ({error}); give the eval.json of "
+            f"{path}: holds no results that this version reads ({reason}); give the eval.json of "
             "an evaluation, or a .jsonl of its samples"
         ) from error
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:
     """Return what each score is made of, unless it is one function's, and failures of functions."""
-    sums = [
-        f"{result.name}: scored by {_sum_of(functions)}"
-        for result in results
-        if (functions := result.settings.get("reward", {}).get("functions", ()))
-        and (len(functions) > 1 or functions[0]["weight"] != 1)
-    ]
+    sums = []
+    for result in results:
+        functions = result.settings.get("reward", {}).get("functions", ())
+        terms = [
+            each["name"] if each["weight"] == 1 else f"{each['weight']:g} {each['name']}"
+            for each in functions
+        ]
+        if terms and terms != [functions[0]["name"]]:
+            sums.append(f"{result.name}: scored by {' + '.join(terms)}")
     failures = [
         f"{result.name}: a reward function failed on {result.grading_errors:,} samples and gave 0"
         for result in results
         if result.grading_errors
     ]
     return sums + failures
-
-
-def _sum_of(functions: Sequence[Mapping[str, Any]]) -> str:
-    """Such as ``math + 0.1 style``."""
-    terms = [
-        entry["name"] if entry["weight"] == 1 else f"{entry['weight']:g} {entry['name']}"
-        for entry in functions
-    ]
-    return " + ".join(terms)
 
 
 def _score_rows(results: Sequence[EvalResult]) -> list[list[str]]:
@@ -156,17 +146,6 @@ def _json_of(result: EvalResult) -> str:
     problems = ",\n".join(f"      {json.dumps(problem)}" for problem in fields.pop("problems"))
     head = json.dumps(fields, indent=2).removesuffix("\n}")
     return f'{head},\n  "problems": [\n{problems}\n  ]\n}}'
-
-
-def _result_of(entry: dict[str, Any]) -> EvalResult:
-    scores = tuple(EvalScore(**score) for score in entry["scores"])
-    problems = tuple(
-        EvalProblem(
-            **{**problem, "rewards": tuple(problem["rewards"]), "votes": tuple(problem["votes"])}
-        )
-        for problem in entry["problems"]
-    )
-    return EvalResult(**{**entry, "scores": scores, "problems": problems})
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +194,8 @@ def describe_cost(sets: Sequence[SetCost], tokens_per_s: float) -> list[str]:
 
 def describe_duration(seconds: float) -> str:
     """Return a text such as ``4.4 hours``."""
-    if seconds < 2 * _MINUTE_S:
+    if seconds < 120:
         return f"{seconds:.0f} seconds"
-    if seconds < 2 * _HOUR_S:
-        return f"{seconds / _MINUTE_S:.0f} minutes"
-    return f"{seconds / _HOUR_S:.1f} hours"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"

@@ -8,23 +8,24 @@
 the last line, which ``SampleJournal`` removes: that sample is made again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl
 import json
 import logging
+import math
 import os
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import Field, StrictBool, StrictInt, ValidationError
+
+from bapo_megatron.calls import decode
 from bapo_megatron.evaluation.settings import (
     ResultsError,
     check_same,
@@ -32,7 +33,6 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
-from bapo_megatron.reward.base import Score
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
@@ -43,13 +43,17 @@ _LOCK_POLL_S = 0.2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What file systems without locks say."""
 
+_Count = Annotated[int, Field(strict=True, ge=0)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSample:
     """One graded response; the keys of a line. Those with a default may be missing."""
 
     prompt_id: str
-    index: int
+    index: _Count
     """0 … n − 1 among the samples of the prompt."""
     prompt: str = ""
     """The rendered prompt as text."""
@@ -63,26 +67,26 @@ class EvalSample:
     """The environment's at the end."""
     extracted: str = ""
     """The answer as it stands in the response; empty where none was found."""
-    reward: float
+    reward: _Number
     """Weighted sum of the reward functions, without shaping."""
-    components: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, _Number] = field(default_factory=dict)
     """What each reward function gave, without its weight."""
     reason: str = ""
     """Why it is right or wrong, as the first reward function says (docs/rewards.md)."""
-    answer_found: bool
-    timed_out: bool = False
+    answer_found: StrictBool
+    timed_out: StrictBool = False
     """Grading was ended by its limit of time or memory."""
-    failed: bool = False
+    failed: StrictBool = False
     """A reward function failed, and ``reward.on_error: zero`` made it 0."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, _Number] = field(default_factory=dict)
     """Further numbers of the reward functions: ``<function>/<name>``."""
-    num_tokens: int
+    num_tokens: _Count
     """Tokens that the policy sampled."""
-    num_environment_tokens: int = 0
+    num_environment_tokens: _Count = 0
     finish_reason: FinishReason
-    version: int = 0
+    version: StrictInt = 0
     """Newest weights version that sampled a token of it."""
-    elapsed_s: float = 0.0
+    elapsed_s: _Seconds = 0.0
     """When it was finished: wall time of the evaluation, earlier tries included."""
     source: str = ""
     """Name of the data set."""
@@ -103,29 +107,6 @@ class EvalSample:
             return json.dumps(content).encode() + b"\n"
 
 
-_KIND_OF: dict[Any, type | tuple[type, ...]] = {
-    "str": str,
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "FinishReason": str,
-    "tuple[str, ...]": list,
-    "Mapping[str, float]": dict,
-    "Mapping[str, Any]": dict,
-    "Any": object,
-}
-"""What stands in JSON for the annotation of a field."""
-_KINDS = {f.name: _KIND_OF[f.type] for f in fields(EvalSample)}
-_REQUIRED = frozenset(
-    f.name for f in fields(EvalSample) if f.default is MISSING and f.default_factory is MISSING
-)
-
-
-def score_fields(score: Score) -> dict[str, Any]:
-    """Return what a score says of an ``EvalSample``, by the names of its fields."""
-    return asdict(score)
-
-
 class SampleJournal:
     """The file of one set while it is sampled; nobody else writes it meanwhile."""
 
@@ -136,7 +117,6 @@ class SampleJournal:
         """Those in the file, earlier tries' too, by key; without their texts, which are large."""
         self._file = file
         self._synced_s = time.monotonic()
-        self._is_syncing = False
 
     @classmethod
     async def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool) -> Self:
@@ -181,14 +161,19 @@ class SampleJournal:
             OSError: It cannot be written.
         """
         assert sample.key not in self.samples, f"{sample.key} was sampled twice"
-        self._write(sample.to_line())
+        line, end = sample.to_line(), os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(end)  # what follows a part of a line could not be read
+            raise
         self.samples[sample.key] = _without_texts(sample)
-        if not self._is_syncing and time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
-            self._is_syncing = True
+        if time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
+            self._synced_s = math.inf  # one at a time
             try:
                 await asyncio.to_thread(self.sync)
             finally:
-                self._is_syncing = False
                 self._synced_s = time.monotonic()
 
     def sync(self) -> None:
@@ -198,16 +183,6 @@ class SampleJournal:
     def close(self) -> None:
         """Let others have the file."""
         self._file.close()
-
-    def _write(self, line: bytes) -> None:
-        """Write a whole line, or nothing: what follows a part of one could not be read."""
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            self._file.truncate(end)
-            raise
 
 
 async def _lock(path: Path, file: FileIO) -> None:
@@ -243,13 +218,6 @@ def _remove_torn_line(path: Path, file: FileIO) -> None:
 
 def _without_texts(sample: EvalSample) -> EvalSample:
     return replace(sample, prompt="", response="", turns=(), state=None, row={})
-
-
-def in_order(
-    samples: Mapping[tuple[str, int], EvalSample], prompt_ids: Sequence[str], num_each: int
-) -> list[list[EvalSample]]:
-    """Return the samples of each prompt, by index, in the order of ``prompt_ids``."""
-    return [[samples[prompt_id, index] for index in range(num_each)] for prompt_id in prompt_ids]
 
 
 def read_samples(path: Path) -> list[list[EvalSample]]:
@@ -320,35 +288,11 @@ def _parse(line: bytes, place: str) -> EvalSample:
         raise ResultsError(f"{place}: no JSON ({error}); remove the line") from error
     if not isinstance(content, dict):
         raise ResultsError(f"{place}: must be a JSON object; remove the line")
-    for name in _KINDS:
-        if (name in content or name in _REQUIRED) and not _is_fit(name, content.get(name)):
-            raise ResultsError(
-                f"{place}: needs '{name}' as an evaluation writes it, got "
-                f"{json.dumps(content.get(name))[:60]}; give a file that an evaluation wrote"
-            )
-    known = {name: value for name, value in content.items() if name in _KINDS}
     try:
-        known["finish_reason"] = FinishReason(known["finish_reason"])
-    except ValueError as error:
-        raise ResultsError(f"{place}: finish_reason: {error}; correct it") from error
-    known["turns"] = tuple(content.get("turns", ()))
-    return EvalSample(**known)
-
-
-def _is_fit(name: str, value: object) -> bool:
-    """Whether a line may have this value: of its kind, finite, and no number of samples below 0."""
-    kind = _KINDS[name]
-    if kind is object:
-        return True
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        return False
-    if isinstance(value, dict):
-        return name not in ("components", "metrics") or all(
-            _is_fit("reward", part) for part in value.values()
-        )
-    if isinstance(value, list):
-        return all(isinstance(part, str) for part in value)
-    if isinstance(value, int | float):
-        least = -sys.float_info.max if name in ("reward", "version") else 0
-        return least <= value <= sys.float_info.max  # not NaN
-    return True
+        return decode(EvalSample, content)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise ResultsError(
+            f"{place}: needs '{name}' as an evaluation writes it, got "
+            f"{json.dumps(content.get(name))[:60]}; give a file that an evaluation wrote"
+        ) from error

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.evaluation import EvalConfig, EvalSamplingConfig
+from bapo_megatron.config.evaluation import EvalConfig, EvalSamplingConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import load_eval_set, log_warnings
 from bapo_megatron.files import atomic_write_text
@@ -54,39 +55,22 @@ def load_sets(
     return tuple(sets)
 
 
-def eval_settings(
-    *,
-    name: str,
-    weights: str,
-    prompts: Sequence[Prompt],
-    sampling: EvalSamplingConfig,
-    reward: RewardConfig,
-    seed: int,
-    environment: str | None = None,
-    max_turns: int | None = None,
-) -> dict[str, Any]:
-    """Return everything that decides a sample and its score, as JSON values.
+def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str, Any]:
+    """Return everything that decides the samples of a set and their scores, as JSON values.
 
-    Args:
-        name: The set's name.
-        weights: What names the weights, such as ``fingerprint`` of their files.
-        prompts: The set.
-        sampling: How it is sampled.
-        reward: How the samples are graded.
-        seed: Seed of the samples.
-        environment: What answers the policy's turns, if anything.
-        max_turns: Limit of turns with it.
+    ``weights`` names the weights, such as by the ``fingerprint`` of their files.
     """
+    rollout = config.rollout
     return {
-        "name": name,
+        "name": eval_set.name,
         "weights": weights,
-        "prompts": prompts_digest(prompts),
-        "num_prompts": len(prompts),
-        **sampling.model_dump(mode="json", exclude={"max_prompts"}),
-        "reward": comparable_reward(reward),
-        "seed": seed,
-        "environment": environment,
-        "max_turns": max_turns,
+        "prompts": prompts_digest(eval_set.prompts),
+        "num_prompts": len(eval_set.prompts),
+        **eval_set.sampling.model_dump(mode="json", exclude={"max_prompts"}),
+        "reward": comparable_reward(eval_reward(config.reward, config.eval)),
+        "seed": config.seed,
+        "environment": rollout.environment if rollout.has_environment else None,
+        "max_turns": rollout.episodes.max_turns if rollout.has_environment else None,
     }
 
 
@@ -136,20 +120,12 @@ def settings_path(path: Path) -> Path:
 
 
 def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a samples file beside it.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write the settings of a samples file beside it; OSError where that fails."""
     atomic_write_text(settings_path(path), json.dumps(settings, indent=2) + "\n")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a settings file.
-
-    Raises:
-        ResultsError: It is missing or damaged.
-    """
+    """Read a settings file; ResultsError where it is missing or damaged."""
     remedy = "put it back, or change run_dir"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -172,14 +148,14 @@ def check_same(path: Path, settings: Mapping[str, Any]) -> None:
         ResultsError: A setting differs, or those of the file are missing.
     """
     before = read_settings(settings_path(path))
+    titles = {"weights": "model", "prompts": "prompts (hash)"}
     for name, value in settings.items():
         if before.get(name) != value:
-            raise ResultsError(
-                f"{path}: its samples were made with {_described(name, before.get(name))}, now it "
-                f"would be {_described(name, value)}; resume with the same, or change run_dir"
+            then, now = (
+                f"{titles.get(name, name)} {each if isinstance(each, str) else json.dumps(each)}"
+                for each in (before.get(name), value)
             )
-
-
-def _described(name: str, value: Any) -> str:
-    what = {"weights": "model", "prompts": "prompts (hash)"}.get(name, name)
-    return f"{what} {value if isinstance(value, str) else json.dumps(value)}"
+            raise ResultsError(
+                f"{path}: its samples were made with {then}, now it would be {now}; resume with "
+                "the same, or change run_dir"
+            )

@@ -8,33 +8,26 @@ compared once.
 Shape legend: P = problems, M = estimates.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation.estimators import (
     NO_VOTE,
-    average,
     candidates,
     intervals,
     is_right,
     majority_at_k,
     pass_at_k,
 )
+from bapo_megatron.evaluation.samples import EvalSample
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.types import EvalProblem, EvalResult, EvalScore, FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bapo_megatron.config.reward import RewardConfig
-    from bapo_megatron.evaluation.samples import EvalSample
 
 _MAX_TIMEOUTS = 3
 """After so many, the answers to a problem are compared by their text only."""
@@ -72,21 +65,15 @@ async def summarise(
     samples = sorted(samples, key=lambda group: (len(group[0].prompt_id), group[0].prompt_id))
     votes = await count_votes([[s.extracted for s in group] for group in samples], rewards)
     problems = tuple(
-        EvalProblem(
-            prompt_id=group[0].prompt_id,
-            answer=group[0].answer,
-            rewards=tuple(sample.reward for sample in group),
-            votes=vote.clusters,
-        )
-        for group, vote in zip(samples, votes, strict=True)
+        EvalProblem(group[0].prompt_id, group[0].answer, tuple(s.reward for s in group), clusters)
+        for group, (clusters, _) in zip(samples, votes, strict=True)
     )
     # Seconds for a thousand problems, which the event loop of a collector cannot spare.
     scores = await asyncio.to_thread(
         scores_of, problems, k_values, num_resamples=num_resamples, seed=seed
     )
-    num_timeouts = sum(vote.num_timeouts for vote in votes)
     flat = [sample for group in samples for sample in group]
-    return _result(name, flat, problems, scores, num_timeouts, settings)
+    return _result(name, flat, problems, scores, sum(num for _, num in votes), settings)
 
 
 def _result(
@@ -173,22 +160,11 @@ def values_by_problem(
         num_right = sum(map(is_right, problem.rewards))
         clusters = candidates(problem.votes, problem.rewards)
         rows.append(
-            [average(problem.rewards)]
+            [math.fsum(problem.rewards) / num_samples]
             + [pass_at_k(num_samples, num_right, k) for k in sizes]
             + [majority_at_k(num_samples, clusters, k) for k in majority_sizes]
         )
     return names, np.array(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Votes:
-    """The votes on one problem."""
-
-    clusters: tuple[int, ...]
-    """For each sample the number of its answer's cluster, from 0, or ``NO_VOTE``."""
-    num_timeouts: int
-    """Comparisons that exceeded a limit; the two answers count as different. One more where the
-    problem's comparisons were too slow in all."""
 
 
 def votes_pool(config: RewardConfig) -> RewardPool:
@@ -196,48 +172,53 @@ def votes_pool(config: RewardConfig) -> RewardPool:
     return RewardPool(config.workers, config.timeout_s, memory_limit_mb=config.memory_limit_mb)
 
 
-async def count_votes(answers: Sequence[Sequence[str]], rewards: RewardPool) -> list[Votes]:
+async def count_votes(
+    answers: Sequence[Sequence[str]], rewards: RewardPool
+) -> list[tuple[tuple[int, ...], int]]:
     """Find the clusters of every problem.
 
     Args:
         answers: For each problem the answer of each sample; empty where there is none.
         rewards: Compares, by the function ``math``.
 
+    Returns:
+        For each problem the number of each answer's cluster, from 0, or ``NO_VOTE``, and how many
+        comparisons exceeded a limit: the two answers count as different. It is one more where the
+        problem's comparisons were too slow in all.
+
     Raises:
         RewardError: Comparing failed (inside an exception group).
     """
     # Not more problems than workers at a time, so that no comparison's time is spent waiting.
     turn = asyncio.Semaphore(rewards.num_workers)
-
-    async def count(problem: Sequence[str]) -> Votes:
-        async with turn:
-            return await _count(problem, rewards)
-
     async with asyncio.TaskGroup() as tasks:
-        votes = [tasks.create_task(count(problem)) for problem in answers]
+        votes = [tasks.create_task(_count(problem, rewards, turn)) for problem in answers]
     return [task.result() for task in votes]
 
 
-async def _count(answers: Sequence[str], rewards: RewardPool) -> Votes:
+async def _count(
+    answers: Sequence[str], rewards: RewardPool, turn: asyncio.Semaphore
+) -> tuple[tuple[int, ...], int]:
     first_answers: list[str] = []
     cluster_of = {"": NO_VOTE}
     num_timeouts, slow_s = 0, 0.0
-    for answer in answers:
-        if answer in cluster_of:
-            continue
-        for cluster, first in enumerate(first_answers):
-            if num_timeouts >= _MAX_TIMEOUTS or slow_s > _MAX_SLOW_S:
-                break
-            began_s = time.monotonic()
-            score = await rewards.score(rf"\boxed{{{answer}}}", first)
-            took_s = time.monotonic() - began_s
-            slow_s += took_s if took_s >= _SLOW_S else 0.0
-            num_timeouts += score.timed_out
-            if score.reward > 0:
-                cluster_of[answer] = cluster
-                break
-        if answer not in cluster_of:
-            cluster_of[answer] = len(first_answers)
-            first_answers.append(answer)
+    async with turn:
+        for answer in answers:
+            if answer in cluster_of:
+                continue
+            for cluster, first in enumerate(first_answers):
+                if num_timeouts >= _MAX_TIMEOUTS or slow_s > _MAX_SLOW_S:
+                    break
+                began_s = time.monotonic()
+                score = await rewards.score(rf"\boxed{{{answer}}}", first)
+                took_s = time.monotonic() - began_s
+                slow_s += took_s if took_s >= _SLOW_S else 0.0
+                num_timeouts += score.timed_out
+                if score.reward > 0:
+                    cluster_of[answer] = cluster
+                    break
+            if answer not in cluster_of:
+                cluster_of[answer] = len(first_answers)
+                first_answers.append(answer)
     num_timeouts += slow_s > _MAX_SLOW_S
-    return Votes(tuple(cluster_of[answer] for answer in answers), num_timeouts)
+    return tuple(cluster_of[answer] for answer in answers), num_timeouts

@@ -7,15 +7,14 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.evaluation.report import write_results
-from bapo_megatron.evaluation.samples import EvalSample, SampleJournal, in_order, score_fields
-from bapo_megatron.evaluation.settings import EvalSet, eval_settings
+from bapo_megatron.evaluation.samples import EvalSample, SampleJournal
+from bapo_megatron.evaluation.settings import EvalSet, settings_of
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
@@ -98,8 +97,11 @@ class Evaluator:
         results = []
         for eval_set, journal in zip(self._sets, journals, strict=True):
             self._report(f"evaluation of {eval_set.name}: counting")
-            prompt_ids = [prompt.prompt_id for prompt in eval_set.prompts]
-            groups = in_order(journal.samples, prompt_ids, eval_set.sampling.samples_per_prompt)
+            indices = range(eval_set.sampling.samples_per_prompt)
+            groups = [
+                [journal.samples[prompt.prompt_id, index] for index in indices]
+                for prompt in eval_set.prompts
+            ]
             votes, config = self._votes, self._config
             results.append(await summarise_set(eval_set, groups, votes, config, weights))
         path = results_file(self._config.run_dir, moment)
@@ -216,7 +218,7 @@ def _eval_sample(pending: PendingSample, version: int, elapsed_s: float) -> Eval
         response=response.text,
         turns=response.turns,
         state=pending.state,
-        **score_fields(score),
+        **asdict(score),
         num_tokens=sample.num_sampled,
         num_environment_tokens=sample.num_written,
         finish_reason=sample.finish_reason,
@@ -261,21 +263,6 @@ def samples_file(run_dir: Path, moment: str, set_name: str) -> Path:
 def results_file(run_dir: Path, moment: str) -> Path:
     """Where the scores of all sets are: ``eval/step_000020.json``, or ``eval.json``."""
     return run_dir / "eval" / f"{moment}.json" if moment else run_dir / "eval.json"
-
-
-def settings_of(eval_set: EvalSet, config: RunConfig, weights: str) -> dict[str, object]:
-    """Everything that decides the samples of a set and their scores."""
-    rollout = config.rollout
-    return eval_settings(
-        name=eval_set.name,
-        weights=weights,
-        prompts=eval_set.prompts,
-        sampling=eval_set.sampling,
-        reward=eval_reward(config.reward, config.eval),
-        seed=config.seed,
-        environment=rollout.environment if rollout.has_environment else None,
-        max_turns=rollout.episodes.max_turns if rollout.has_environment else None,
-    )
 
 
 def _write_errors(path: Path) -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from bapo_megatron.commands.bounds import bounds_from_file
+from bapo_megatron.commands.bounds import bounds_from_file, print_search, to_json_dict
 from bapo_megatron.config.schema import BapoConfig
 
 CONFIG = BapoConfig.model_validate(
@@ -44,8 +44,8 @@ def write(path: Path, values: dict[str, np.ndarray]) -> Path:
 
 @pytest.mark.parametrize("name", ["tokens.npz", "tokens.parquet"])
 def test_the_report_of_a_batch_computed_by_hand(tmp_path: Path, name: str) -> None:
-    report = bounds_from_file(write(tmp_path / name, columns()), CONFIG)
-    answer = json.loads(json.dumps(report.to_json_dict()))
+    result, counts = bounds_from_file(write(tmp_path / name, columns()), CONFIG)
+    answer = json.loads(json.dumps(to_json_dict(result)))
     assert set(answer) == {
         "clip_low",
         "clip_high",
@@ -61,31 +61,33 @@ def test_the_report_of_a_batch_computed_by_hand(tmp_path: Path, name: str) -> No
     assert path == [(0.6, 1.0), (0.6, 1.25), (0.8, 1.25)]
     assert [pair["passes"] for pair in answer["candidates"]] == [False, True, False]
     assert answer["candidates"][2]["negative"] == pytest.approx(1.6, abs=1e-6)
-    assert (report.positive_tokens, report.negative_tokens) == (1, 1)
+    assert (counts.positive_tokens, counts.negative_tokens) == (1, 1)
 
 
 def test_without_a_mask_every_token_counts(tmp_path: Path) -> None:
     values = columns()
     del values["mask"]
-    report = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
-    assert (report.positive_tokens, report.result.exit) == (2, "start")
+    result, counts = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
+    assert (counts.positive_tokens, result.exit) == (2, "start")
 
 
 def test_an_empty_file_gives_the_start(tmp_path: Path) -> None:
     values = {name: column[:0] for name, column in columns().items()}
-    assert bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG).result.exit == "start"
+    result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
+    assert result.exit == "start"
 
 
 def test_what_is_masked_may_hold_anything(tmp_path: Path) -> None:
     values = columns()
     values["logprob"][2] = np.nan
-    assert bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG).result.exit == "met"
+    result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
+    assert result.exit == "met"
 
 
 def test_the_printed_report_marks_the_chosen_pair(tmp_path: Path) -> None:
     text = io.StringIO()
-    report = bounds_from_file(write(tmp_path / "tokens.npz", columns()), CONFIG)
-    report.print(Console(file=text, width=120))
+    found = bounds_from_file(write(tmp_path / "tokens.npz", columns()), CONFIG)
+    print_search(*found, Console(file=text, width=120))
     chosen = [line for line in text.getvalue().splitlines() if "→" in line]
     assert len(chosen) == 1
     assert "1.25" in chosen[0]

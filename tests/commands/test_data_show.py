@@ -11,7 +11,13 @@ import yaml
 from rich.console import Console
 
 from bapo_megatron import cli
-from bapo_megatron.commands.data_show import TokenLengths, inspect_data, inspect_dump, token_lengths
+from bapo_megatron.commands.data_show import (
+    inspect_data,
+    inspect_dump,
+    print_data,
+    print_dump,
+    token_lengths,
+)
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import DumpError, write_batch, write_texts
 from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, SampleText
@@ -53,61 +59,56 @@ def config_file(tmp_path, tokenizer_dir):
     return path
 
 
-def printed(report, **console):
+def printed(print_found, *found, **console):
     stream = io.StringIO()
-    report.print(Console(file=stream, width=300, **console))
+    print_found(Console(file=stream, width=300, **console), *found)
     return stream.getvalue()
 
 
 def test_everything_about_the_sets_is_in_the_report(config_file, tmp_path):
-    report = inspect_data(load_config(config_file), num_rows=2)
+    report, _ = inspect_data(load_config(config_file), num_rows=2)
 
-    sums, mixed, heldout = report.sets
-    assert [each.use for each in report.sets] == ["train", "train", "eval"]
-    assert (sums.kept, sums.share, sums.epoch_steps) == (30, 0.75, 10.0)
-    assert (mixed.kept, mixed.share, mixed.epoch_steps) == (2, 0.25, 2.0)
-    assert (heldout.kept, heldout.share, heldout.epoch_steps) == (2, None, None)
-    assert (mixed.report.num_rows, mixed.report.num_bad, mixed.report.num_too_long) == (4, 1, 1)
-    assert (mixed.report.num_duplicates, mixed.report.num_contradictions) == (1, 1)
-    assert [each.report.row_format for each in report.sets] == ["gsm8k", "columns", "gsm8k"]
+    sums, mixed, heldout = report["sets"]
+    assert [each["use"] for each in report["sets"]] == ["train", "train", "eval"]
+    assert (sums["kept"], sums["share"], sums["epoch_steps"]) == (30, 0.75, 10.0)
+    assert (mixed["kept"], mixed["share"], mixed["epoch_steps"]) == (2, 0.25, 2.0)
+    assert (heldout["kept"], heldout["share"], heldout["epoch_steps"]) == (2, None, None)
+    counts = ("num_rows", "num_bad", "num_too_long", "num_duplicates", "num_contradictions")
+    assert [mixed["report"][name] for name in counts] == [4, 1, 1, 1, 1]
+    formats = [each["report"]["row_format"] for each in report["sets"]]
+    assert formats == ["gsm8k", "columns", "gsm8k"]
     # 3 special tokens, and one per byte of the rest: user, assistant, 3 line ends, the question.
-    assert sums.tokens == TokenLengths(min=31, median=32, p95=32, max=32)
-    (overlap,) = report.overlaps
-    assert (overlap.train_name, overlap.eval_name, overlap.first_train_id) == (
-        "sums",
-        "heldout",
-        "sums.jsonl:4",
-    )
-    warnings = "\n".join(report.warnings())
+    assert sums["tokens"] == {"min": 31, "median": 32, "p95": 32, "max": 32}
+    (overlap,) = report["overlaps"]
+    assert (overlap["train_name"], overlap["eval_name"]) == ("sums", "heldout")
+    assert overlap["first_train_id"] == "sums.jsonl:4"
+    warnings = "\n".join(report["warnings"])
     for expected in ("rows are bad", "are longer than", "repeat the prompt", "different answers"):
         assert expected in warnings
     assert "1 of 2 prompts of evaluation set 'heldout' are in training set 'sums'" in warnings
 
 
 def test_the_prompts_are_the_first_draws_of_training_as_the_engine_sees_them(config_file):
-    report = inspect_data(load_config(config_file), num_rows=4)
+    report, special_tokens = inspect_data(load_config(config_file), num_rows=4)
 
-    assert [(p.prompt_id, p.answer) for p in report.prompts["train"]] == [
+    assert [(p["prompt_id"], p["answer"]) for p in report["prompts"]["train"]] == [
         ("sums.jsonl:0", "1"),
         ("sums.jsonl:1", "2"),
         ("sums.jsonl:2", "3"),
         ("mixed.jsonl:0", "8"),
     ]
-    assert [p.prompt_id for p in report.prompts["eval: heldout"]] == [
+    assert [p["prompt_id"] for p in report["prompts"]["eval: heldout"]] == [
         "heldout.jsonl:0",
         "heldout.jsonl:1",
     ]
-    shown = report.prompts["train"][3]
-    assert (shown.text, shown.source, shown.row) == (
-        rendered("What is 7+1?"),
-        "mixed",
-        {"level": 2},
-    )
-    assert report.special_tokens == ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+    shown = report["prompts"]["train"][3]
+    assert shown["text"] == rendered("What is 7+1?")
+    assert (shown["source"], shown["row"]) == ("mixed", {"level": 2})
+    assert special_tokens == ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
 
 
 def test_a_pipe_gets_markdown(config_file):
-    lines = printed(inspect_data(load_config(config_file), num_rows=1)).splitlines()
+    lines = printed(print_data, *inspect_data(load_config(config_file), num_rows=1)).splitlines()
 
     header = next(line for line in lines if line.startswith("| set"))
     cells = [cell.strip() for cell in header.strip("|").split("|")]
@@ -126,13 +127,14 @@ def test_markup_in_a_prompt_is_shown_and_not_obeyed(config_file, tmp_path):
     nasty = {"prompt": "[bold]x[/] ```\ncode\n``` [/nope]", "answer": "[red]"}
     write_jsonl(tmp_path / "nasty.jsonl", nasty)
     config = load_config(config_file, [f"data.train={{path: {tmp_path}/nasty.jsonl, name: '[a]'}}"])
-    report = inspect_data(config, num_rows=1)
+    found = inspect_data(config, num_rows=1)
+    piped = printed(print_data, *found)
 
-    for text in (printed(report), printed(report, force_terminal=True, no_color=True)):
+    for text in (piped, printed(print_data, *found, force_terminal=True, no_color=True)):
         assert "[bold]x[/] ```" in text
         assert "answer [red]" in text
         assert "[a]" in text
-    assert "\n````\n" in printed(report)
+    assert "\n````\n" in piped
 
 
 def test_the_command_prints_json(config_file, capsys):
@@ -167,8 +169,8 @@ def test_what_is_missing_is_named(config_file, capsys):
 def test_lengths_are_quantiles_by_nearest_rank():
     prompts = [Prompt("x:0", tuple(range(n)), "", "") for n in range(1, 41)]
 
-    assert token_lengths(prompts) == TokenLengths(min=1, median=20, p95=38, max=40)
-    assert token_lengths(prompts[:1]) == TokenLengths(min=1, median=1, p95=1, max=1)
+    assert token_lengths(prompts) == {"min": 1, "median": 20, "p95": 38, "max": 40}
+    assert token_lengths(prompts[:1]) == {"min": 1, "median": 1, "p95": 1, "max": 1}
 
 
 NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J"
@@ -197,7 +199,7 @@ def texts(dump):
 
 @pytest.mark.usefixtures("texts")
 def test_a_dump_is_shown_by_turns(dump):
-    lines = printed(inspect_dump(dump, 2)).splitlines()
+    lines = printed(print_dump, inspect_dump(dump, 2)).splitlines()
 
     assert lines[0] == f"{dump} · step 5 · version 9 · 1 groups · 2 samples"
     assert lines[1:18] == [
@@ -231,7 +233,7 @@ def test_a_dump_is_shown_by_turns(dump):
         "**turn 1 · policy · 5 tokens**",
     ]
     assert lines[-3:] == ["```", "It is 14.", "```"]
-    first = printed(inspect_dump(dump, 1))
+    first = printed(print_dump, inspect_dump(dump, 1))
     assert "sample 1" not in first
     assert "2 samples" in first
 
@@ -239,7 +241,8 @@ def test_a_dump_is_shown_by_turns(dump):
 @pytest.mark.usefixtures("texts")
 def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump):
     report = inspect_dump(dump, 1)
-    piped, shown = printed(report), printed(report, force_terminal=True, no_color=True)
+    piped = printed(print_dump, report)
+    shown = printed(print_dump, report, force_terminal=True, no_color=True)
 
     for text in (piped, shown):
         assert "[bold]x[/] ```" in text
@@ -254,14 +257,16 @@ def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump):
 def test_a_dump_without_texts_shows_numbers_of_tokens(dump):
     report = inspect_dump(dump, 1)
 
-    for text in (printed(report), printed(report, force_terminal=True, no_color=True)):
+    piped = printed(print_dump, report)
+
+    for text in (piped, printed(print_dump, report, force_terminal=True, no_color=True)):
         assert "No texts beside the dump: numbers of tokens only." in text
         assert "tokens: 6 sampled, 5 written" in text
         for heading in ("turn 1 · policy · 2 tokens", "environment · 4 tokens", "turn 3 · policy"):
             assert heading in text
         assert "```" not in text
         assert "answer:" not in text
-    assert "prompt" not in "".join(line for line in printed(report).splitlines() if "**" in line)
+    assert "prompt" not in "".join(line for line in piped.splitlines() if "**" in line)
 
 
 @pytest.mark.usefixtures("texts")
@@ -310,6 +315,6 @@ def test_texts_of_another_dump_are_refused(dump):
 def test_a_sample_without_its_text_shows_numbers_of_tokens(dump):
     write_texts(dump, 5, [SampleText(0, 1, "?", "14", "It is 14.")])
 
-    first, second = inspect_dump(dump, 2).samples
-    assert (first.prompt, first.parts[0].text) == (None, None)
-    assert (second.prompt, second.parts[0].text) == ("?", "It is 14.")
+    first, second = inspect_dump(dump, 2)["samples"]
+    assert (first["prompt"], first["parts"][0]["text"]) == (None, None)
+    assert (second["prompt"], second["parts"][0]["text"]) == ("?", "It is 14.")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from bapo_megatron.commands.generate import BatchTotals, generate_batches, summarise
+from bapo_megatron.commands.generate import generate_batches, summarise, totals_of
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import encode_batch, read_batch, texts_path
 from bapo_megatron.errors import RolloutError
@@ -78,8 +78,7 @@ def test_the_summary_weighs_samples_not_batches() -> None:
         dataclasses.replace(first, stats=stats[0]),
         dataclasses.replace(second, stats=stats[1]),
     ]
-    summary = summarise([BatchTotals.of(batch) for batch in batches], wall_s=7.0)
-    assert dataclasses.asdict(summary) == {
+    assert summarise([totals_of(batch) for batch in batches], wall_s=7.0) == {
         "steps": 2,
         "groups": 3,
         "samples": 6,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from bapo_megatron.evaluation.estimators import (
     NO_VOTE,
-    average,
     candidates,
     majority_at_k,
     pass_at_k,
@@ -34,10 +33,6 @@ def vote_by_hand(samples: tuple[tuple[int, bool], ...]) -> Fraction:
         ),
         len(winners),
     )
-
-
-def test_average_is_the_mean_reward():
-    assert average([1, 0, 0, 0.5]) == 0.375
 
 
 @settings(deadline=None)
@@ -99,11 +94,3 @@ def test_large_numbers_of_samples_stay_probabilities():
 def test_a_reward_of_weights_that_sum_to_one_is_right():
     assert candidates([0], [0.7 + 0.2 + 0.1])[0].num_right == 1
     assert candidates([0], [0.9])[0].num_right == 0
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_k_beyond_the_samples_is_refused(k):
-    with pytest.raises(ValueError, match=rf"pass@k needs 1 <= k <= 2 samples, got k = {k}"):
-        pass_at_k(2, 1, k)
-    with pytest.raises(ValueError, match=rf"maj@k needs 1 <= k <= 2 samples, got k = {k}"):
-        majority_at_k(2, [], k)
