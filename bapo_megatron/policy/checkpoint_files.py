@@ -45,7 +45,7 @@ class CheckpointState:
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
-    """How the model was divided; see ``layout_of``."""
+    """See ``rng_layout``."""
     distributed_optimizer: bool
     """The kind of Megatron's optimizer; each kind reads only its own state."""
     extra: dict[str, Any]
@@ -64,7 +64,6 @@ class BestCheckpoint:
     metric: str
     """``checkpoint.best`` of the run."""
     value: float
-    """Its score; no other checkpoint of the run had a higher one."""
 
     @property
     def step(self) -> int:
@@ -72,7 +71,7 @@ class BestCheckpoint:
         return int(self.checkpoint.removeprefix("step_"))
 
 
-def layout_of(groups: ProcessGroups) -> dict[str, int]:
+def rng_layout(groups: ProcessGroups) -> dict[str, int]:
     """Return what decides which random streams a rank has: equal layouts can exchange them."""
     return {
         "tensor": groups.tensor_size,
@@ -93,7 +92,7 @@ def unfinished_directory(root: Path, step: int) -> Path:
     return root / f".step_{step}.tmp"
 
 
-def is_there(root: Path, step: int) -> bool:
+def checkpoint_exists(root: Path, step: int) -> bool:
     """Return whether the complete checkpoint of a step exists, even while it is being replaced."""
     return _existing(step_directory(root, step)) is not None
 
@@ -135,7 +134,7 @@ def find_best(root: Path) -> BestCheckpoint | None:
         best = BestCheckpoint(**json.loads(pointer.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
-    if not STEP_PATTERN.fullmatch(best.checkpoint) or not is_there(root, best.step):
+    if not STEP_PATTERN.fullmatch(best.checkpoint) or not checkpoint_exists(root, best.step):
         raise CheckpointError(
             f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; write one "
             "that is, or delete the file"
@@ -202,11 +201,8 @@ def remove_unfinished(root: Path) -> None:
 def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[str]) -> None:
     """Complete the unfinished checkpoint of ``step`` and let ``latest`` name it.
 
-    Args:
-        root: Directory of all checkpoints of the run.
-        step: Number of the checkpoint; one of the same number is replaced.
-        fields: Those of ``CheckpointState`` except the sizes of files.
-        written: Names of the files that all ranks have written.
+    ``fields`` are those of ``CheckpointState`` except the sizes of files; ``written`` names the
+    files that all ranks have written.
 
     Raises:
         OSError: It cannot be written, or a file of another rank is not to be seen here; ``latest``

@@ -5,12 +5,10 @@ way to Hugging Face one file of the result. A checkpoint written here keeps what
 (config.json, tokenizer, chat template, generation settings) under ``hf/``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import yaml
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy import hf_weights, weight_export
-from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, TorchDistWriter
+from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, write_parameters
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
 from bapo_megatron.policy.megatron_setup import DTYPES
 
@@ -37,8 +35,8 @@ class Amount:
     num_bytes: int
     """Size of these tensors in the target's dtype."""
 
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +110,27 @@ def _to_megatron(
     hf = read_hf_config(source)
     table = hf_weights.weight_table(hf)
     files = hf_weights.find_tensors(hf, source)
-    dtype = _target_dtype(source, _hf_dtypes(table, files, hf, source), wanted)
-    total, done = _amount(table, hf, dtype), Amount(0, 0)
+    stored = hf_weights.stored_dtypes(table, files, hf, source)
+    for name, kind in stored.items():
+        if kind not in SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"{source}: {name} is stored as {kind}; only {', '.join(SAFETENSORS_DTYPES)} can "
+                "be converted"
+            )
+    dtypes = {name: SAFETENSORS_DTYPES[kind] for name, kind in stored.items()}
+    dtype = _target_dtype(source, dtypes, wanted)
+
+    def parameters() -> Iterator[tuple[hf_weights.Weight, Tensor]]:
+        for weight in _reported(table, hf, dtype, report):
+            tensors = [hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf]
+            yield weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1)
+
     with atomic_directory(target) as temporary:
-        with TorchDistWriter(temporary, hf, max_file_bytes) as writer:
-            for weight in table:
-                tensors = [
-                    hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf
-                ]
-                writer.write(weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1))
-                done += _amount([weight], hf, dtype)
-                report(done, total)
-            writer.finish()
+        num_files = write_parameters(parameters(), hf, temporary, max_file_bytes)
         companions = temporary / COMPANIONS_NAME
         companions.mkdir()
         weight_export.copy_companions(source, companions, dtype)
-    return Conversion("Megatron", total, dtype, writer.num_files)
+    return Conversion("Megatron", _amount(table, hf, dtype), dtype, num_files)
 
 
 def _to_hf(
@@ -142,34 +145,27 @@ def _to_hf(
     table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)
-    total = _amount(table, hf, dtype)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        done = Amount(0, 0)
-        for weight in table:
-            yield from hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
-            done += _amount([weight], hf, dtype)
-            report(done, total)
-
+    tensors = (
+        tensor
+        for weight in _reported(table, hf, dtype, report)
+        for tensor in hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
+    )
     files = weight_export.plan_files(hf, dtype, max_file_bytes)
     with atomic_directory(target) as temporary:
-        weight_export.write_weights(tensors(), files, temporary)
+        weight_export.write_weights(tensors, files, temporary)
         weight_export.copy_companions(hf_dir, temporary, dtype)
-    return Conversion("Hugging Face", total, dtype, len(files))
+    return Conversion("Hugging Face", _amount(table, hf, dtype), dtype, len(files))
 
 
-def _hf_dtypes(
-    table: list[hf_weights.Weight], files: dict[str, Path], hf: HfConfig, source: Path
-) -> dict[str, torch.dtype]:
-    dtypes = {}
-    for name, stored in hf_weights.stored_dtypes(table, files, hf, source).items():
-        if stored not in SAFETENSORS_DTYPES:
-            raise ValueError(
-                f"{source}: {name} is stored as {stored}; only {', '.join(SAFETENSORS_DTYPES)} "
-                "can be converted"
-            )
-        dtypes[name] = SAFETENSORS_DTYPES[stored]
-    return dtypes
+def _reported(
+    table: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype, report: Report
+) -> Iterator[hf_weights.Weight]:
+    """Yield the parameters; whoever asks for the next one is done with the one before."""
+    total, done = _amount(table, hf, dtype), Amount(0, 0)
+    for weight in table:
+        yield weight
+        done += _amount([weight], hf, dtype)
+        report(done, total)
 
 
 def _target_dtype(
@@ -184,12 +180,8 @@ def _target_dtype(
     return next(iter(examples))
 
 
-def _amount(weights: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
-    sizes = [
-        size
-        for weight in weights
-        for size in weight_export.weight_bytes(weight, hf, dtype).values()
-    ]
+def _amount(weights: Iterable[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
+    sizes = [size for w in weights for size in weight_export.weight_bytes(w, hf, dtype).values()]
     return Amount(len(sizes), sum(sizes))
 
 

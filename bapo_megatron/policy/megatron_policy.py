@@ -173,9 +173,7 @@ class MegatronPolicy:
         return learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
 
     def forward_only(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        fn: Callable[[Tensor, MicroBatch], Result],
+        self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
     ) -> list[Result]:
         """Run the model without gradients.
 
