@@ -47,14 +47,8 @@ METADATA = {
 }
 
 LOAD_ERRORS = (
-    CheckpointException,  # torch's, a BaseException
-    CheckpointingException,  # Megatron's
-    RuntimeError,
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    pickle.UnpicklingError,
+    *(CheckpointException, CheckpointingException),  # torch's, a BaseException, and Megatron's
+    *(RuntimeError, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError),
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, write_parameters
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.policy.megatron_setup import DTYPES
 
 COMPANIONS_NAME = "hf"
@@ -107,7 +107,7 @@ def convert(
 def _to_megatron(
     source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
 ) -> Conversion:
-    hf = read_hf_config(source)
+    hf = read_hf_config_file(source / "config.json")
     table = hf_weights.weight_table(hf)
     files = hf_weights.find_tensors(hf, source)
     stored = hf_weights.stored_dtypes(table, files, hf, source)
@@ -141,7 +141,7 @@ def _to_hf(
     max_file_bytes: int,
     report: Report,
 ) -> Conversion:
-    hf = read_hf_config(hf_dir)
+    hf = read_hf_config_file(hf_dir / "config.json")
     table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)

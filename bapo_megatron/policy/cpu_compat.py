@@ -5,7 +5,6 @@ and creates tensors with ``device="cuda"``. ``install`` answers these with the C
 the process; no import calls it, and it refuses to run where there is CUDA.
 """
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,13 +73,7 @@ _WITHOUT_KEYWORDS = (torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to)
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites the CUDA that Megatron writes out in calls of torch functions."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and func not in _WITHOUT_KEYWORDS:
             return func(*args)  # nearly every call of a step comes here
         kwargs = dict(kwargs or {})

@@ -146,29 +146,13 @@ HARMLESS_FIELDS = (
 """Fields that do not change what the model computes."""
 
 
-def read_hf_config(model_dir: Path) -> HfConfig:
-    """Read and check ``config.json`` of a Hugging Face model directory.
-
-    Raises:
-        ValueError: The directory or file is missing or unreadable, or describes a model that is not
-            supported; the message names the file, the field and the value.
-    """
-    path = model_dir / "config.json"
-    if not model_dir.is_dir():
-        raise ValueError(
-            f"model.path: no directory {model_dir}; give a Hugging Face model directory"
-        )
-    if not path.is_file():
-        raise ValueError(f"model.path: no config.json in {model_dir}; is it a Hugging Face model?")
-    return read_hf_config_file(path)
-
-
 def read_hf_config_file(path: Path) -> HfConfig:
-    """Read and check one ``config.json``, wherever it lies.
+    """Read and check a model's ``config.json``.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: As by ``read_hf_config``.
+        ValueError: It describes a model that is not supported; the message names the file, the
+            field and the value.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
