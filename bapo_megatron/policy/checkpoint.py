@@ -61,7 +61,7 @@ class _Save:
     """Fields of ``CheckpointState``, as they were when the save began."""
     writer: ShardWriter
     groups: ProcessGroups
-    best: tuple[str, float] | None
+    best: files.BestCheckpoint | None
 
 
 class CheckpointSaver:
@@ -82,7 +82,7 @@ class CheckpointSaver:
         step: int,
         policy: MegatronPolicy,
         extra: dict[str, Any],
-        best: tuple[str, float] | None = None,
+        best: files.BestCheckpoint | None = None,
     ) -> Path:
         """Save everything that training continues from; return the checkpoint's directory.
 
@@ -93,8 +93,7 @@ class CheckpointSaver:
             step: Number of the checkpoint.
             policy: The policy.
             extra: State of the caller, plain JSON values; only rank 0's is written.
-            best: Metric and value for which ``best`` names this checkpoint, once it is complete;
-                only rank 0's counts.
+            best: What ``best`` says from when this checkpoint is complete; only rank 0's counts.
         """
         self.wait()
         groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
@@ -147,8 +146,7 @@ class CheckpointSaver:
                 names = [name for names, _ in written for name in names]
                 files.publish(root, save.step, save.fields, names)
                 if save.best is not None:
-                    name = files.step_directory(root, save.step).name
-                    files.name_best(root, files.BestCheckpoint(name, *save.best))
+                    files.name_best(root, save.best)
         if groups.rank == 0:
             try:
                 files.remove_others(root, save.step, self._config)

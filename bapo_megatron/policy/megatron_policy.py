@@ -85,7 +85,7 @@ class MegatronPolicy:
 
     def __post_init__(self) -> None:
         assert not any(chunk.mtp_process for chunk in self.chunks), (
-            "multi-token prediction adds its loss inside the model, from logits that are overwritten"
+            "multi-token prediction adds its loss inside the model, whose logits are overwritten"
         )
 
     @classmethod

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -46,26 +46,15 @@ def gather_weights(
     hf: HfConfig,
     groups: ProcessGroups,
     table: Sequence[Weight] | None = None,
+    read: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on the ranks of the first stage; elsewhere nothing.
 
     One parameter is gathered at a time. A collective: the ranks of a model replica (its tensor and
-    pipeline groups) iterate together, to the end. ``table`` is a part of ``weight_table(hf)``.
+    pipeline groups) iterate together, to the end. ``table`` is a part of ``weight_table(hf)``;
+    ``read`` takes a tensor of a parameter's shape from it, such as its gradient, all of one dtype.
     """
-    held = {weight.megatron: parameter.detach() for weight, parameter in local_weights(chunks, hf)}
-    return gather_tensors(held, hf, groups, table)
-
-
-def gather_tensors(
-    held: Mapping[str, Tensor],
-    hf: HfConfig,
-    groups: ProcessGroups,
-    table: Sequence[Weight] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Like ``gather_weights``, for tensors of the parameters' shapes, such as their gradients.
-
-    ``held`` has this rank's tensors by Megatron's name of the parameter, all of one dtype.
-    """
+    held = {weight.megatron: read(parameter) for weight, parameter in local_weights(chunks, hf)}
     dtype = next(iter(held.values())).dtype
     for weight in weight_table(hf) if table is None else table:
         # The layers are divided into pipeline × virtual chunks; chunk c is on stage c mod pipeline.

@@ -112,8 +112,7 @@ def save_run(
     extra: dict[str, Any] = {}
     if source is not None:
         extra = {"progress": asdict(progress), "rollout": source.state()}
-    best = (progress.best.metric, progress.best.value) if is_best and progress.best else None
-    saver.save(progress.next_step, policy, extra, best)
+    saver.save(progress.next_step, policy, extra, progress.best if is_best else None)
 
 
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:

@@ -23,9 +23,8 @@ from bapo_megatron.distributed import (
     broadcast_bytes,
     fail_together,
 )
-from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.weight_export import gather_tensors, gather_weights
+from bapo_megatron.policy.weight_export import gather_weights
 from tests.distributed_launch import joined
 from tests.policy.tiny_models import VOCAB_SIZE, Problem, make_problems
 
@@ -171,8 +170,8 @@ def hf_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
             parts = [torch.empty_like(own) for _ in range(size)]
             dist.all_gather(parts, own, group=groups.data)
             buffer.grad_data.copy_(torch.cat(parts))
-    held = {w.megatron: p.main_grad for w, p in local_weights(policy.chunks, policy.hf)}
-    return {name: g.clone() for name, g in gather_tensors(held, policy.hf, groups)}
+    gradients = gather_weights(policy.chunks, policy.hf, groups, read=lambda p: p.main_grad)
+    return {name: gradient.clone() for name, gradient in gradients}
 
 
 def _weights_around_update(policy: MegatronPolicy) -> dict[str, Any]:

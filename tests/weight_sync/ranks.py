@@ -19,8 +19,8 @@ from bapo_megatron.config.schema import OpsConfig, ParallelConfig, TrainConfig
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.weight_export import local_weights
 from bapo_megatron.rollout.pooled_engine import EngineState, PooledEngine
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.split import make_layout
