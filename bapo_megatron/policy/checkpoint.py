@@ -89,11 +89,8 @@ class CheckpointSaver:
         The directory exists once the checkpoint is complete. One of the same number is replaced;
         those of higher numbers are removed: the attempt that wrote them was abandoned for this one.
 
-        Args:
-            step: Number of the checkpoint.
-            policy: The policy.
-            extra: State of the caller, plain JSON values; only rank 0's is written.
-            best: What ``best`` says from when this checkpoint is complete; only rank 0's counts.
+        ``extra`` is state of the caller, plain JSON values; ``best`` is what the file ``best`` says
+        from when this checkpoint is complete. Only rank 0's count.
         """
         self.wait()
         groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
@@ -263,8 +260,7 @@ def _rng_state(groups: ProcessGroups) -> dict[str, Any]:
 def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     path = directory / _rng_name(groups)
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        return state
+        return torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:
         raise files.CheckpointError(
             f"{path}: damaged ({_reason(error)}); {files.OTHER_CHECKPOINT}"

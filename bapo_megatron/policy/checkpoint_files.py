@@ -148,11 +148,7 @@ def name_best(root: Path, best: BestCheckpoint) -> None:
 
 
 def read_state(directory: Path) -> CheckpointState:
-    """Read a checkpoint's state.json.
-
-    Raises:
-        CheckpointError: It is missing, damaged or of another version.
-    """
+    """Read state.json; raise ``CheckpointError`` if it is missing, damaged or another format."""
     path = directory / STATE_NAME
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -173,11 +169,7 @@ def read_state(directory: Path) -> CheckpointState:
 
 
 def check_files(directory: Path, state: CheckpointState) -> None:
-    """Refuse missing and truncated files by name.
-
-    Raises:
-        CheckpointError: A file is not what ``state`` says.
-    """
+    """Raise ``CheckpointError`` for a file that is not what ``state`` says."""
     found = _file_bytes(directory)
     for name, num_bytes in state.file_bytes.items():
         if found.get(name) != num_bytes:
@@ -225,11 +217,8 @@ def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None
     """Keep the newest checkpoints, those to keep for good, the best one, and nothing else.
 
     Steps above the one just saved belong to an attempt that was abandoned for this one, and go; so
-    does ``best`` if it names one of them.
-
-    Raises:
-        OSError: One cannot be removed.
-        CheckpointError: ``best`` is damaged; nothing is removed.
+    does ``best`` if it names one of them. A damaged ``best`` is a ``CheckpointError``, and nothing
+    is removed.
     """
     steps = [
         int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))

@@ -66,19 +66,11 @@ def convert(
 ) -> Conversion:
     """Convert a Hugging Face model to a torch_dist checkpoint, or a checkpoint to a model.
 
-    Without ``dtype`` every weight keeps its bits. A checkpoint's weights are those the model
-    computes with, also where its optimizer holds float32 copies.
-
-    Args:
-        source: A Hugging Face directory, a checkpoint of a run (``step_<n>``), or any torch_dist
-            checkpoint of a model this project knows.
-        target: The directory to write. It appears when it is complete.
-        hf_dir: Directory with the config.json and the tokenizer of a checkpoint's model. None: what
-            the checkpoint keeps itself, or the ``model.path`` of its run.
-        dtype: ``float32`` or ``bfloat16``; None: that of the source.
-        max_file_bytes: Weights beyond this are divided over several files.
-        force: Replace a target that is not empty.
-        report: Is told the progress.
+    A checkpoint is one of a run (``step_<n>``), or any of a model this project knows; its weights
+    are those the model computes with, also where its optimizer holds float32 copies. ``hf_dir`` has
+    the config.json and the tokenizer of its model: if None, what the checkpoint keeps itself, or
+    the ``model.path`` of its run. Without ``dtype`` (``float32`` or ``bfloat16``) every weight
+    keeps its bits. Weights beyond ``max_file_bytes`` are divided over several files.
 
     Raises:
         ValueError: The source is not complete or not of a known kind, or the target may not be

@@ -31,18 +31,11 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import first_line
 from bapo_megatron.policy.checkpoint_shards import BACKEND, TORCH_SAVE, torch_bytes, write_common
 from bapo_megatron.policy.hf_config import HfConfig
-from bapo_megatron.policy.hf_weights import (
-    EMBEDDING,
-    OUTPUT,
-    Weight,
-    refuse_differences,
-    refuse_shapes,
-    shard_shape,
-    weight_table,
-)
+from bapo_megatron.policy.hf_weights import Weight
 
 METADATA_NAME = ".metadata"
 
@@ -52,17 +45,17 @@ Piece = tuple[dcp_planner.WriteItem, Tensor | io.BytesIO, int]
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are no parameters."""
 
-MODULES_WITHOUT_STATE = {w.megatron.removesuffix(".weight") for w in (EMBEDDING, OUTPUT)}
+MODULES_WITHOUT_STATE = {
+    w.megatron.removesuffix(".weight") for w in (hf_weights.EMBEDDING, hf_weights.OUTPUT)
+}
 """Modules whose 8-bit state Megatron does not save."""
 
 
 class _Slot(NamedTuple):
-    """Where a checkpoint keeps one parameter."""
+    """Where a checkpoint keeps one parameter: in the stored tensor of this key and shape."""
 
     key: str
-    """Name of the stored tensor."""
     shape: tuple[int, ...]
-    """Shape of the stored tensor."""
     layer: int | None
     """Its place on the first axis; None: the stored tensor is the parameter."""
 
@@ -74,7 +67,7 @@ class _Slot(NamedTuple):
 
 def _stacked_slot(weight: Weight, hf: HfConfig) -> _Slot:
     """Return where a checkpoint with the layers on a first axis keeps ``weight``."""
-    shape = shard_shape(weight, hf, size=1)
+    shape = hf_weights.shard_shape(weight, hf, size=1)
     if weight.layer is None:
         return _Slot(weight.megatron, shape, None)
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
@@ -104,7 +97,7 @@ class TorchDistReader:
             and not OPTIMIZER_STATE.search(key)
         }
         self._slots: dict[str, _Slot] = {}
-        table = weight_table(hf)
+        table = hf_weights.weight_table(hf)
         for weight in table:
             slot = _stacked_slot(weight, hf)
             if weight.layer is not None and weight.megatron in self._stored:
@@ -112,7 +105,7 @@ class TorchDistReader:
                 slot = _Slot(weight.megatron, slot.shape[1:], None)
             self._slots[weight.megatron] = slot
         keys = dict.fromkeys(slot.key for slot in self._slots.values())
-        refuse_differences(
+        hf_weights.refuse_differences(
             keys,
             self._stored,
             f"{directory}: parameters do not fit config.json",
@@ -125,7 +118,7 @@ class TorchDistReader:
             is_padded = weight.form == "vocab" and found[0] >= hf.vocab_size
             if not (is_padded and found[1:] == expected[1:]):
                 shapes.append((key, found, expected))
-        refuse_shapes(shapes, directory)
+        hf_weights.refuse_shapes(shapes, directory)
         self._check_files()
         self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -183,16 +176,10 @@ class TorchDistReader:
 def write_parameters(
     parameters: Iterable[tuple[Weight, Tensor]], hf: HfConfig, directory: Path, max_file_bytes: int
 ) -> int:
-    """Write a checkpoint of parameters alone, of which one at a time is in memory.
+    """Write a checkpoint of ``parameters`` alone, and return the number of its files.
 
-    Args:
-        parameters: Each as one rank without parallelism would hold it.
-        hf: The architecture.
-        directory: An existing, empty directory.
-        max_file_bytes: Weights beyond this are divided over several files.
-
-    Returns:
-        The number of files with weights.
+    One parameter at a time is in memory, as one rank without parallelism would hold it. The
+    directory exists and is empty.
     """
     storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
     items: list[dcp_planner.WriteItem] = []
@@ -276,7 +263,7 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     the linear ones, and a missing one is an error when loading.
     """
     states: dict[str, None] = {}
-    for weight in weight_table(hf):
+    for weight in hf_weights.weight_table(hf):
         modules = [weight.megatron.rpartition(".")[0]]
         if weight.layer is not None:
             modules.append(f"decoder.layers.{weight.layer}.self_attention.core_attention")

@@ -22,7 +22,7 @@ class Llama3Rope:
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_max_position_embeddings: int
+    original_max_position_embeddings: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +233,7 @@ def _rope(fields: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
         return theta, None
     if kind != "llama3":
         raise _unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
-    values: dict[str, Any] = {f: rope.get(f) for f in Llama3Rope.__dataclass_fields__}
-    for field, value in values.items():
-        _number(f"{name}.{field}", value)
+    values = {f: _number(f"{name}.{f}", rope.get(f)) for f in Llama3Rope.__dataclass_fields__}
     return theta, Llama3Rope(**values)
 
 

@@ -88,9 +88,6 @@ QK_NORM = (
     Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 )
 
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Tensors in old checkpoints that hold no weights: they are computed from the config."""
-
 
 def weight_table(hf: HfConfig) -> list[Weight]:
     """Return every parameter of the model, in the order of the layers."""
@@ -221,24 +218,7 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
         ValueError: A file is missing or not readable, or tensors are missing or unexpected; all are
             named.
     """
-    files = _files_by_tensor(model_dir)
-    expected = {name for weight in weight_table(hf) for name in weight.hf}
-    present = {name for name in files if not name.endswith(IGNORED_SUFFIXES)}
-    if hf.tied_embeddings:
-        # Some tools write the tied output layer beside the embedding; it is the same tensor.
-        present -= set(OUTPUT.hf)
-    refuse_differences(
-        expected,
-        present,
-        f"{model_dir}: weights do not fit config.json",
-        "use the weights and the config of one model",
-    )
-    return files
-
-
-def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
-    index = model_dir / INDEX_NAME
-    single = model_dir / SINGLE_NAME
+    index, single = model_dir / INDEX_NAME, model_dir / SINGLE_NAME
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -250,12 +230,26 @@ def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
             raise ValueError(f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}")
         for path in sorted(set(files.values())):
             _open(path)
-        return files
-    if single.is_file():
-        return dict.fromkeys(_open(single).keys(), single)
-    raise ValueError(
-        f"{model_dir}: neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors"
+    elif single.is_file():
+        files = dict.fromkeys(_open(single).keys(), single)
+    else:
+        raise ValueError(
+            f"{model_dir}: neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to "
+            "safetensors"
+        )
+    expected = {name for weight in weight_table(hf) for name in weight.hf}
+    # Old checkpoints hold frequencies, which are computed from the config.
+    present = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+    if hf.tied_embeddings:
+        # Some tools write the tied output layer beside the embedding; it is the same tensor.
+        present -= set(OUTPUT.hf)
+    refuse_differences(
+        expected,
+        present,
+        f"{model_dir}: weights do not fit config.json",
+        "use the weights and the config of one model",
     )
+    return files
 
 
 def _open(path: Path) -> safe_open:
@@ -270,8 +264,7 @@ def _open(path: Path) -> safe_open:
 def read_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor; the file is mapped for no longer than the tensor lives."""
     with safe_open(path, framework="pt") as reader:
-        tensor: Tensor = reader.get_tensor(name)
-        return tensor
+        return reader.get_tensor(name)
 
 
 def stored_dtypes(
@@ -293,14 +286,9 @@ def refuse_differences(
     expected: Collection[str], present: Collection[str], problem: str, remedy: str
 ) -> None:
     """Refuse missing and unexpected names, with an error that begins and ends as given."""
-    differences = [
-        f"{kind} {listed(sorted(names))}"
-        for kind, names in (
-            ("missing", set(expected) - set(present)),
-            ("unexpected", set(present) - set(expected)),
-        )
-        if names
-    ]
+    missing, unexpected = set(expected) - set(present), set(present) - set(expected)
+    kinds = (("missing", missing), ("unexpected", unexpected))
+    differences = [f"{kind} {listed(sorted(names))}" for kind, names in kinds if names]
     if differences:
         raise ValueError(f"{problem}: {'; '.join(differences)}; {remedy}")
 

@@ -31,7 +31,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -57,9 +56,6 @@ from bapo_megatron.policy.optimizer import (
 from bapo_megatron.types import MicroBatch
 
 Result = TypeVar("Result")
-
-ROTATION_TABLE_MULTIPLE = 4096
-"""The longest sequence that is named to fused kernels is a multiple of this."""
 
 
 @dataclass(eq=False, repr=False)
@@ -140,16 +136,11 @@ class MegatronPolicy:
     def forward_only(
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
     ) -> list[Result]:
-        """Run the model without gradients.
+        """Run the model without gradients; return ``fn``'s results on the last stage, elsewhere [].
 
-        Args:
-            micro_batches: This rank's, on any device; they are moved to ``device``.
-            fn: Called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
-                [N / tensor, H] under sequence parallel) and the micro-batch, on ``device``; it may
-                use collectives of ``groups.tensor``.
-
-        Returns:
-            The results of ``fn`` in order on ranks of the last stage, elsewhere [].
+        ``fn`` is called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
+        [N / tensor, H] under sequence parallel) and the micro-batch, on ``device``; it may use
+        collectives of ``groups.tensor``.
         """
         if not micro_batches:
             return []
@@ -170,15 +161,10 @@ class MegatronPolicy:
         Gradients of an earlier call are dropped. They are summed, not averaged, over data-parallel
         ranks, because the losses already hold global denominators.
 
-        Args:
-            micro_batches: This rank's; at least one.
-            loss_fn: As ``fn`` of ``forward_only``, with gradients; it may overwrite the logits. It
-                returns a scalar, already over the update's global denominators (the sum over all
-                micro-batches of all data-parallel ranks is the loss of the update), and a report
-                without gradient: anything the caller wants back for this micro-batch.
-
-        Returns:
-            The reports of the micro-batches on ranks of the last stage, elsewhere [].
+        ``loss_fn`` is called as ``fn`` of ``forward_only``, with gradients, and may overwrite the
+        logits. It returns a scalar, already over the update's global denominators (the sum over all
+        micro-batches of all data-parallel ranks is the loss of the update), and a report without
+        gradient. The reports are returned on ranks of the last stage, elsewhere [].
         """
         assert micro_batches, "forward_backward needs a micro-batch on every rank"
         for ddp in self.wrapped:
@@ -200,10 +186,8 @@ class MegatronPolicy:
         ``step`` clips by whatever norm it finds, and would write a NaN into all weights. A caller
         that skips an update does not call this, and neither moments nor schedule move.
 
+        ``faults`` are [F] counts on the device, equal on all ranks; any above 0 forbids the step.
         This is where the host waits for the device: for the norm, with the faults ready beside it.
-
-        Args:
-            faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
         """
         optimizer, lr = self.optimizer, self.lr
         optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
@@ -237,7 +221,7 @@ class MegatronPolicy:
             OSError: ``directory`` cannot be written; raised on every rank.
         """
         self.finish_weights()
-        dtype = self._transformer.params_dtype
+        dtype = self.chunks[0].config.params_dtype
         weights = weight_export.gather_weights(self.chunks, self.hf, self.groups)
         with fail_together(self.groups):
             try:
@@ -263,10 +247,6 @@ class MegatronPolicy:
                 ddp.disable_forward_pre_hook()  # gathers what is not there yet
                 ddp.enable_forward_pre_hook()
 
-    @property
-    def _transformer(self) -> TransformerConfig:
-        return self.chunks[0].config
-
     def _run_schedule(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -275,12 +255,12 @@ class MegatronPolicy:
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
-        pipelined = self.groups.pipeline_size > 1
+        transformer = self.chunks[0].config
         # They divide the tokens of a micro-batch between the matrix products.
-        token_ranks = self.groups.tensor_size if self._transformer.sequence_parallel else 1
+        token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1
         longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
         # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
-        options = {"fp32_output": False} if self._transformer.bf16 else {}
+        options = {"fp32_output": False} if transformer.bf16 else {}
 
         def forward_step(
             batches: Iterator[MicroBatch], model: nn.Module
@@ -293,8 +273,9 @@ class MegatronPolicy:
                 f"{self.groups.context_size} ranks; padding must belong to a sequence"
             )
             micro_batch = host_batch.to(self.device)
-            if pipelined:
-                _cut_input(model, num_tokens // token_ranks)
+            decoder = get_attr_wrapped_model(model, "decoder")
+            if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
+                decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])
             # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
             # which costs nothing with a batch dimension of 1.
             output = model(
@@ -309,13 +290,14 @@ class MegatronPolicy:
                 del non_loss_data  # the schedule's name for "forward only"; on_output knows
                 return on_output(output, micro_batch)
 
-            if pipelined:
-                output = _pad_output(model, output, longest // token_ranks)
+            padding = longest // token_ranks - len(output)
+            if padding and not get_attr_wrapped_model(model, "post_process"):
+                output = F.pad(output, (0, 0, 0, 0, 0, padding))  # the next stage gets [M, 1, H]
             return output, loss_func
 
         # Each chunk of an interleaved stage walks through the micro-batches by itself.
         walks = [iter(micro_batches) for _ in self.chunks]
-        results: list[Any] = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=walks if len(walks) > 1 else walks[0],
             model=self.wrapped,
@@ -325,7 +307,6 @@ class MegatronPolicy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return results
 
     def _packed_seq_params(
         self, host_batch: MicroBatch, micro_batch: MicroBatch
@@ -337,8 +318,8 @@ class MegatronPolicy:
         unfused rotation would read a bound that equals the whole micro-batch as something else.)
         """
         max_tokens = int(host_batch.cu_seqlens.diff().max())
-        if self._transformer.apply_rope_fusion:
-            multiple = math.lcm(ROTATION_TABLE_MULTIPLE, 2 * self.groups.context_size)
+        if self.chunks[0].config.apply_rope_fusion:
+            multiple = math.lcm(4096, 2 * self.groups.context_size)
             max_tokens = -(-max_tokens // multiple) * multiple
         return PackedSeqParams(
             qkv_format="thd",
@@ -347,21 +328,6 @@ class MegatronPolicy:
             max_seqlen_q=max_tokens,
             max_seqlen_kv=max_tokens,
         )
-
-
-def _cut_input(model: nn.Module, length: int) -> None:
-    """Cut what the previous stage sent, [M, 1, H], to [N, 1, H]; the first stage got nothing."""
-    decoder = get_attr_wrapped_model(model, "decoder")
-    if not decoder.pre_process:
-        decoder.set_input_tensor(decoder.input_tensor[:length])
-
-
-def _pad_output(model: nn.Module, output: Tensor, longest: int) -> Tensor:
-    """Pad what the next stage gets, [N, 1, H], to [M, 1, H]; the last stage's output stays."""
-    padding = longest - len(output)
-    if get_attr_wrapped_model(model, "post_process") or padding == 0:
-        return output
-    return F.pad(output, (0, 0, 0, 0, 0, padding))
 
 
 def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead:

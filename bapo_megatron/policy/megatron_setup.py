@@ -126,11 +126,8 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
         }
     if megatron.fp8 != "none":
         options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe}
-    if megatron.activation_offload_layers:
-        options |= {
-            "cpu_offloading": True,
-            "cpu_offloading_num_layers": megatron.activation_offload_layers,
-        }
+    if layers := megatron.activation_offload_layers:
+        options |= {"cpu_offloading": True, "cpu_offloading_num_layers": layers}
     if not has_transformer_engine:
         for key in ("fp8", "activation_offload_layers"):
             value = getattr(megatron, key)

@@ -26,9 +26,6 @@ from torch import Tensor
 
 from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
 
-CONFIGURED = ("betas", "eps", "weight_decay", "wd_mult")
-"""Entries of a parameter group that follow from the configuration."""
-
 
 def wrap_for_data_parallel(
     chunks: Sequence[GPTModel], megatron: MegatronConfig
@@ -199,10 +196,9 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     for inner, part in _parts(optimizer, state):
         if not isinstance(inner, DistributedOptimizer) and _is_torch(inner):
             part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
-    configured = [
-        {name: group[name] for name in CONFIGURED if name in group}
-        for group in optimizer.param_groups
-    ]
+    names = ("betas", "eps", "weight_decay", "wd_mult")
+    groups = optimizer.param_groups
+    configured = [{name: group[name] for name in names if name in group} for group in groups]
     optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, configured, strict=True):
         group.update(values)
