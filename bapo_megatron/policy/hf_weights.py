@@ -149,8 +149,9 @@ def to_shard(
 
 def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[str, Tensor]:
     """Return the Hugging Face tensors of a parameter, given all ranks' parts in rank order."""
-    is_whole = weight.axis is None or len(shards) == 1  # then nothing is copied
-    whole = shards[0] if is_whole else torch.cat(list(shards), dim=weight.axis)
+    whole = shards[0]
+    if weight.axis is not None and len(shards) > 1:  # a single one is not copied
+        whole = torch.cat(list(shards), dim=weight.axis)
     if weight.form == "vocab":
         whole = whole[: hf.vocab_size]
     if len(weight.hf) == 1:
