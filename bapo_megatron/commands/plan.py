@@ -4,7 +4,6 @@ Tables are 100 columns wide; on narrower terminals cells are folded.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -117,8 +116,7 @@ def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
     from bapo_megatron.policy.meta_model import stage_parameters
 
     for stage in range(layout.pipeline):
-        chunks = stage_parameters(hf, config.model, config.parallel, stage)
-        built = [sum(map(math.prod, shapes.values())) for shapes in chunks]
+        built = stage_parameters(hf, config.model, config.parallel, stage)
         planned = [chunk_parameters(hf, layout, stage, chunk) for chunk in range(layout.virtual)]
         if built != planned:
             raise RuntimeError(

@@ -41,7 +41,7 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
             the model only, and may be on nodes without the rest.
     """
     _check_apex()
-    _check_parallel(config.parallel, world_size)
+    check_parallel(config.parallel, world_size)
     hf_config = check_model(config.model)
     check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
     check_layers(hf_config, config.parallel, config.megatron)
@@ -125,7 +125,8 @@ def _check_wandb(project: str) -> None:
         )
 
 
-def _check_parallel(parallel: ParallelConfig, world_size: int) -> None:
+def check_parallel(parallel: ParallelConfig, world_size: int) -> None:
+    """Check that the sizes go together, and divide ``world_size`` ranks."""
     names = [n for n in ("tensor", "pipeline", "context") if getattr(parallel, n) > 1]
     replica_size = math.prod(getattr(parallel, name) for name in names)
     if world_size % replica_size:

@@ -4,7 +4,6 @@
 the files, ``checkpoint_shards`` writes each rank's part.
 """
 
-import io
 import json
 import pickle
 import random
@@ -32,7 +31,7 @@ from bapo_megatron.distributed import (
 )
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import checkpoint_files as files
-from bapo_megatron.policy.checkpoint_shards import ShardWriter, plan_shards
+from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes, write_common
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
 from bapo_megatron.telemetry.console import say
@@ -48,14 +47,8 @@ METADATA = {
 }
 
 LOAD_ERRORS = (
-    CheckpointException,  # torch's, a BaseException
-    CheckpointingException,  # Megatron's
-    RuntimeError,
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    pickle.UnpicklingError,
+    *(CheckpointException, CheckpointingException),  # torch's, a BaseException, and Megatron's
+    *(RuntimeError, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError),
 )
 
 
@@ -68,8 +61,7 @@ class _Save:
     """Fields of ``CheckpointState``, as they were when the save began."""
     writer: ShardWriter
     groups: ProcessGroups
-    best: tuple[str, float] | None
-    """Metric and value, if no checkpoint before it had a better evaluation."""
+    best: files.BestCheckpoint | None
 
 
 class CheckpointSaver:
@@ -81,7 +73,6 @@ class CheckpointSaver:
     """
 
     def __init__(self, root: Path, config: CheckpointConfig) -> None:
-        """Save under ``root``."""
         self._root = root
         self._config = config
         self._save: _Save | None = None
@@ -91,29 +82,41 @@ class CheckpointSaver:
         step: int,
         policy: MegatronPolicy,
         extra: dict[str, Any],
-        best: tuple[str, float] | None = None,
+        best: files.BestCheckpoint | None = None,
     ) -> Path:
-        """Save everything that training continues from.
+        """Save everything that training continues from; return the checkpoint's directory.
 
-        Args:
-            step: Number of the checkpoint; one of the same number is replaced. Those of higher
-                numbers are removed: the attempt that wrote them was abandoned for this one.
-            policy: The policy.
-            extra: State of the caller, plain JSON values; only rank 0's is written.
-            best: Metric and value for which ``best`` names this checkpoint, once it is complete;
-                only rank 0's counts.
+        The directory exists once the checkpoint is complete. One of the same number is replaced;
+        those of higher numbers are removed: the attempt that wrote them was abandoned for this one.
 
-        Returns:
-            The checkpoint's directory, which exists once it is complete.
+        ``extra`` is state of the caller, plain JSON values; ``best`` is what the file ``best`` says
+        from when this checkpoint is complete. Only rank 0's count.
         """
         self.wait()
-        save = _begin(self._root, step, policy, extra, best)
+        groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
+        with _written_together(self._root, step, groups):
+            if groups.rank == 0:
+                files.remove_unfinished(self._root)
+                unfinished.mkdir(parents=True)
+        policy.finish_weights()
+        writer = ShardWriter(_sharded_state(policy, is_loading=False), unfinished)
+        with _written_together(self._root, step, groups):
+            if groups.rank == 0:
+                write_common(writer.common, unfinished)
+            rng = torch_bytes(_rng_state(groups)).getvalue()
+            atomic_write_bytes(unfinished / _rng_name(groups), rng)
+        fields = {
+            "num_updates": policy.num_updates,
+            "layout": files.rng_layout(groups),
+            "distributed_optimizer": _is_distributed(policy),
+            "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
+        }
+        self._save = _Save(step, fields, writer, groups, best)
         if self._config.asynchronous:
-            self._save = save
-            save.writer.start()
+            writer.start()
         else:
-            save.writer.write()
-            _finish(self._root, save, self._config)
+            writer.write()
+            self.wait()
         return files.step_directory(self._root, step)
 
     def poll(self) -> None:
@@ -125,10 +128,29 @@ class CheckpointSaver:
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and publish it."""
-        if self._save is not None:
-            self._save.writer.wait()
-            save, self._save = self._save, None
-            _finish(self._root, save, self._config)
+        if self._save is None:
+            return
+        self._save.writer.wait()
+        save, self._save = self._save, None
+        root, groups, writer = self._root, save.groups, save.writer
+        with _written_together(root, save.step, groups):
+            if writer.error is not None:
+                raise OSError(_reason(writer.error)) from writer.error
+        written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
+        with _written_together(root, save.step, groups):
+            if written is not None:
+                writer.write_metadata([results for _, results in written])
+                names = [name for names, _ in written for name in names]
+                files.publish(root, save.step, save.fields, names)
+                if save.best is not None:
+                    files.name_best(root, save.best)
+        if groups.rank == 0:
+            try:
+                files.remove_others(root, save.step, self._config)
+            except (OSError, files.CheckpointError) as error:
+                # The new checkpoint is complete nevertheless.
+                say(f"cannot remove an old checkpoint under {root} ({error}); remove it by hand")
+        barrier(groups)
 
     def close(self) -> None:
         """Give up what is still being written; what it left is removed by the next save.
@@ -138,60 +160,6 @@ class CheckpointSaver:
         if self._save is not None:
             self._save.writer.abandon()
             self._save = None
-
-
-def _begin(
-    root: Path,
-    step: int,
-    policy: MegatronPolicy,
-    extra: dict[str, Any],
-    best: tuple[str, float] | None,
-) -> _Save:
-    """Plan the save and write its small parts."""
-    groups = policy.groups
-    unfinished = files.unfinished_directory(root, step)
-    with _written_together(root, step, groups):
-        if groups.rank == 0:
-            files.remove_unfinished(root)
-            unfinished.mkdir(parents=True)
-    policy.finish_weights()
-    writer = plan_shards(_sharded_state(policy, is_loading=False), unfinished)
-    with _written_together(root, step, groups):
-        if groups.rank == 0:
-            writer.write_common()
-        rng = io.BytesIO()
-        torch.save(_rng_state(groups), rng)
-        atomic_write_bytes(unfinished / _rng_name(groups), rng.getvalue())
-    fields = {
-        "num_updates": policy.num_updates,
-        "layout": files.layout_of(groups),
-        "distributed_optimizer": _is_distributed(policy),
-        "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
-    }
-    return _Save(step, fields, writer, groups, best)
-
-
-def _finish(root: Path, save: _Save, config: CheckpointConfig) -> None:
-    """Agree on the outcome of the writing, and publish the checkpoint."""
-    groups, writer = save.groups, save.writer
-    with _written_together(root, save.step, groups):
-        if writer.error is not None:
-            raise OSError(_reason(writer.error)) from writer.error
-    written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
-    with _written_together(root, save.step, groups):
-        if written is not None:
-            writer.write_metadata([results for _, results in written])
-            files.publish(root, save.step, save.fields, [n for names, _ in written for n in names])
-            if save.best is not None:
-                name = files.step_directory(root, save.step).name
-                files.name_best(root, files.BestCheckpoint(name, *save.best))
-    if groups.rank == 0:
-        try:
-            files.remove_others(root, save.step, config)
-        except (OSError, files.CheckpointError) as error:
-            # The new checkpoint is complete nevertheless.
-            say(f"cannot remove an old checkpoint under {root} ({error}); remove it by hand")
-    barrier(groups)
 
 
 @contextmanager
@@ -213,13 +181,10 @@ def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[
 
 
 def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
-    """Continue from a checkpoint, written by this layout or another; a collective over all ranks.
+    """Continue from a checkpoint of this layout or another; return its ``extra``.
 
-    Random states are restored where the layout is the one that saved them; in another layout each
-    rank keeps the streams that its seed gave it.
-
-    Returns:
-        The ``extra`` that was saved.
+    A collective over all ranks. Random states are restored where the layout is the one that saved
+    them; in another layout each rank keeps the streams that its seed gave it.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, damaged or of another model; raised on every
@@ -236,7 +201,7 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
                 f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
                 f"resume with {wanted}"
             )
-        rng = _read_rng(directory, groups) if state.layout == files.layout_of(groups) else None
+        rng = _read_rng(directory, groups) if state.layout == files.rng_layout(groups) else None
     try:
         loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
     except LOAD_ERRORS as error:
@@ -253,7 +218,12 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     load_state(policy.optimizer, loaded["optimizer"])
     policy.num_updates = state.num_updates
     if rng is not None:
-        _restore_rng(rng)
+        version, words, gauss = rng["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(rng["torch"])
+        get_cuda_rng_tracker().set_states(rng["megatron"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"])
     return state.extra
 
 
@@ -290,21 +260,11 @@ def _rng_state(groups: ProcessGroups) -> dict[str, Any]:
 def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     path = directory / _rng_name(groups)
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        return torch.load(path, weights_only=True)
     except LOAD_ERRORS as error:
         raise files.CheckpointError(
             f"{path}: damaged ({_reason(error)}); {files.OTHER_CHECKPOINT}"
         ) from error
-    return state
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _reason(error: BaseException) -> str:

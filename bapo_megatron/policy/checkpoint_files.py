@@ -45,7 +45,7 @@ class CheckpointState:
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
-    """How the model was divided; see ``layout_of``."""
+    """See ``rng_layout``."""
     distributed_optimizer: bool
     """The kind of Megatron's optimizer; each kind reads only its own state."""
     extra: dict[str, Any]
@@ -64,7 +64,6 @@ class BestCheckpoint:
     metric: str
     """``checkpoint.best`` of the run."""
     value: float
-    """Its score; no other checkpoint of the run had a higher one."""
 
     @property
     def step(self) -> int:
@@ -72,7 +71,7 @@ class BestCheckpoint:
         return int(self.checkpoint.removeprefix("step_"))
 
 
-def layout_of(groups: ProcessGroups) -> dict[str, int]:
+def rng_layout(groups: ProcessGroups) -> dict[str, int]:
     """Return what decides which random streams a rank has: equal layouts can exchange them."""
     return {
         "tensor": groups.tensor_size,
@@ -93,7 +92,7 @@ def unfinished_directory(root: Path, step: int) -> Path:
     return root / f".step_{step}.tmp"
 
 
-def is_there(root: Path, step: int) -> bool:
+def checkpoint_exists(root: Path, step: int) -> bool:
     """Return whether the complete checkpoint of a step exists, even while it is being replaced."""
     return _existing(step_directory(root, step)) is not None
 
@@ -135,7 +134,7 @@ def find_best(root: Path) -> BestCheckpoint | None:
         best = BestCheckpoint(**json.loads(pointer.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
-    if not STEP_PATTERN.fullmatch(best.checkpoint) or not is_there(root, best.step):
+    if not STEP_PATTERN.fullmatch(best.checkpoint) or not checkpoint_exists(root, best.step):
         raise CheckpointError(
             f"{pointer}: names {best.checkpoint!r}, which is not a checkpoint beside it; write one "
             "that is, or delete the file"
@@ -149,11 +148,7 @@ def name_best(root: Path, best: BestCheckpoint) -> None:
 
 
 def read_state(directory: Path) -> CheckpointState:
-    """Read a checkpoint's state.json.
-
-    Raises:
-        CheckpointError: It is missing, damaged or of another version.
-    """
+    """Read state.json; raise ``CheckpointError`` if it is missing, damaged or another format."""
     path = directory / STATE_NAME
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -174,11 +169,7 @@ def read_state(directory: Path) -> CheckpointState:
 
 
 def check_files(directory: Path, state: CheckpointState) -> None:
-    """Refuse missing and truncated files by name.
-
-    Raises:
-        CheckpointError: A file is not what ``state`` says.
-    """
+    """Raise ``CheckpointError`` for a file that is not what ``state`` says."""
     found = _file_bytes(directory)
     for name, num_bytes in state.file_bytes.items():
         if found.get(name) != num_bytes:
@@ -202,11 +193,8 @@ def remove_unfinished(root: Path) -> None:
 def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[str]) -> None:
     """Complete the unfinished checkpoint of ``step`` and let ``latest`` name it.
 
-    Args:
-        root: Directory of all checkpoints of the run.
-        step: Number of the checkpoint; one of the same number is replaced.
-        fields: Those of ``CheckpointState`` except the sizes of files.
-        written: Names of the files that all ranks have written.
+    ``fields`` are those of ``CheckpointState`` except the sizes of files; ``written`` names the
+    files that all ranks have written.
 
     Raises:
         OSError: It cannot be written, or a file of another rank is not to be seen here; ``latest``
@@ -229,11 +217,8 @@ def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None
     """Keep the newest checkpoints, those to keep for good, the best one, and nothing else.
 
     Steps above the one just saved belong to an attempt that was abandoned for this one, and go; so
-    does ``best`` if it names one of them.
-
-    Raises:
-        OSError: One cannot be removed.
-        CheckpointError: ``best`` is damaged; nothing is removed.
+    does ``best`` if it names one of them. A damaged ``best`` is a ``CheckpointError``, and nothing
+    is removed.
     """
     steps = [
         int(match[1]) for path in root.iterdir() if (match := STEP_PATTERN.fullmatch(path.name))

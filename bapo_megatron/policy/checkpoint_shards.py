@@ -5,8 +5,6 @@ processes and passes their results through a manager process, which outlives a k
 thread ends with it, shares its memory, and leaves the interpreter to others while it writes.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import queue
@@ -20,117 +18,76 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemWriter,
-    SerializationFormat,
-    _write_item,
-)
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bapo_megatron.files import atomic_write_bytes
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
+TORCH_SAVE = SerializationFormat.TORCH_SAVE
+
+
+def torch_bytes(value: Any) -> io.BytesIO:
+    """Return what ``torch.save`` writes."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content
 
 
 def write_common(common: dict[str, Any], directory: Path) -> None:
     """Write what is equal on all ranks and no tensor."""
-    content = io.BytesIO()
-    torch.save(common, content)
-    atomic_write_bytes(directory / COMMON_STATE_FNAME, content.getvalue())
-
-
-def write_shard(
-    storage: FileSystemWriter,
-    stream: io.BufferedWriter,
-    data: Tensor | io.BytesIO,
-    item: WriteItem,
-    file_name: str,
-) -> WriteResult:
-    """Append one planned item to an open file, in torch_dist's format."""
-    return _write_item(
-        storage.transforms, stream, data, item, file_name, SerializationFormat.TORCH_SAVE
-    )
-
-
-def write_metadata(
-    storage: FileSystemWriter,
-    metadata: Metadata,
-    results: list[list[WriteResult]],
-    directory: Path,
-) -> None:
-    """Write what makes the shards of all ranks a checkpoint."""
-    storage.finish(metadata, results)
-    save_config(BACKEND, str(directory))
-
-
-def plan_shards(state: dict[str, Any], directory: Path) -> ShardWriter:
-    """Decide who writes what into an existing, empty directory; a collective over all ranks.
-
-    These are the steps of ``dist_checkpointing.save`` up to the first file; ``state`` is Megatron's
-    sharded state dict.
-    """
-    sharded, common = save_preprocess(state)
-    strategy = _PlanningStrategy(
-        BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
-    )
-    # Planning asks for the queue through which Megatron's processes would return their results,
-    # and starts the manager process if there is none.
-    former, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
-    try:
-        storage, metadata = strategy.async_save(sharded, str(directory))
-    finally:
-        filesystem_async._results_queue = former
-    return ShardWriter(directory, storage, metadata, common)
+    atomic_write_bytes(directory / COMMON_STATE_FNAME, torch_bytes(common).getvalue())
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy up to the plan."""
 
-    def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: tuple[Any, Metadata | None, Any]
-    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> tuple[Any, Any]:
         return writer, planned[1]
 
 
 class ShardWriter:
-    """Writes what was planned for this rank; made by ``plan_shards``.
+    """Writes this rank's part of a checkpoint.
 
     Attributes:
+        common: What ``write_common`` writes on rank 0.
         file_names: The files of this rank.
         results: What was written where, when the writing has ended.
         error: Why it ended early, if it did.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        storage: FileSystemWriterAsync,
-        metadata: Metadata | None,
-        common: dict[str, Any],
-    ) -> None:
-        """Take the plan; ``metadata``, on rank 0, describes the shards of all ranks."""
+    def __init__(self, state: dict[str, Any], directory: Path) -> None:
+        """Decide who writes what into an existing, empty directory; a collective over all ranks.
+
+        These are the steps of ``dist_checkpointing.save`` up to the first file; ``state`` is
+        Megatron's sharded state dict.
+        """
+        sharded, self.common = save_preprocess(state)
+        strategy = _PlanningStrategy(
+            BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
+        )
+        # Planning asks for the queue through which Megatron's processes would return their results,
+        # and starts the manager process if there is none.
+        former = filesystem_async._results_queue
+        filesystem_async._results_queue = queue.SimpleQueue()
+        try:
+            # On rank 0 the metadata describe the shards of all ranks.
+            self._storage, self._metadata = strategy.async_save(sharded, str(directory))
+        finally:
+            filesystem_async._results_queue = former
         self._directory = directory
-        self._storage = storage
-        self._metadata = metadata
-        self._common = common
-        self._buckets: list[Any] = storage.write_buckets
+        self._buckets: list[Any] = self._storage.write_buckets
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.file_names = [name for _, name, _ in self._buckets]
         self.results: list[WriteResult] = []
         self.error: Exception | None = None
 
-    def write_common(self) -> None:
-        """Write what all ranks have in common; on rank 0."""
-        write_common(self._common, self._directory)
-
     def write(self) -> None:
         """Write the files; ``error`` tells whether it succeeded."""
+        transforms = self._storage.transforms
         try:
             for path, name, (objects, tensors) in self._buckets:
                 with open(path, "wb") as stream:  # noqa: PTH123 - Megatron's paths are strings
@@ -139,7 +96,9 @@ class ShardWriter:
                             raise InterruptedError("the save was abandoned")
                         if isinstance(data, Tensor):
                             data = data.to("cpu")  # one at a time; none is copied that is there
-                        self.results.append(write_shard(self._storage, stream, data, item, name))
+                        self.results.append(
+                            _write_item(transforms, stream, data, item, name, TORCH_SAVE)
+                        )
                     stream.flush()
                     os.fsync(stream.fileno())
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer
@@ -178,5 +137,5 @@ class ShardWriter:
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint; on rank 0, with the results of all ranks."""
-        assert self._metadata is not None
-        write_metadata(self._storage, self._metadata, results, self._directory)
+        self._storage.finish(self._metadata, results)
+        save_config(BACKEND, str(self._directory))

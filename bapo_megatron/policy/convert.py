@@ -5,12 +5,10 @@ way to Hugging Face one file of the result. A checkpoint written here keeps what
 (config.json, tokenizer, chat template, generation settings) under ``hf/``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import yaml
@@ -18,8 +16,8 @@ from torch import Tensor
 
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy import hf_weights, weight_export
-from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, TorchDistWriter
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
+from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, write_parameters
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.policy.megatron_setup import DTYPES
 
 COMPANIONS_NAME = "hf"
@@ -37,8 +35,8 @@ class Amount:
     num_bytes: int
     """Size of these tensors in the target's dtype."""
 
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.num_tensors + other.num_tensors, self.num_bytes + other.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +66,11 @@ def convert(
 ) -> Conversion:
     """Convert a Hugging Face model to a torch_dist checkpoint, or a checkpoint to a model.
 
-    Without ``dtype`` every weight keeps its bits. A checkpoint's weights are those the model
-    computes with, also where its optimizer holds float32 copies.
-
-    Args:
-        source: A Hugging Face directory, a checkpoint of a run (``step_<n>``), or any torch_dist
-            checkpoint of a model this project knows.
-        target: The directory to write. It appears when it is complete.
-        hf_dir: Directory with the config.json and the tokenizer of a checkpoint's model. None: what
-            the checkpoint keeps itself, or the ``model.path`` of its run.
-        dtype: ``float32`` or ``bfloat16``; None: that of the source.
-        max_file_bytes: Weights beyond this are divided over several files.
-        force: Replace a target that is not empty.
-        report: Is told the progress.
+    A checkpoint is one of a run (``step_<n>``), or any of a model this project knows; its weights
+    are those the model computes with, also where its optimizer holds float32 copies. ``hf_dir`` has
+    the config.json and the tokenizer of its model: if None, what the checkpoint keeps itself, or
+    the ``model.path`` of its run. Without ``dtype`` (``float32`` or ``bfloat16``) every weight
+    keeps its bits. Weights beyond ``max_file_bytes`` are divided over several files.
 
     Raises:
         ValueError: The source is not complete or not of a known kind, or the target may not be
@@ -109,25 +99,30 @@ def convert(
 def _to_megatron(
     source: Path, target: Path, wanted: torch.dtype | None, max_file_bytes: int, report: Report
 ) -> Conversion:
-    hf = read_hf_config(source)
+    hf = read_hf_config_file(source / "config.json")
     table = hf_weights.weight_table(hf)
     files = hf_weights.find_tensors(hf, source)
-    dtype = _target_dtype(source, _hf_dtypes(table, files, hf, source), wanted)
-    total, done = _amount(table, hf, dtype), Amount(0, 0)
+    stored = hf_weights.stored_dtypes(table, files, hf, source)
+    for name, kind in stored.items():
+        if kind not in SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"{source}: {name} is stored as {kind}; only {', '.join(SAFETENSORS_DTYPES)} can "
+                "be converted"
+            )
+    dtypes = {name: SAFETENSORS_DTYPES[kind] for name, kind in stored.items()}
+    dtype = _target_dtype(source, dtypes, wanted)
+
+    def parameters() -> Iterator[tuple[hf_weights.Weight, Tensor]]:
+        for weight in _reported(table, hf, dtype, report):
+            tensors = [hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf]
+            yield weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1)
+
     with atomic_directory(target) as temporary:
-        with TorchDistWriter(temporary, hf, max_file_bytes) as writer:
-            for weight in table:
-                tensors = [
-                    hf_weights.read_tensor(files[name], name).to(dtype) for name in weight.hf
-                ]
-                writer.write(weight, hf_weights.to_shard(weight, tensors, hf, rank=0, size=1))
-                done += _amount([weight], hf, dtype)
-                report(done, total)
-            writer.finish()
+        num_files = write_parameters(parameters(), hf, temporary, max_file_bytes)
         companions = temporary / COMPANIONS_NAME
         companions.mkdir()
         weight_export.copy_companions(source, companions, dtype)
-    return Conversion("Megatron", total, dtype, writer.num_files)
+    return Conversion("Megatron", _amount(table, hf, dtype), dtype, num_files)
 
 
 def _to_hf(
@@ -138,38 +133,31 @@ def _to_hf(
     max_file_bytes: int,
     report: Report,
 ) -> Conversion:
-    hf = read_hf_config(hf_dir)
+    hf = read_hf_config_file(hf_dir / "config.json")
     table = hf_weights.weight_table(hf)
     reader = TorchDistReader(source, hf)
     dtype = _target_dtype(source, reader.dtypes, wanted)
-    total = _amount(table, hf, dtype)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        done = Amount(0, 0)
-        for weight in table:
-            yield from hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
-            done += _amount([weight], hf, dtype)
-            report(done, total)
-
+    tensors = (
+        tensor
+        for weight in _reported(table, hf, dtype, report)
+        for tensor in hf_weights.from_shards(weight, [reader.read(weight).to(dtype)], hf).items()
+    )
     files = weight_export.plan_files(hf, dtype, max_file_bytes)
     with atomic_directory(target) as temporary:
-        weight_export.write_weights(tensors(), files, temporary)
+        weight_export.write_weights(tensors, files, temporary)
         weight_export.copy_companions(hf_dir, temporary, dtype)
-    return Conversion("Hugging Face", total, dtype, len(files))
+    return Conversion("Hugging Face", _amount(table, hf, dtype), dtype, len(files))
 
 
-def _hf_dtypes(
-    table: list[hf_weights.Weight], files: dict[str, Path], hf: HfConfig, source: Path
-) -> dict[str, torch.dtype]:
-    dtypes = {}
-    for name, stored in hf_weights.stored_dtypes(table, files, hf, source).items():
-        if stored not in SAFETENSORS_DTYPES:
-            raise ValueError(
-                f"{source}: {name} is stored as {stored}; only {', '.join(SAFETENSORS_DTYPES)} "
-                "can be converted"
-            )
-        dtypes[name] = SAFETENSORS_DTYPES[stored]
-    return dtypes
+def _reported(
+    table: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype, report: Report
+) -> Iterator[hf_weights.Weight]:
+    """Yield the parameters; whoever asks for the next one is done with the one before."""
+    total, done = _amount(table, hf, dtype), Amount(0, 0)
+    for weight in table:
+        yield weight
+        done += _amount([weight], hf, dtype)
+        report(done, total)
 
 
 def _target_dtype(
@@ -184,12 +172,8 @@ def _target_dtype(
     return next(iter(examples))
 
 
-def _amount(weights: list[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
-    sizes = [
-        size
-        for weight in weights
-        for size in weight_export.weight_bytes(weight, hf, dtype).values()
-    ]
+def _amount(weights: Iterable[hf_weights.Weight], hf: HfConfig, dtype: torch.dtype) -> Amount:
+    sizes = [size for w in weights for size in weight_export.weight_bytes(w, hf, dtype).values()]
     return Amount(len(sizes), sum(sizes))
 
 

@@ -11,13 +11,14 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain, starmap
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple
 from zipfile import BadZipFile
 
 import torch
-from megatron.core.dist_checkpointing.core import maybe_load_config
+from megatron.core.dist_checkpointing.core import maybe_load_config, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
 from torch import Tensor
@@ -27,33 +28,34 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bapo_megatron.policy import checkpoint_shards as shards
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import first_line
+from bapo_megatron.policy.checkpoint_shards import BACKEND, TORCH_SAVE, torch_bytes, write_common
 from bapo_megatron.policy.hf_config import HfConfig
+from bapo_megatron.policy.hf_weights import Weight
 
 METADATA_NAME = ".metadata"
+
+Piece = tuple[dcp_planner.WriteItem, Tensor | io.BytesIO, int]
+"""What a file holds, and its bytes."""
 
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 """Tensors of a checkpoint that are no parameters."""
 
 MODULES_WITHOUT_STATE = {
-    weight.megatron.removesuffix(".weight") for weight in (hf_weights.EMBEDDING, hf_weights.OUTPUT)
+    w.megatron.removesuffix(".weight") for w in (hf_weights.EMBEDDING, hf_weights.OUTPUT)
 }
 """Modules whose 8-bit state Megatron does not save."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a checkpoint keeps one parameter."""
+class _Slot(NamedTuple):
+    """Where a checkpoint keeps one parameter: in the stored tensor of this key and shape."""
 
     key: str
-    """Name of the stored tensor."""
     shape: tuple[int, ...]
-    """Shape of the stored tensor."""
     layer: int | None
     """Its place on the first axis; None: the stored tensor is the parameter."""
 
@@ -63,7 +65,7 @@ class _Slot:
         return self.shape if self.layer is None else (1, *self.shape[1:])
 
 
-def _stacked_slot(weight: hf_weights.Weight, hf: HfConfig) -> _Slot:
+def _stacked_slot(weight: Weight, hf: HfConfig) -> _Slot:
     """Return where a checkpoint with the layers on a first axis keeps ``weight``."""
     shape = hf_weights.shard_shape(weight, hf, size=1)
     if weight.layer is None:
@@ -94,7 +96,14 @@ class TorchDistReader:
             if isinstance(stored, dcp_metadata.TensorStorageMetadata)
             and not OPTIMIZER_STATE.search(key)
         }
-        self._slots = {w.megatron: self._slot(w, hf) for w in hf_weights.weight_table(hf)}
+        self._slots: dict[str, _Slot] = {}
+        table = hf_weights.weight_table(hf)
+        for weight in table:
+            slot = _stacked_slot(weight, hf)
+            if weight.layer is not None and weight.megatron in self._stored:
+                # Other tools may store the layers one by one.
+                slot = _Slot(weight.megatron, slot.shape[1:], None)
+            self._slots[weight.megatron] = slot
         keys = dict.fromkeys(slot.key for slot in self._slots.values())
         hf_weights.refuse_differences(
             keys,
@@ -102,13 +111,20 @@ class TorchDistReader:
             f"{directory}: parameters do not fit config.json",
             "give the Hugging Face directory of the model that was trained (--hf)",
         )
-        self._check_shapes(hf)
+        shapes = []
+        for weight in table:
+            key, expected, _ = self._slots[weight.megatron]
+            found = tuple(self._stored[key].size)
+            is_padded = weight.form == "vocab" and found[0] >= hf.vocab_size
+            if not (is_padded and found[1:] == expected[1:]):
+                shapes.append((key, found, expected))
+        hf_weights.refuse_shapes(shapes, directory)
         self._check_files()
         self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.dtypes = {key: self._stored[key].properties.dtype for key in keys}
 
-    def read(self, weight: hf_weights.Weight) -> Tensor:
+    def read(self, weight: Weight) -> Tensor:
         """Return a parameter as one rank without parallelism would hold it.
 
         Raises:
@@ -117,9 +133,8 @@ class TorchDistReader:
         slot = self._slots[weight.megatron]
         # The vocabulary may be padded by another rule than ours.
         stored = self._stored[slot.key]
-        piece = torch.empty(
-            stored.size if slot.layer is None else slot.piece_shape, dtype=stored.properties.dtype
-        )
+        shape = stored.size if slot.layer is None else slot.piece_shape
+        piece = torch.empty(shape, dtype=stored.properties.dtype)
         division = () if slot.layer is None else ((0, slot.layer, slot.shape[0]),)
         target = ShardedTensor.from_rank_offsets(slot.key, piece, *division)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -135,22 +150,6 @@ class TorchDistReader:
                 "files or use another checkpoint"
             ) from error
         return piece if slot.layer is None else piece[0]
-
-    def _slot(self, weight: hf_weights.Weight, hf: HfConfig) -> _Slot:
-        if weight.layer is not None and weight.megatron in self._stored:
-            # Other tools may store the layers one by one.
-            return _Slot(weight.megatron, hf_weights.shard_shape(weight, hf, size=1), None)
-        return _stacked_slot(weight, hf)
-
-    def _check_shapes(self, hf: HfConfig) -> None:
-        shapes = []
-        for weight in hf_weights.weight_table(hf):
-            slot = self._slots[weight.megatron]
-            found, expected = tuple(self._stored[slot.key].size), slot.shape
-            is_padded = weight.form == "vocab" and found[0] >= hf.vocab_size
-            if not (is_padded and found[1:] == expected[1:]):
-                shapes.append((slot.key, found, expected))
-        hf_weights.refuse_shapes(shapes, self.directory)
 
     def _check_files(self) -> None:
         """Refuse missing pieces and short files: reading would leave parameters half filled."""
@@ -174,83 +173,73 @@ class TorchDistReader:
                 )
 
 
-class TorchDistWriter:
-    """Writes a checkpoint of parameters alone: ``write`` each one, then ``finish``.
+def write_parameters(
+    parameters: Iterable[tuple[Weight, Tensor]], hf: HfConfig, directory: Path, max_file_bytes: int
+) -> int:
+    """Write a checkpoint of ``parameters`` alone, and return the number of its files.
 
-    At most one parameter is in memory.
-
-    Attributes:
-        num_files: Files of weights begun so far.
+    One parameter at a time is in memory, as one rank without parallelism would hold it. The
+    directory exists and is empty.
     """
-
-    def __init__(self, directory: Path, hf: HfConfig, max_file_bytes: int) -> None:
-        """Begin a checkpoint in an existing, empty directory."""
-        self._directory = directory
-        self._storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
-        self._hf = hf
-        self._max_file_bytes = max_file_bytes
-        self._items: list[dcp_planner.WriteItem] = []
-        self._results: list[WriteResult] = []
-        self._stream: io.BufferedWriter | None = None
-        self.num_files = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
-            with suppress(OSError):  # it was closed by finish, or another error is on its way
-                self._stream.close()
-
-    def write(self, weight: hf_weights.Weight, parameter: Tensor) -> None:
-        """Append a parameter, as one rank without parallelism would hold it."""
-        slot = _stacked_slot(weight, self._hf)
-        assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
-        offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
-        chunk = dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
-        item = dcp_planner.WriteItem(
-            dcp_metadata.MetadataIndex(slot.key, offsets),
-            dcp_planner.WriteItemType.SHARD,
-            tensor_data=dcp_planner.TensorWriteData(
-                chunk, dcp_metadata.TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
-            ),
-        )
-        # Storage is written whole, also what lies outside a view.
-        piece = parameter.reshape(slot.piece_shape)
-        if piece.untyped_storage().nbytes() != piece.nbytes or not piece.is_contiguous():
-            piece = piece.clone(memory_format=torch.contiguous_format)
-        self._append(item, piece, piece.nbytes)
-
-    def finish(self) -> None:
-        """Write what makes the files a checkpoint."""
-        for key in _empty_states(self._hf):
-            state = io.BytesIO()
-            torch.save([None], state)  # a list: one entry per rank that shares the object
-            item = dcp_planner.WriteItem(
-                dcp_metadata.MetadataIndex(key), dcp_planner.WriteItemType.BYTE_IO
-            )
-            self._append(item, state, len(state.getvalue()))
-        assert self._stream is not None
-        self._stream.close()
-        # Megatron's trainer reads from the version in which order the rows of linear_qkv are, and
-        # takes its absence for the oldest.
-        shards.write_common({"checkpoint_version": 3.0, "iteration": 0}, self._directory)
-        _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(self._items)])
-        shards.write_metadata(self._storage, metadata, [self._results], self._directory)
-
-    def _append(
-        self, item: dcp_planner.WriteItem, data: Tensor | io.BytesIO, num_bytes: int
-    ) -> None:
-        stream = self._stream
-        if stream is None or 0 < stream.tell() > self._max_file_bytes - num_bytes:
-            if stream is not None:
+    storage = FileSystemWriter(directory, sync_files=False)  # publishing it flushes it
+    items: list[dcp_planner.WriteItem] = []
+    results: list[WriteResult] = []
+    num_files = 0
+    stream: io.BufferedWriter | None = None
+    try:
+        for item, data, num_bytes in chain(
+            starmap(partial(_parameter_piece, hf), parameters), map(_state_piece, _empty_states(hf))
+        ):
+            if stream is None or 0 < stream.tell() > max_file_bytes - num_bytes:
+                if stream is not None:
+                    stream.close()
+                # Megatron's names: the rank that wrote the file, and its number.
+                stream = (directory / f"__0_{num_files}.distcp").open("xb")
+                num_files += 1
+            name = Path(stream.name).name
+            with _first_error(stream.name):
+                written = _write_item(storage.transforms, stream, data, item, name, TORCH_SAVE)
+            items.append(item)
+            results.append(written)
+            del data  # before the next one is read
+        assert stream is not None
+        stream.close()
+    finally:
+        if stream is not None:
+            with suppress(OSError):  # it is closed already, or another error is on its way
                 stream.close()
-            stream = self._stream = (self._directory / _file_name(self.num_files)).open("xb")
-            self.num_files += 1
-        with _first_error(stream.name):
-            name = _file_name(self.num_files - 1)
-            self._results.append(shards.write_shard(self._storage, stream, data, item, name))
-        self._items.append(item)
+    # Megatron's trainer reads from the version in which order the rows of linear_qkv are, and takes
+    # its absence for the oldest.
+    write_common({"checkpoint_version": 3.0, "iteration": 0}, directory)
+    _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(items)])
+    storage.finish(metadata, [results])
+    save_config(BACKEND, str(directory))
+    return num_files
+
+
+def _parameter_piece(hf: HfConfig, weight: Weight, parameter: Tensor) -> Piece:
+    slot = _stacked_slot(weight, hf)
+    assert parameter.numel() == math.prod(slot.piece_shape), (weight.megatron, parameter.shape)
+    offsets = torch.Size([slot.layer or 0] + [0] * (len(slot.shape) - 1))
+    chunk = dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(slot.piece_shape))
+    item = dcp_planner.WriteItem(
+        dcp_metadata.MetadataIndex(slot.key, offsets),
+        dcp_planner.WriteItemType.SHARD,
+        tensor_data=dcp_planner.TensorWriteData(
+            chunk, dcp_metadata.TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
+        ),
+    )
+    # Storage is written whole, also what lies outside a view.
+    piece = parameter.reshape(slot.piece_shape)
+    if piece.untyped_storage().nbytes() != piece.nbytes or not piece.is_contiguous():
+        piece = piece.clone(memory_format=torch.contiguous_format)
+    return item, piece, piece.nbytes
+
+
+def _state_piece(key: str) -> Piece:
+    state = torch_bytes([None])  # a list: one entry per rank that shares the object
+    index, kind = dcp_metadata.MetadataIndex(key), dcp_planner.WriteItemType.BYTE_IO
+    return dcp_planner.WriteItem(index, kind), state, len(state.getvalue())
 
 
 @contextmanager
@@ -265,11 +254,6 @@ def _first_error(place: str) -> Iterator[None]:
         if isinstance(first, OSError | KeyboardInterrupt | SystemExit):
             raise first from None
         raise
-
-
-def _file_name(number: int) -> str:
-    """Megatron's names: the rank that wrote the file, and its number."""
-    return f"__0_{number}.distcp"
 
 
 def _empty_states(hf: HfConfig) -> Iterable[str]:
@@ -295,7 +279,7 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
 
 
 def _read_metadata(directory: Path) -> dcp_metadata.Metadata:
-    backend = shards.BACKEND.sharded_backend
+    backend = BACKEND.sharded_backend
     try:
         config = maybe_load_config(str(directory))
     except (ValueError, TypeError) as error:

@@ -5,7 +5,6 @@ and creates tensors with ``device="cuda"``. ``install`` answers these with the C
 the process; no import calls it, and it refuses to run where there is CUDA.
 """
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +23,8 @@ def install() -> None:
         raise RuntimeError("cpu_compat.install is for machines without CUDA; do not call it here")
     if _installed:
         return
-    _patch_device()
-    _patch_rng()
-    mode = _CudaMeansCpu()
-    mode.__enter__()
-    _installed.append(mode)
 
-
-def _patch_device() -> None:
-    """Answer device queries: they raise without CUDA, and buffers are allocated where they say."""
-
+    # Device queries raise without CUDA, and buffers are allocated where they say.
     def current_device() -> str:
         return "cpu"
 
@@ -44,11 +35,9 @@ def _patch_device() -> None:
     torch.cuda.synchronize = nothing  # type: ignore[assignment]
     torch.cuda.empty_cache = nothing
 
-
-def _patch_rng() -> None:
-    """Let Megatron's named random streams save and restore the CPU generator instead of CUDA's."""
     from megatron.core.tensor_parallel import random as megatron_random
 
+    # Megatron's named random streams save and restore the CPU generator instead of CUDA's.
     def get_rng_state(device: Any = "cuda") -> torch.Tensor:
         del device
         return torch.get_rng_state()
@@ -65,6 +54,9 @@ def _patch_rng() -> None:
     torch.cuda.manual_seed = torch.cuda.random.manual_seed = manual_seed
     # Imported by name inside Megatron, so it is replaced there.
     megatron_random._set_cuda_rng_state = set_rng_state
+    mode = _CudaMeansCpu()
+    mode.__enter__()
+    _installed.append(mode)
 
 
 _WITHOUT_KEYWORDS = (torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to)
@@ -74,13 +66,7 @@ _WITHOUT_KEYWORDS = (torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to)
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites the CUDA that Megatron writes out in calls of torch functions."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and func not in _WITHOUT_KEYWORDS:
             return func(*args)  # nearly every call of a step comes here
         kwargs = dict(kwargs or {})

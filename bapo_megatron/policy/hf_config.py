@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.check import check_heads, check_layers
+from bapo_megatron.config.check import check_heads, check_layers, check_parallel
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
@@ -22,7 +22,7 @@ class Llama3Rope:
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_max_position_embeddings: int
+    original_max_position_embeddings: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +83,8 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
             f"parallel.tensor: must divide the model's {hf.intermediate_size} intermediate "
             f"channels, got {parallel.tensor}; choose a divisor"
         )
+    check_parallel(parallel, parallel.tensor * parallel.pipeline * parallel.context)
     check_layers(hf.division_fields, parallel, MegatronConfig())
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError(
-            "parallel.virtual_pipeline: needs parallel.pipeline > 1, got "
-            f"{parallel.virtual_pipeline} with 1; set it to 1, or raise parallel.pipeline"
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError(
-            "parallel.sequence: needs parallel.tensor > 1, got 1; "
-            "set parallel.sequence=false, or raise parallel.tensor"
-        )
 
 
 VOCAB_MULTIPLE = 128
@@ -155,29 +146,13 @@ HARMLESS_FIELDS = (
 """Fields that do not change what the model computes."""
 
 
-def read_hf_config(model_dir: Path) -> HfConfig:
-    """Read and check ``config.json`` of a Hugging Face model directory.
-
-    Raises:
-        ValueError: The directory or file is missing or unreadable, or describes a model that is not
-            supported; the message names the file, the field and the value.
-    """
-    path = model_dir / "config.json"
-    if not model_dir.is_dir():
-        raise ValueError(
-            f"model.path: no directory {model_dir}; give a Hugging Face model directory"
-        )
-    if not path.is_file():
-        raise ValueError(f"model.path: no config.json in {model_dir}; is it a Hugging Face model?")
-    return read_hf_config_file(path)
-
-
 def read_hf_config_file(path: Path) -> HfConfig:
-    """Read and check one ``config.json``, wherever it lies.
+    """Read and check a model's ``config.json``.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: As by ``read_hf_config``.
+        ValueError: It describes a model that is not supported; the message names the file, the
+            field and the value.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -185,106 +160,95 @@ def read_hf_config_file(path: Path) -> HfConfig:
         raise ValueError(f"{path}: not readable as JSON ({error}); restore the file") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
-    return _Reader(path, fields).read()
+    try:
+        return _understand(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-class _Reader:
-    """Takes fields out of one config.json; every error names the file."""
+def _understand(fields: dict[str, Any]) -> HfConfig:
+    """Translate the fields of config.json; errors name the field and its value."""
+    family = FAMILIES.get(str(fields.get("model_type")))
+    if family is None:
+        raise _unsupported("model_type", fields.get("model_type"), f"one of {', '.join(FAMILIES)}")
+    architectures = fields.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise _unsupported("architectures", architectures, f"['{family.architecture}']")
+    _refuse_other_computations(fields)
+    hidden_size = _positive(fields, "hidden_size")
+    num_heads = _positive(fields, "num_attention_heads")
+    num_kv_heads = _positive(fields, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        divisor = f"a divisor of num_attention_heads {num_heads}"
+        raise _unsupported("num_key_value_heads", num_kv_heads, divisor)
+    rope_theta, rope_scaling = _rope(fields)
+    return HfConfig(
+        model_type=fields["model_type"],
+        vocab_size=_positive(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(fields, "intermediate_size"),
+        num_layers=_positive(fields, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_positive(fields, "head_dim", hidden_size // num_heads),
+        rms_norm_eps=_number("rms_norm_eps", fields.get("rms_norm_eps")),
+        max_position_embeddings=_positive(fields, "max_position_embeddings"),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+    )
 
-    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
-        self.path = path
-        self.fields = fields
 
-    def read(self) -> HfConfig:
-        family = self._family()
-        self._refuse_other_computations()
-        hidden_size = self._positive("hidden_size")
-        num_heads = self._positive("num_attention_heads")
-        num_kv_heads = self._positive("num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            raise self._unsupported(
-                "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads {num_heads}"
+def _refuse_other_computations(fields: dict[str, Any]) -> None:
+    for name, allowed in REQUIRED_VALUES.items():
+        if fields.get(name, allowed[-1]) not in allowed:
+            raise _unsupported(name, fields[name], f"only {allowed[0]!r}")
+    kinds = set(fields.get("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise _unsupported("layer_types", sorted(kinds), "only 'full_attention'")
+    # A field that nobody here knows may be part of another architecture.
+    known = {*REQUIRED_VALUES, *READ_FIELDS, *HARMLESS_FIELDS}
+    for name, value in fields.items():
+        if name not in known and value:
+            raise ValueError(
+                f"{name} is {value!r}, a field that is not known here and may change what the "
+                "model computes; choose another model, or remove the field if it does not"
             )
-        rope_theta, rope_scaling = self._rope()
-        return HfConfig(
-            model_type=self.fields["model_type"],
-            vocab_size=self._positive("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=self._positive("intermediate_size"),
-            num_layers=self._positive("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=self._positive("head_dim", hidden_size // num_heads),
-            rms_norm_eps=self._number("rms_norm_eps", self.fields.get("rms_norm_eps")),
-            max_position_embeddings=self._positive("max_position_embeddings"),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            tied_embeddings=bool(self.fields.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-        )
 
-    def _family(self) -> _Family:
-        model_type = self.fields.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise self._unsupported("model_type", model_type, f"one of {', '.join(FAMILIES)}")
-        family = FAMILIES[model_type]
-        architectures = self.fields.get("architectures") or [family.architecture]
-        if architectures != [family.architecture]:
-            raise self._unsupported("architectures", architectures, f"['{family.architecture}']")
-        return family
 
-    def _refuse_other_computations(self) -> None:
-        for name, allowed in REQUIRED_VALUES.items():
-            if self.fields.get(name, allowed[-1]) not in allowed:
-                raise self._unsupported(name, self.fields[name], f"only {allowed[0]!r}")
-        kinds = set(self.fields.get("layer_types") or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise self._unsupported("layer_types", sorted(kinds), "only 'full_attention'")
-        # A field that nobody here knows may be part of another architecture.
-        known = {*REQUIRED_VALUES, *READ_FIELDS, *HARMLESS_FIELDS}
-        for name, value in self.fields.items():
-            if name not in known and value:
-                raise ValueError(
-                    f"{self.path}: {name} is {value!r}, a field that is not known here and may "
-                    "change what the model computes; choose another model, or remove the field if "
-                    "it does not"
-                )
+def _rope(fields: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+    """Read both spellings: transformers 5 writes ``rope_parameters``, older ones two fields."""
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    rope = fields.get(name) or {}
+    if not isinstance(rope, dict):
+        raise _unsupported(name, rope, "an object")
+    theta = _number("rope_theta", rope.get("rope_theta", fields.get("rope_theta")))
+    partial = rope.get("partial_rotary_factor", 1)
+    if partial != 1:
+        raise _unsupported(f"{name}.partial_rotary_factor", partial, "only 1")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise _unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
+    values = {f: _number(f"{name}.{f}", rope.get(f)) for f in Llama3Rope.__dataclass_fields__}
+    return theta, Llama3Rope(**values)
 
-    def _rope(self) -> tuple[float, Llama3Rope | None]:
-        """Read both spellings: transformers 5 writes ``rope_parameters``, older ones two fields."""
-        name = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
-        rope = self.fields.get(name) or {}
-        if not isinstance(rope, dict):
-            raise self._unsupported(name, rope, "an object")
-        theta = self._number("rope_theta", rope.get("rope_theta", self.fields.get("rope_theta")))
-        if rope.get("partial_rotary_factor", 1) != 1:
-            raise self._unsupported(
-                f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "only 1"
-            )
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "default":
-            return theta, None
-        if kind != "llama3":
-            raise self._unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
-        values: dict[str, Any] = {f: rope.get(f) for f in Llama3Rope.__dataclass_fields__}
-        for field, value in values.items():
-            self._number(f"{name}.{field}", value)
-        return theta, Llama3Rope(**values)
 
-    def _positive(self, name: str, default: int | None = None) -> int:
-        value = self.fields.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._unsupported(name, value, "a positive integer")
-        return value
+def _positive(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = default if fields.get(name) is None else fields[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _unsupported(name, value, "a positive integer")
+    return value
 
-    def _number(self, name: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._unsupported(name, value, "a number")
-        return float(value)
 
-    def _unsupported(self, field: str, value: Any, supported: str) -> ValueError:
-        return ValueError(
-            f"{self.path}: {field} is {value!r}, but {supported} is supported; choose another model"
-        )
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _unsupported(name, value, "a number")
+    return float(value)
+
+
+def _unsupported(field: str, value: Any, supported: str) -> ValueError:
+    return ValueError(f"{field} is {value!r}, but {supported} is supported; choose another model")

@@ -88,9 +88,6 @@ QK_NORM = (
     Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 )
 
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Tensors in old checkpoints that hold no weights: they are computed from the config."""
-
 
 def weight_table(hf: HfConfig) -> list[Weight]:
     """Return every parameter of the model, in the order of the layers."""
@@ -139,58 +136,40 @@ def to_shard(
     weight: Weight, tensors: Sequence[Tensor], hf: HfConfig, rank: int, size: int
 ) -> Tensor:
     """Return the part of a Megatron parameter that one tensor-parallel rank holds."""
-    if weight.form == "gate_up":
-        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
-    if weight.form == "qkv":
-        by_group = [t.unflatten(0, (hf.num_kv_heads, -1)) for t in tensors]
-        whole = torch.cat(by_group, dim=1).flatten(0, 1)
-    elif weight.form == "vocab":
-        (embeddings,) = tensors
+    whole = tensors[0]
+    if weight.form == "vocab":
         padding = padded_vocab_size(hf.vocab_size, size) - hf.vocab_size
-        whole = torch.cat([embeddings, embeddings.new_zeros(padding, hf.hidden_size)])
-    else:
-        (whole,) = tensors
+        whole = torch.cat([whole, whole.new_zeros(padding, hf.hidden_size)])
+    elif len(tensors) > 1:
+        num_groups = _num_groups(weight, hf, size)
+        by_group = [tensor.unflatten(0, (num_groups, -1)) for tensor in tensors]
+        whole = torch.cat(by_group, dim=1).flatten(0, 1)
     return whole if weight.axis is None else whole.chunk(size, weight.axis)[rank]
 
 
 def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[str, Tensor]:
     """Return the Hugging Face tensors of a parameter, given all ranks' parts in rank order."""
-    if weight.form == "gate_up":
-        parts = [shard.chunk(len(weight.hf)) for shard in shards]
-        return {name: _joined([p[i] for p in parts], 0) for i, name in enumerate(weight.hf)}
-    whole = shards[0] if weight.axis is None else _joined(shards, weight.axis)
-    if weight.form == "qkv":
-        heads_per_group = hf.num_heads // hf.num_kv_heads
-        sizes = [heads_per_group * hf.head_dim, hf.head_dim, hf.head_dim]
-        by_group = whole.unflatten(0, (hf.num_kv_heads, -1)).split(sizes, dim=1)
-        return {
-            name: tensor.flatten(0, 1) for name, tensor in zip(weight.hf, by_group, strict=True)
-        }
+    whole = shards[0]
+    if weight.axis is not None and len(shards) > 1:  # a single one is not copied
+        whole = torch.cat(list(shards), dim=weight.axis)
     if weight.form == "vocab":
         whole = whole[: hf.vocab_size]
-    return {weight.hf[0]: whole}
+    if len(weight.hf) == 1:
+        return {weight.hf[0]: whole}
+    shapes, num_groups = hf_shapes(weight, hf), _num_groups(weight, hf, len(shards))
+    sizes = [shape[0] // num_groups for shape in shapes.values()]
+    by_group = whole.unflatten(0, (num_groups, -1)).split(sizes, dim=1)
+    return {name: part.flatten(0, 1) for name, part in zip(shapes, by_group, strict=True)}
 
 
-def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Return the whole of its parts; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=axis)
+def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
+    """Return how many times the rows of fused tensors alternate."""
+    return hf.num_kv_heads if weight.form == "qkv" else size
 
 
 def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight, Tensor]]:
     """Return this rank's parameters with what they hold, in the order of the layers."""
-    parameters = _local_parameters(chunks)
-    table = weight_table(hf)
-    if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
-        # The last of several stages has a copy of the embedding as its output layer.
-        table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
-    held = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
-    assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
-    return held
-
-
-def _local_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
-    """Return this rank's parameters by name, with layers counted over the whole model."""
-    parameters: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}  # with layers counted over the whole model
     for chunk in chunks:
         own_names = {
             f"decoder.layers.{index}.": f"decoder.layers.{layer.layer_number - 1}."
@@ -199,7 +178,13 @@ def _local_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
         for name, parameter in chunk.named_parameters():
             prefix = ".".join(name.split(".")[:3]) + "."
             parameters[name.replace(prefix, own_names.get(prefix, prefix), 1)] = parameter
-    return parameters
+    table = weight_table(hf)
+    if hf.tied_embeddings and EMBEDDING.megatron not in parameters:
+        # The last of several stages has a copy of the embedding as its output layer.
+        table.append(replace(EMBEDDING, megatron=OUTPUT.megatron))
+    held = [(w, parameters.pop(w.megatron)) for w in table if w.megatron in parameters]
+    assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
+    return held
 
 
 @torch.no_grad()
@@ -234,24 +219,7 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
         ValueError: A file is missing or not readable, or tensors are missing or unexpected; all are
             named.
     """
-    files = _files_by_tensor(model_dir)
-    expected = {name for weight in weight_table(hf) for name in weight.hf}
-    present = {name for name in files if not name.endswith(IGNORED_SUFFIXES)}
-    if hf.tied_embeddings:
-        # Some tools write the tied output layer beside the embedding; it is the same tensor.
-        present -= set(OUTPUT.hf)
-    refuse_differences(
-        expected,
-        present,
-        f"{model_dir}: weights do not fit config.json",
-        "use the weights and the config of one model",
-    )
-    return files
-
-
-def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
-    index = model_dir / INDEX_NAME
-    single = model_dir / SINGLE_NAME
+    index, single = model_dir / INDEX_NAME, model_dir / SINGLE_NAME
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -263,12 +231,26 @@ def _files_by_tensor(model_dir: Path) -> dict[str, Path]:
             raise ValueError(f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}")
         for path in sorted(set(files.values())):
             _open(path)
-        return files
-    if single.is_file():
-        return dict.fromkeys(_open(single).keys(), single)
-    raise ValueError(
-        f"{model_dir}: neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors"
+    elif single.is_file():
+        files = dict.fromkeys(_open(single).keys(), single)
+    else:
+        raise ValueError(
+            f"{model_dir}: neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to "
+            "safetensors"
+        )
+    expected = {name for weight in weight_table(hf) for name in weight.hf}
+    # Old checkpoints hold frequencies, which are computed from the config.
+    present = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+    if hf.tied_embeddings:
+        # Some tools write the tied output layer beside the embedding; it is the same tensor.
+        present -= set(OUTPUT.hf)
+    refuse_differences(
+        expected,
+        present,
+        f"{model_dir}: weights do not fit config.json",
+        "use the weights and the config of one model",
     )
+    return files
 
 
 def _open(path: Path) -> safe_open:
@@ -283,8 +265,7 @@ def _open(path: Path) -> safe_open:
 def read_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor; the file is mapped for no longer than the tensor lives."""
     with safe_open(path, framework="pt") as reader:
-        tensor: Tensor = reader.get_tensor(name)
-        return tensor
+        return reader.get_tensor(name)
 
 
 def stored_dtypes(
@@ -306,14 +287,9 @@ def refuse_differences(
     expected: Collection[str], present: Collection[str], problem: str, remedy: str
 ) -> None:
     """Refuse missing and unexpected names, with an error that begins and ends as given."""
-    differences = [
-        f"{kind} {listed(sorted(names))}"
-        for kind, names in (
-            ("missing", set(expected) - set(present)),
-            ("unexpected", set(present) - set(expected)),
-        )
-        if names
-    ]
+    missing, unexpected = set(expected) - set(present), set(present) - set(expected)
+    kinds = (("missing", missing), ("unexpected", unexpected))
+    differences = [f"{kind} {listed(sorted(names))}" for kind, names in kinds if names]
     if differences:
         raise ValueError(f"{problem}: {'; '.join(differences)}; {remedy}")
 

@@ -145,46 +145,34 @@ class PackedCausalAttention(nn.Module):
     ) -> Tensor:
         """Return [N, H · D]."""
         del attention_mask, options
+        lengths = (packed_seq_params.cu_seqlens_q.diff() // self.context.size()).tolist()
+        keys, values = self._sequences(key_NGD, lengths), self._sequences(value_NGD, lengths)
+        parts = zip(query_NHD.split(lengths), keys, values, strict=True)
+        return torch.cat([self._attend(*part) for part in parts]).flatten(1)
+
+    def _sequences(self, own_NGD: Tensor, lengths: list[int]) -> list[Tensor]:
+        """Return the keys or values of each whole sequence, [C · S, G, D].
+
+        Gradients go back to the rank that owns the part. Rank c holds chunk c of a sequence and, of
+        its 2C chunks, the c-th from the end.
+        """
         size = self.context.size()
-        lengths = (packed_seq_params.cu_seqlens_q.diff() // size).tolist()
         if size == 1:
-            parts = zip(
-                query_NHD.split(lengths),
-                key_NGD.split(lengths),
-                value_NGD.split(lengths),
-                strict=True,
-            )
-            return torch.cat([self._attend(*part, mask=None) for part in parts]).flatten(1)
-        outputs = []
-        keys = self._gather(key_NGD).split(lengths, dim=1)
-        values = self._gather(value_NGD).split(lengths, dim=1)
-        for query_SHD, key_CSGD, value_CSGD in zip(
-            query_NHD.split(lengths), keys, values, strict=True
-        ):
-            outputs.append(
-                self._attend(
-                    query_SHD, _in_order(key_CSGD), _in_order(value_CSGD), self._mask(query_SHD)
-                )
-            )
-        return torch.cat(outputs).flatten(1)
-
-    def _gather(self, own_NGD: Tensor) -> Tensor:
-        """Every rank's part, [C, N, G, D]; gradients go back to the rank that owns the part."""
+            return list(own_NGD.split(lengths))
         gathered = gather_from_sequence_parallel_region(own_NGD.contiguous(), group=self.context)
-        return gathered.unflatten(0, (self.context.size(), -1))
+        sequences = []
+        for parts_CSGD in gathered.unflatten(0, (size, -1)).split(lengths, dim=1):
+            first, second = parts_CSGD.chunk(2, dim=1)
+            sequences.append(torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)]))
+        return sequences
 
-    def _mask(self, query_SHD: Tensor) -> Tensor:
-        """Which keys of the whole sequence each of this rank's queries sees, [S, C · S]."""
-        size = self.context.size()
-        length = len(query_SHD) * size
-        own = context_positions(length, self.context.rank(), size)
-        own_S = torch.from_numpy(own).to(query_SHD.device)
-        return own_S[:, None] >= torch.arange(length, device=query_SHD.device)
-
-    def _attend(
-        self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Attend within one sequence; returns [S, H, D]."""
+    def _attend(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
+        """Attend within one sequence, of which this rank has S queries; returns [S, H, D]."""
+        mask, size = None, self.context.size()
+        if size > 1:  # [S, C · S]: which keys of the whole sequence each query sees
+            own = context_positions(len(key_SGD), self.context.rank(), size)
+            own_S = torch.from_numpy(own).to(query_SHD.device)
+            mask = own_S[:, None] >= torch.arange(len(key_SGD), device=query_SHD.device)
         output_HSD = F.scaled_dot_product_attention(
             query_SHD.transpose(0, 1)[None],
             key_SGD.transpose(0, 1)[None],
@@ -195,15 +183,6 @@ class PackedCausalAttention(nn.Module):
             enable_gqa=True,
         )[0]
         return output_HSD.transpose(0, 1)
-
-
-def _in_order(parts_CSGD: Tensor) -> Tensor:
-    """Put the ranks' parts of one sequence back in its order, [C · S, G, D].
-
-    Rank c holds chunk c and, of the 2C chunks, the c-th from the end.
-    """
-    first, second = parts_CSGD.chunk(2, dim=1)
-    return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:

@@ -16,13 +16,11 @@ Shape legend: N = packed tokens of a micro-batch on this rank, M = tokens of the
 hidden size, V = columns of the padded vocabulary on this rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +28,9 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -46,33 +44,18 @@ from bapo_megatron.distributed import ProcessGroups, fail_together
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
-from bapo_megatron.policy.hf_config import HfConfig, read_hf_config
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.policy.hf_weights import load_weights
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import (
     OptimizerStep,
     build_optimizer,
     learning_rate,
-    step_optimizer,
     wrap_for_data_parallel,
 )
 from bapo_megatron.types import MicroBatch
 
 Result = TypeVar("Result")
-
-ROTATION_TABLE_MULTIPLE = 4096
-"""The longest sequence that is named to fused kernels is a multiple of this."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossOutput(Generic[Result]):
-    """A loss function's result for one micro-batch."""
-
-    loss: Tensor
-    """Scalar, already over the update's global denominators: the sum over all micro-batches of all
-    data-parallel ranks is the loss of the update."""
-    report: Result
-    """Anything the caller wants back for this micro-batch; it holds no gradient."""
 
 
 @dataclass(eq=False, repr=False)
@@ -80,7 +63,6 @@ class MegatronPolicy:
     """This rank's part of a model with its optimizer; made by ``build``."""
 
     hf: HfConfig
-    """The architecture."""
     model_dir: Path
     """Source of the config.json and tokenizer of an export."""
     groups: ProcessGroups
@@ -98,11 +80,9 @@ class MegatronPolicy:
     """Optimizer updates made so far."""
 
     def __post_init__(self) -> None:
-        if any(chunk.mtp_process for chunk in self.chunks):
-            raise ValueError(
-                "multi-token prediction adds its loss inside the model, from logits that the loss "
-                "stage overwrites, and is not supported; build the model without it"
-            )
+        assert not any(chunk.mtp_process for chunk in self.chunks), (
+            "multi-token prediction adds its loss inside the model, whose logits are overwritten"
+        )
 
     @classmethod
     def build(
@@ -116,25 +96,18 @@ class MegatronPolicy:
         seed: int,
         groups: ProcessGroups,
         returns_hidden_states: bool = False,
-    ) -> MegatronPolicy:
+    ) -> Self:
         """Build the model that ``model.path`` describes, with its weights.
 
-        Args:
-            model: Directory and dtype.
-            parallel: How the model is divided.
-            optimizer: AdamW, clipping and schedule.
-            megatron: Memory against time; None: the defaults.
-            total_updates: Updates of the whole run.
-            seed: Seed of every random stream; ranks derive their own from it.
-            groups: From ``init_distributed``.
-            returns_hidden_states: The model ends before its language-model head, which the loss
-                stage applies chunk by chunk (``ops.logits_chunk_tokens``).
+        Ranks derive the seeds of their random streams from ``seed``; ``total_updates`` are those of
+        the whole run. With ``returns_hidden_states`` the model ends before its language-model head,
+        which the loss stage applies chunk by chunk (``ops.logits_chunk_tokens``).
 
         Raises:
             ValueError: The directory is not a usable model, or the model cannot be divided so.
         """
         megatron = megatron or MegatronConfig()
-        hf = read_hf_config(model.path)
+        hf = read_hf_config_file(model.path / "config.json")
         seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)
         load_weights(chunks, hf, model.path, groups)
@@ -142,17 +115,8 @@ class MegatronPolicy:
         if returns_hidden_states and groups.is_last_stage:
             head = _take_off_head(chunks[-1], groups.tensor)
         wrapped = wrap_for_data_parallel(chunks, megatron)
-        return cls(
-            hf=hf,
-            model_dir=model.path,
-            groups=groups,
-            chunks=chunks,
-            head=head,
-            wrapped=wrapped,
-            optimizer=build_optimizer(wrapped, optimizer, megatron),
-            optimizer_config=optimizer,
-            total_updates=total_updates,
-        )
+        built = build_optimizer(wrapped, optimizer, megatron)
+        return cls(hf, model.path, groups, chunks, head, wrapped, built, optimizer, total_updates)
 
     @property
     def device(self) -> torch.device:
@@ -161,10 +125,7 @@ class MegatronPolicy:
 
     @property
     def vocab_size(self) -> int:
-        """True size of the vocabulary.
-
-        Logits may have more columns, over all tensor-parallel ranks: padding that means nothing.
-        """
+        """True size of the vocabulary; more columns of the logits, over all ranks, are padding."""
         return self.hf.vocab_size
 
     @property
@@ -173,20 +134,13 @@ class MegatronPolicy:
         return learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
 
     def forward_only(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        fn: Callable[[Tensor, MicroBatch], Result],
+        self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
     ) -> list[Result]:
-        """Run the model without gradients.
+        """Run the model without gradients; return ``fn``'s results on the last stage, elsewhere [].
 
-        Args:
-            micro_batches: This rank's, on any device; they are moved to ``device``.
-            fn: Called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
-                [N / tensor, H] under sequence parallel) and the micro-batch, on ``device``; it may
-                use collectives of ``groups.tensor``.
-
-        Returns:
-            The results of ``fn`` in order on ranks of the last stage, elsewhere [].
+        ``fn`` is called with the logits [N, V] in the model's dtype (or the hidden states [N, H],
+        [N / tensor, H] under sequence parallel) and the micro-batch, on ``device``; it may use
+        collectives of ``groups.tensor``.
         """
         if not micro_batches:
             return []
@@ -200,47 +154,59 @@ class MegatronPolicy:
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss_fn: Callable[[Tensor, MicroBatch], LossOutput[Result]],
+        loss_fn: Callable[[Tensor, MicroBatch], tuple[Tensor, Result]],
     ) -> list[Result]:
         """Compute the gradients of the sum of the losses of all micro-batches of all ranks.
 
         Gradients of an earlier call are dropped. They are summed, not averaged, over data-parallel
         ranks, because the losses already hold global denominators.
 
-        Args:
-            micro_batches: This rank's; at least one.
-            loss_fn: As ``fn`` of ``forward_only``, with gradients; it may overwrite the logits.
-
-        Returns:
-            The ``report`` of each micro-batch on ranks of the last stage, elsewhere [].
+        ``loss_fn`` is called as ``fn`` of ``forward_only``, with gradients, and may overwrite the
+        logits. It returns a scalar, already over the update's global denominators (the sum over all
+        micro-batches of all data-parallel ranks is the loss of the update), and a report without
+        gradient. The reports are returned on ranks of the last stage, elsewhere [].
         """
-        if not micro_batches:
-            raise ValueError("forward_backward needs a micro-batch on every rank")
+        assert micro_batches, "forward_backward needs a micro-batch on every rank"
         for ddp in self.wrapped:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def on_output(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-            result = loss_fn(output.squeeze(0), micro_batch)
+            loss, report = loss_fn(output.squeeze(0), micro_batch)
             # Megatron adds up the second value; its only use, dividing gradients, is switched off.
-            return result.loss, torch.zeros((), dtype=torch.int, device=self.device), result.report
+            return loss, torch.zeros((), dtype=torch.int, device=self.device), report
 
         return self._run_schedule(micro_batches, on_output, forward_only=False)
 
+    @torch.no_grad()
     def optimizer_step(self, faults: Tensor | None = None) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
-        With a non-finite norm or a fault nothing is changed, and the result says so. A caller that
-        skips an update does not call this, and neither moments nor schedule move.
+        With a non-finite norm or a fault nothing is changed, and the result says so; Megatron's own
+        ``step`` clips by whatever norm it finds, and would write a NaN into all weights. A caller
+        that skips an update does not call this, and neither moments nor schedule move.
 
-        Args:
-            faults: [F] counts on the device, equal on all ranks; any above 0 forbids the step.
+        ``faults`` are [F] counts on the device, equal on all ranks; any above 0 forbids the step.
+        This is where the host waits for the device: for the norm, with the faults ready beside it.
         """
-        clip_grad = self.optimizer_config.clip_grad
-        result = step_optimizer(self.optimizer, lr=self.lr, clip_grad=clip_grad, faults=faults)
-        if result.applied:
-            self.num_updates += 1
-        return result
+        optimizer, lr = self.optimizer, self.lr
+        optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
+        grad_norm = float(optimizer.get_grad_norm())
+        counted = () if faults is None else tuple(faults.tolist())
+        if not math.isfinite(grad_norm) or any(counted):
+            return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
+        for inner in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(
+                inner.get_parameters(),
+                self.optimizer_config.clip_grad,
+                grad_norm,
+                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step_with_ready_grads()
+        self.num_updates += 1
+        return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
 
     def export_hf(
         self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES
@@ -248,17 +214,14 @@ class MegatronPolicy:
         """Write the weights as a Hugging Face model that appears only when it is complete.
 
         Config, tokenizer and generation settings come from the directory the policy was built from.
-        An existing ``directory`` is replaced. When this returns, every rank may read the files.
-
-        Args:
-            directory: Destination, on a file system of rank 0.
-            max_file_bytes: Weights beyond this are divided over several files with an index.
+        An existing ``directory`` is replaced; it is on a file system of rank 0. When this returns,
+        every rank may read the files.
 
         Raises:
             OSError: ``directory`` cannot be written; raised on every rank.
         """
         self.finish_weights()
-        dtype = self._transformer.params_dtype
+        dtype = self.chunks[0].config.params_dtype
         weights = weight_export.gather_weights(self.chunks, self.hf, self.groups)
         with fail_together(self.groups):
             try:
@@ -284,15 +247,6 @@ class MegatronPolicy:
                 ddp.disable_forward_pre_hook()  # gathers what is not there yet
                 ddp.enable_forward_pre_hook()
 
-    @property
-    def _transformer(self) -> TransformerConfig:
-        return self.chunks[0].config
-
-    @property
-    def _token_ranks(self) -> int:
-        """Ranks that divide the tokens of a micro-batch between the matrix products."""
-        return self.groups.tensor_size if self._transformer.sequence_parallel else 1
-
     def _run_schedule(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -301,19 +255,27 @@ class MegatronPolicy:
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
-        pipelined, token_ranks = self.groups.pipeline_size > 1, self._token_ranks
+        transformer = self.chunks[0].config
+        # They divide the tokens of a micro-batch between the matrix products.
+        token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1
         longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
         # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
-        options = {"fp32_output": False} if self._transformer.bf16 else {}
+        options = {"fp32_output": False} if transformer.bf16 else {}
 
         def forward_step(
             batches: Iterator[MicroBatch], model: nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
             host_batch = next(batches)
-            self._check(host_batch)
+            num_tokens, end = host_batch.num_tokens, int(host_batch.cu_seqlens[-1])
+            assert num_tokens % token_ranks == 0, f"{num_tokens} tokens over {token_ranks} ranks"
+            assert end == num_tokens * self.groups.context_size, (
+                f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
+                f"{self.groups.context_size} ranks; padding must belong to a sequence"
+            )
             micro_batch = host_batch.to(self.device)
-            if pipelined:
-                _cut_input(model, host_batch.num_tokens // token_ranks)
+            decoder = get_attr_wrapped_model(model, "decoder")
+            if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
+                decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])
             # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
             # which costs nothing with a batch dimension of 1.
             output = model(
@@ -328,13 +290,14 @@ class MegatronPolicy:
                 del non_loss_data  # the schedule's name for "forward only"; on_output knows
                 return on_output(output, micro_batch)
 
-            if pipelined:
-                output = _pad_output(model, output, longest // token_ranks)
+            padding = longest // token_ranks - len(output)
+            if padding and not get_attr_wrapped_model(model, "post_process"):
+                output = F.pad(output, (0, 0, 0, 0, 0, padding))  # the next stage gets [M, 1, H]
             return output, loss_func
 
         # Each chunk of an interleaved stage walks through the micro-batches by itself.
         walks = [iter(micro_batches) for _ in self.chunks]
-        results: list[Any] = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=walks if len(walks) > 1 else walks[0],
             model=self.wrapped,
@@ -344,22 +307,6 @@ class MegatronPolicy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return results
-
-    def _check(self, micro_batch: MicroBatch) -> None:
-        """Refuse what the model would compute wrongly or fail on deep inside."""
-        num_tokens, multiple = micro_batch.num_tokens, self._token_ranks
-        if num_tokens % multiple:
-            raise ValueError(
-                f"a micro-batch of {num_tokens} tokens cannot be divided over {multiple} ranks by "
-                f"parallel.sequence; pack with total_multiple={multiple}"
-            )
-        end, ranks = int(micro_batch.cu_seqlens[-1]), self.groups.context_size
-        if end != num_tokens * ranks:
-            raise ValueError(
-                f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
-                f"{ranks} context-parallel ranks; padding must belong to a sequence"
-            )
 
     def _packed_seq_params(
         self, host_batch: MicroBatch, micro_batch: MicroBatch
@@ -371,8 +318,8 @@ class MegatronPolicy:
         unfused rotation would read a bound that equals the whole micro-batch as something else.)
         """
         max_tokens = int(host_batch.cu_seqlens.diff().max())
-        if self._transformer.apply_rope_fusion:
-            multiple = math.lcm(ROTATION_TABLE_MULTIPLE, 2 * self.groups.context_size)
+        if self.chunks[0].config.apply_rope_fusion:
+            multiple = math.lcm(4096, 2 * self.groups.context_size)
             max_tokens = -(-max_tokens // multiple) * multiple
         return PackedSeqParams(
             qkv_format="thd",
@@ -381,21 +328,6 @@ class MegatronPolicy:
             max_seqlen_q=max_tokens,
             max_seqlen_kv=max_tokens,
         )
-
-
-def _cut_input(model: nn.Module, length: int) -> None:
-    """Cut what the previous stage sent, [M, 1, H], to [N, 1, H]; the first stage got nothing."""
-    decoder = get_attr_wrapped_model(model, "decoder")
-    if not decoder.pre_process:
-        decoder.set_input_tensor(decoder.input_tensor[:length])
-
-
-def _pad_output(model: nn.Module, output: Tensor, longest: int) -> Tensor:
-    """Pad what the next stage gets, [N, 1, H], to [M, 1, H]; the last stage's output stays."""
-    padding = longest - len(output)
-    if get_attr_wrapped_model(model, "post_process") or padding == 0:
-        return output
-    return F.pad(output, (0, 0, 0, 0, 0, padding))
 
 
 def _take_off_head(gpt: GPTModel, tensor_group: dist.ProcessGroup) -> OutputHead:

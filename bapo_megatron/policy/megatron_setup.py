@@ -37,38 +37,28 @@ def build_chunks(
     """
     check_division(hf, parallel)
     config = _transformer_config(hf, model, parallel, megatron, groups)
-    return [
-        _build_chunk(config, hf, parallel, groups, chunk)
-        for chunk in range(parallel.virtual_pipeline)
-    ]
-
-
-def _build_chunk(
-    config: TransformerConfig,
-    hf: HfConfig,
-    parallel: ParallelConfig,
-    groups: ProcessGroups,
-    chunk: int,
-) -> GPTModel:
-    vp_stage = chunk if parallel.virtual_pipeline > 1 else None
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec(config, groups.device, vp_stage),
-        vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor),
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=groups.is_first_stage and chunk == 0,
-        post_process=groups.is_last_stage and chunk == parallel.virtual_pipeline - 1,
-        parallel_output=True,
-        share_embeddings_and_output_weights=hf.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=hf.rope_theta,
-        vp_stage=vp_stage,
-    )
-    if hf.rope_scaling is not None:
-        # GPTModel's own option fixes all values but the factor.
-        rope = gpt.rotary_pos_emb
-        rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(hf.rope_scaling))
-    return gpt.to(groups.device)
+    chunks = []
+    for chunk in range(parallel.virtual_pipeline):
+        vp_stage = chunk if parallel.virtual_pipeline > 1 else None
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config, groups.device, vp_stage),
+            vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=groups.is_first_stage and chunk == 0,
+            post_process=groups.is_last_stage and chunk == parallel.virtual_pipeline - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_theta,
+            vp_stage=vp_stage,
+        )
+        if hf.rope_scaling is not None:
+            # GPTModel's own option fixes all values but the factor.
+            rope = gpt.rotary_pos_emb
+            rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(hf.rope_scaling))
+        chunks.append(gpt.to(groups.device))
+    return chunks
 
 
 def _transformer_config(
@@ -136,11 +126,8 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
         }
     if megatron.fp8 != "none":
         options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe}
-    if megatron.activation_offload_layers:
-        options |= {
-            "cpu_offloading": True,
-            "cpu_offloading_num_layers": megatron.activation_offload_layers,
-        }
+    if layers := megatron.activation_offload_layers:
+        options |= {"cpu_offloading": True, "cpu_offloading_num_layers": layers}
     if not has_transformer_engine:
         for key in ("fp8", "activation_offload_layers"):
             value = getattr(megatron, key)

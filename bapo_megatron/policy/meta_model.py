@@ -6,7 +6,7 @@ Parameters are on the meta device: they have names, shapes and types, and no sto
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,20 +27,11 @@ META = torch.device("meta")
 
 def stage_parameters(
     hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, stage: int
-) -> list[dict[str, tuple[int, ...]]]:
-    """Return what a rank of a pipeline stage allocates, by building its model.
+) -> list[int]:
+    """Count what a rank of a pipeline stage allocates for each of its chunks, by building them.
 
-    All ranks of a stage hold parameters of the same shapes. Not for a process that has joined a
-    process group, nor for one that will use a GPU later (``cpu_compat``).
-
-    Args:
-        hf: The architecture.
-        model: Its dtype; no file is read.
-        parallel: The layout; one data-parallel replica is played.
-        stage: Which pipeline stage.
-
-    Returns:
-        For each of the stage's chunks of layers, shapes by Megatron's parameter names.
+    All ranks of a stage hold as many parameters. Not for a process that has joined a process group,
+    nor for one that will use a GPU later (``cpu_compat``).
 
     Raises:
         ValueError: The model cannot be divided so.
@@ -54,7 +45,7 @@ def stage_parameters(
     for chunk in chunks:
         strays = [name for name, p in chunk.named_parameters() if p.device != META]
         assert not strays, f"allocated: {strays}"
-    return [{name: tuple(p.shape) for name, p in c.named_parameters()} for c in chunks]
+    return [sum(parameter.numel() for parameter in chunk.parameters()) for chunk in chunks]
 
 
 @contextmanager
@@ -95,13 +86,7 @@ def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
 class _EverythingOnMeta(TorchFunctionMode):
     """Makes every new tensor a meta tensor, also where Megatron names a device."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _device_constructors():
             kwargs["device"] = META

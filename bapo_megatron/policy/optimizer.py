@@ -20,15 +20,11 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
-
-CONFIGURED = ("betas", "eps", "weight_decay", "wd_mult")
-"""Entries of a parameter group that follow from the configuration."""
 
 
 def wrap_for_data_parallel(
@@ -156,9 +152,8 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
         return config.lr
     decay_updates = max(total_updates - config.warmup_updates, 1)
     progress = min((update - config.warmup_updates) / decay_updates, 1.0)
-    if config.schedule == "linear":
-        share = 1.0 - progress
-    else:
+    share = 1.0 - progress
+    if config.schedule == "cosine":
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * share
 
@@ -176,44 +171,11 @@ class OptimizerStep:
     """The caller's faults, read from the device."""
 
 
-@torch.no_grad()
-def step_optimizer(
-    optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, faults: Tensor | None = None
-) -> OptimizerStep:
-    """Clip by the global norm and step, unless the norm is not finite or there is a fault.
-
-    Megatron's own ``step`` clips by whatever norm it finds, and would write a NaN into all weights.
-    This is where the host waits for the device: for the norm, with the faults [F] ready beside it.
-    """
-    optimizer.prepare_grads()  # its return value is about loss scaling, which bfloat16 does not use
-    grad_norm = float(optimizer.get_grad_norm())
-    counted = () if faults is None else tuple(faults.tolist())
-    if not math.isfinite(grad_norm) or any(count != 0 for count in counted):
-        return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
-    for inner in optimizer.chained_optimizers:
-        clip_grad_by_total_norm_fp32(
-            inner.get_parameters(),
-            clip_grad,
-            grad_norm,
-            use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-        )
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step_with_ready_grads()
-    return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
-
-
 def sharded_state(
-    optimizer: MegatronOptimizer,
-    model_state: dict[str, Any],
-    *,
-    is_loading: bool,
-    metadata: dict[str, Any],
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Return Megatron's sharded state dict; a collective over all ranks."""
-    state: dict[str, Any] = optimizer.sharded_state_dict(
-        model_state, is_loading=is_loading, metadata=metadata
-    )
+    state: dict[str, Any] = optimizer.sharded_state_dict(model_state, **options)
     for _, part in _parts(optimizer, state):
         if part.get("param_state", {}) is None:  # it is another rank's to write
             del part["param_state"]
@@ -234,10 +196,9 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     for inner, part in _parts(optimizer, state):
         if not isinstance(inner, DistributedOptimizer) and _is_torch(inner):
             part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
-    configured = [
-        {name: group[name] for name in CONFIGURED if name in group}
-        for group in optimizer.param_groups
-    ]
+    names = ("betas", "eps", "weight_decay", "wd_mult")
+    groups = optimizer.param_groups
+    configured = [{name: group[name] for name in names if name in group} for group in groups]
     optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, configured, strict=True):
         group.update(values)

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -46,74 +46,39 @@ def gather_weights(
     hf: HfConfig,
     groups: ProcessGroups,
     table: Sequence[Weight] | None = None,
+    read: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on the ranks of the first stage; elsewhere nothing.
 
     One parameter is gathered at a time. A collective: the ranks of a model replica (its tensor and
-    pipeline groups) iterate together, to the end.
-
-    Args:
-        chunks: This rank's layers.
-        hf: The architecture.
-        groups: This rank's groups.
-        table: A part of ``weight_table(hf)``; None: all of it.
+    pipeline groups) iterate together, to the end. ``table`` is a part of ``weight_table(hf)``;
+    ``read`` takes a tensor of a parameter's shape from it, such as its gradient, all of one dtype.
     """
-    held = {weight.megatron: parameter.detach() for weight, parameter in local_weights(chunks, hf)}
-    return gather_tensors(held, hf, groups, table)
-
-
-def gather_tensors(
-    held: Mapping[str, Tensor],
-    hf: HfConfig,
-    groups: ProcessGroups,
-    table: Sequence[Weight] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Like ``gather_weights``, for tensors of the parameters' shapes, such as their gradients.
-
-    ``held`` has this rank's tensors by Megatron's name of the parameter, all of one dtype.
-    """
+    held = {weight.megatron: read(parameter) for weight, parameter in local_weights(chunks, hf)}
     dtype = next(iter(held.values())).dtype
     for weight in weight_table(hf) if table is None else table:
-        stage = _stage_of(weight, hf, groups)
+        # The layers are divided into pipeline × virtual chunks; chunk c is on stage c mod pipeline.
+        stage = 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
+        if weight.layer is not None:
+            layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
+            stage = weight.layer // layers_per_chunk % groups.pipeline_size
         if groups.pipeline_rank == stage:
             shard = held[weight.megatron].contiguous()
+            if stage != 0:
+                first = dist.get_global_rank(groups.pipeline, 0)
+                dist.send(shard, dst=first, group=groups.pipeline)
         elif groups.is_first_stage:
             shape = shard_shape(weight, hf, groups.tensor_size)
             shard = torch.empty(shape, dtype=dtype, device=groups.device)
-        else:
+            holder = dist.get_global_rank(groups.pipeline, stage)
+            dist.recv(shard, src=holder, group=groups.pipeline)
+        if not groups.is_first_stage:
             continue
-        if stage != 0:
-            _send_to_first_stage(shard, stage, groups)
-        if groups.is_first_stage:
-            yield from from_shards(weight, _all_shards(weight, shard, groups), hf).items()
-
-
-def _stage_of(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> int:
-    """Return the pipeline stage that holds a parameter.
-
-    The layers are divided into pipeline × virtual chunks, and chunk c is on stage c mod pipeline.
-    """
-    if weight.layer is None:
-        return 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
-    layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
-    return weight.layer // layers_per_chunk % groups.pipeline_size
-
-
-def _send_to_first_stage(shard: Tensor, stage: int, groups: ProcessGroups) -> None:
-    if groups.is_first_stage:
-        holder = dist.get_global_rank(groups.pipeline, stage)
-        dist.recv(shard, src=holder, group=groups.pipeline)
-    else:
-        first = dist.get_global_rank(groups.pipeline, 0)
-        dist.send(shard, dst=first, group=groups.pipeline)
-
-
-def _all_shards(weight: Weight, shard: Tensor, groups: ProcessGroups) -> list[Tensor]:
-    if weight.axis is None or groups.tensor_size == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(groups.tensor_size)]
-    dist.all_gather(shards, shard, group=groups.tensor)
-    return shards
+        shards = [shard]
+        if weight.axis is not None and groups.tensor_size > 1:
+            shards = [torch.empty_like(shard) for _ in range(groups.tensor_size)]
+            dist.all_gather(shards, shard, group=groups.tensor)
+        yield from from_shards(weight, shards, hf).items()
 
 
 def weight_bytes(weight: Weight, hf: HfConfig, dtype: torch.dtype) -> dict[str, int]:
@@ -134,13 +99,9 @@ def plan_buckets(hf: HfConfig, dtype: torch.dtype, max_bytes: int) -> list[list[
 def plan_files(hf: HfConfig, dtype: torch.dtype, max_file_bytes: int) -> list[dict[str, int]]:
     """Divide the tensors, in order, into files of at most ``max_file_bytes``.
 
-    Returns:
-        For each file, the bytes of each of its tensors by name; a tensor above the limit has a file
-        of its own.
+    Each file is the bytes of its tensors by name; a tensor above the limit has one of its own.
     """
-    sizes = [
-        item for weight in weight_table(hf) for item in weight_bytes(weight, hf, dtype).items()
-    ]
+    sizes = [size for w in weight_table(hf) for size in weight_bytes(w, hf, dtype).items()]
     return [dict(file) for file in _filled(sizes, max_file_bytes)]
 
 
@@ -160,12 +121,9 @@ def _filled(sizes: Iterable[tuple[Item, int]], max_bytes: int) -> list[list[tupl
 def write_weights(
     weights: Iterator[tuple[str, Tensor]], files: list[dict[str, int]], directory: Path
 ) -> None:
-    """Write the files one after the other; only one is ever in memory.
+    """Write the files of ``plan_files`` one after the other; only one is ever in memory.
 
-    Args:
-        weights: Every tensor by name, in the order of ``files``.
-        files: From ``plan_files``.
-        directory: An existing directory.
+    ``weights`` are all tensors by name, in the order of ``files``.
     """
     weight_map = {}
     for number, sizes in enumerate(files, start=1):
@@ -185,9 +143,8 @@ def _write_file(weights: Iterator[tuple[str, Tensor]], sizes: dict[str, int], pa
     # One block of memory: of many small ones the allocator would keep a good part for itself.
     content = torch.empty(sum(sizes.values()), dtype=torch.uint8)
     tensors = {}
-    for part, (name, tensor) in zip(
-        content.split(list(sizes.values())), islice(weights, len(sizes)), strict=True
-    ):
+    parts = content.split(list(sizes.values()))
+    for part, (name, tensor) in zip(parts, islice(weights, len(sizes)), strict=True):
         tensors[name] = part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     assert tensors.keys() == sizes.keys(), "weights must come in the order of the table"
     try:

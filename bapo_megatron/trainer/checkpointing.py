@@ -15,9 +15,9 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
     BestCheckpoint,
+    checkpoint_exists,
     find_best,
     find_latest,
-    is_there,
     name_best,
 )
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -112,8 +112,7 @@ def save_run(
     extra: dict[str, Any] = {}
     if source is not None:
         extra = {"progress": asdict(progress), "rollout": source.state()}
-    best = (progress.best.metric, progress.best.value) if is_best and progress.best else None
-    saver.save(progress.next_step, policy, extra, best)
+    saver.save(progress.next_step, policy, extra, progress.best if is_best else None)
 
 
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
@@ -151,7 +150,7 @@ def _restore_best(root: Path, progress: Progress) -> None:
     checkpoint: what was better later belongs to the try that was abandoned. Where the directory of
     the best one is gone, there is none.
     """
-    if progress.best is not None and not is_there(root, progress.best.step):
+    if progress.best is not None and not checkpoint_exists(root, progress.best.step):
         progress.best = None
     if progress.best is None:
         named = find_best(root)

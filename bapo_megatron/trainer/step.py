@@ -25,7 +25,7 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import ProcessGroups, fail_together, first_message
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.trainer.loss import Collected, LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
@@ -168,8 +168,8 @@ class BatchTrainer:
         micro_batches = update.micro_batches if collected is None else collected.micro_batches
         decision = None if collected is None else collected.decision
 
-        def loss_fn(output: Tensor, micro_batch: MicroBatch) -> LossOutput[TokenReport]:
-            return LossOutput(*stage.loss(output, micro_batch, decision=decision, context=context))
+        def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
+            return stage.loss(output, micro_batch, decision=decision, context=context)
 
         reports = self._policy.forward_backward(micro_batches, loss_fn)
         measurement = reduce_reports(

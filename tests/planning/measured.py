@@ -7,7 +7,6 @@ collectives are arbitrary; shapes, storages and messages are those of a real run
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -57,10 +56,7 @@ def parameters() -> dict[str, list[list[int]]]:
         hf = read_hf_config_file(MODELS / f"{model}.json")
         config = ParallelConfig(**parallel)
         counted[case] = [
-            [
-                sum(map(math.prod, chunk.values()))
-                for chunk in stage_parameters(hf, ModelConfig(path=MODELS), config, stage)
-            ]
+            stage_parameters(hf, ModelConfig(path=MODELS), config, stage)
             for stage in range(config.pipeline)
         ]
     return counted

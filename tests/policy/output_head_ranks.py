@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.chunked import chunked_logprobs
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
@@ -85,10 +85,10 @@ def _train(policy: MegatronPolicy) -> dict[str, Any]:
 
     stage = _loss_stage(policy)
 
-    def loss_fn(output: Tensor, batch: MicroBatch) -> LossOutput[Tensor]:
+    def loss_fn(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         context = UpdateContext(num_updates=0, rollout_version=None)
         loss, report = stage.loss(output, batch, decision=None, context=context)
-        return LossOutput(loss, report.sums)
+        return loss, report.sums
 
     sums = policy.forward_backward(batches, loss_fn)
     return {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bapo_megatron.policy.hf_config import read_hf_config
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.weight_export import plan_buckets
 from tests.policy.tiny_models import load_reference, make_model
 
@@ -31,7 +31,7 @@ def test_every_tensor_is_in_one_bucket_and_none_exceeds_the_limit_but_by_one_par
     model_dir: Path, max_bytes: int
 ) -> None:
     tensors = load_reference("qwen2", model_dir).state_dict()
-    buckets = plan_buckets(read_hf_config(model_dir), torch.float32, max_bytes)
+    buckets = plan_buckets(read_hf_config_file(model_dir / "config.json"), torch.float32, max_bytes)
     names = [name for bucket in buckets for weight in bucket for name in weight.hf]
     assert len(names) == len(set(names))
     assert set(names) == set(tensors)
@@ -41,7 +41,7 @@ def test_every_tensor_is_in_one_bucket_and_none_exceeds_the_limit_but_by_one_par
 
 
 def test_buckets_are_filled_as_far_as_the_order_allows(model_dir: Path) -> None:
-    hf = read_hf_config(model_dir)
+    hf = read_hf_config_file(model_dir / "config.json")
     assert len(plan_buckets(hf, torch.float32, 1 << 20)) == 1
     assert len(plan_buckets(hf, torch.bfloat16, EMBEDDING_BYTES // 2)[0]) == 1
     # The embedding, a first bucket of its own; a layer's parameters come one after the other.

@@ -20,7 +20,7 @@ from bapo_megatron.config.schema import (
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import LossGradient, apply_token_loss
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from bapo_megatron.policy.megatron_policy import LossOutput, MegatronPolicy
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.split import split_step
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
@@ -65,7 +65,7 @@ class _Watch:
         self._produced = output[0]
 
     def loss_function(self, overwrite: bool) -> Any:
-        def loss_fn(logits_NV: Tensor, micro_batch: MicroBatch) -> LossOutput[None]:
+        def loss_fn(logits_NV: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
             produced = self._produced
             assert produced is not None
             assert produced.grad_fn is not None
@@ -93,7 +93,7 @@ class _Watch:
                 "saved_by_linear": [t.data_ptr() == produced.data_ptr() for t in saved],
                 "loss_is_view": loss._is_view(),
             }
-            return LossOutput(loss, None)
+            return loss, None
 
         return loss_fn
 
@@ -112,6 +112,6 @@ def refuse_multi_token_prediction(model_dir: Path) -> str:
         policy.chunks[-1].mtp_process = True
         try:
             replace(policy)
-        except ValueError as error:
+        except AssertionError as error:
             return str(error)
         return ""

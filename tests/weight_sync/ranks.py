@@ -20,8 +20,8 @@ from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.policy.weight_export import local_weights
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.split import make_layout
 from bapo_megatron.weight_sync import send
