@@ -1,9 +1,9 @@
 """The border between a run and whatever samples for it.
 
-An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend``
-starts the run's own servers and makes an ``Engine`` for each server. Code outside
-``engine.<kind>`` knows this file alone; docs/extending.md says what another kind must provide,
-tests/engine/test_contract.py tests it.
+An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend`` has
+the run's own servers and makes an ``Engine`` for each. Code outside ``engine.<kind>`` knows this
+file alone; docs/extending.md says what another kind must provide, tests/engine/test_contract.py
+tests it.
 
 R = tokens of one completion, or of one piece of it.
 """
@@ -89,10 +89,9 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
     """Join pieces into one completion."""
     if len(parts) == 1:
         return replace(parts[0], finish_reason=finish_reason)
-    no_tokens, no_logprobs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
     return Completion(
-        np.concatenate([no_tokens, *(part.token_ids for part in parts)]),
-        np.concatenate([no_logprobs, *(part.logprobs for part in parts)]),
+        np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
+        np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         join_spans(part.versions for part in parts),
         finish_reason,
     )
@@ -237,8 +236,11 @@ class Engine(Protocol):
             RolloutError: It must not be used by a run with these needs.
         """
 
-    async def weights(self, timeout_s: float) -> WeightControl:
-        """Ask how it was started; return its calls for new weights."""
+    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
+        """Ask how it was started; return its calls for new weights.
+
+        ``flush_cache``: with the last of them, forget keys and values of the old weights.
+        """
 
     async def release_memory(self, timeout_s: float) -> None:
         """Release weights and cache, when nothing is in flight.
@@ -299,8 +301,7 @@ class WeightControl(Protocol):
     """One engine's calls for new weights; they raise as those of ``Engine``. None is repeated.
 
     ``version`` is the version of the weights; it comes with their last part only, because an
-    engine that has a part of them keeps its old label and is not used. ``flush_cache``: forget keys
-    and values of the old weights.
+    engine that has a part of them keeps its old label and is not used.
     """
 
     @property
@@ -320,28 +321,17 @@ class WeightControl(Protocol):
         """Have the engine's ranks forget a group."""
 
     async def receive(
-        self,
-        bucket: BucketLayout,
-        group_name: str,
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
         """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
-    async def take(
-        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """Load tensors from memory that the engine can map.
+    async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
+        """Load tensors from memory that the engine can map, a payload for each tensor rank.
 
-        There is one payload for each tensor-parallel rank, see
-        ``weight_sync.carriers.shared_memory_payload``.
+        See ``weight_sync.carriers.shared_memory_payload``.
         """
 
-    async def load(
-        self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
+    async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """Load a Hugging Face directory."""
 
     async def flush_idle(self, timeout_s: float) -> None:

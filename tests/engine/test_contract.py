@@ -89,8 +89,8 @@ async def require(engine: Engine, mode: str) -> None:
 
 
 async def load(engine: Engine, model_dir: Path, version: int, *, flush_cache: bool = True) -> None:
-    control = await engine.weights(60)
-    await control.load(model_dir, version=version, flush_cache=flush_cache, timeout_s=60)
+    control = await engine.weights(60, flush_cache=flush_cache)
+    await control.load(model_dir, version=version, timeout_s=60)
 
 
 def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -47,43 +46,35 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model of transformers, ready to sample."""
-
-    model: Any
-    stop_ids: frozenset[int]
-    """Tokens that end a response."""
-    max_positions: int
-    vocab_size: int
-
-
 class LocalBackend:
     """A ``Backend`` without servers."""
 
-    servers: Sequence[EngineServer] = ()
+    model: ModelConfig
+    local: LocalConfig
+    device: str
+    """``cuda`` (the current device) or ``cpu``."""
 
-    def __init__(self, model: ModelConfig, local: LocalConfig, device: str) -> None:
-        """Keep the settings; ``device`` is ``cuda`` or ``cpu``."""
-        self._model = model
-        self._local = local
-        self._device = device
+    @property
+    def servers(self) -> Sequence[EngineServer]:
+        """None."""
+        return ()
 
     async def connect(self) -> Sequence[LocalEngine]:
         """Load ``model.path``."""
         try:
-            loaded = await asyncio.to_thread(
-                load_model, self._model.path, self._model.dtype, self._device
+            model, stop_ids = await asyncio.to_thread(
+                load_model, self.model.path, self.model.dtype, self.device
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise RolloutError(
-                f"model.path: transformers cannot load '{self._model.path}' ({shown(error)}); "
+                f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"
             ) from error
-        return (LocalEngine(loaded, self._local.max_rows),)
+        return (LocalEngine(model, stop_ids, self.local.max_rows),)
 
 
-def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
-    """Load a Hugging Face directory on ``cuda`` (the current device) or ``cpu``.
+def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]]:
+    """Load a model of transformers, ready to sample, and the tokens that end a response.
 
     Raises:
         OSError: Files are missing.
@@ -114,12 +105,7 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
     for source in (model.config, model.generation_config, tokenizer):
         given = source.eos_token_id
         stop_ids |= set(given) if isinstance(given, list) else {given}
-    return LoadedModel(
-        model=model,
-        stop_ids=frozenset(stop_ids - {None}),
-        max_positions=model.config.max_position_embeddings,
-        vocab_size=model.config.vocab_size,
-    )
+    return model, frozenset(stop_ids - {None})
 
 
 @dataclass(slots=True, eq=False)
@@ -130,31 +116,6 @@ class _Flight:
     response: Response
     ended: asyncio.Future[None]
     has_begun: bool = False
-
-    def hand_out(self, version: int, reason: FinishReason | None) -> None:
-        """Give the sink what was sampled; with a reason it is the last piece.
-
-        Raises:
-            ServerError: The sink does not know the version.
-        """
-        parts = []
-        for token_ids, logprobs in self.response.take():
-            if not self.response.request.return_logprobs:
-                logprobs = np.empty(0, dtype=np.float32)
-            spans = (VersionSpan(version, len(token_ids)),)
-            parts.append(Completion(token_ids, logprobs, spans, FinishReason.ABORT))
-        if parts and not self.sink.is_known(version):
-            raise ServerError(
-                f"{ADDRESS}: sampled with weights version {version}, which this run did not give "
-                "it; give each run an engine of its own"
-            )
-        if parts and not self.has_begun:
-            self.has_begun = True
-            self.sink.first_tokens(0)
-        if parts or reason is not None:
-            self.sink.take(join(parts, reason or FinishReason.ABORT))
-        if reason is not None:
-            self.end(None)
 
     def end(self, error: Exception | None) -> None:
         """Let ``stream`` return, or raise."""
@@ -176,11 +137,11 @@ class LocalEngine:
     silence_s = 0.0
     """Whoever drives it waits for it, and no other process could be stuck."""
 
-    def __init__(self, loaded: LoadedModel, max_rows: int) -> None:
-        """Take a model; nothing is computed."""
-        self._model = loaded
-        self._decoder = Decoder(loaded.model, loaded.stop_ids, max_rows)
-        self._weights = LocalWeights(self, loaded.model)
+    def __init__(self, model: Any, stop_ids: frozenset[int], max_rows: int) -> None:
+        """Take what ``load_model`` returns; nothing is computed."""
+        self._model = model
+        self._decoder = Decoder(model, stop_ids, max_rows)
+        self._weights = LocalWeights(self, model)
         self._version = START_VERSION
         self._flights: dict[int, _Flight] = {}
         self._arrived: list[Response] = []
@@ -207,7 +168,11 @@ class LocalEngine:
             RolloutError: The model cannot answer the request, or failed.
             ServerGoneError: It was given up, or the engine is closed.
         """
-        self._check(request)
+        where, num_new = f"(request: {request.label})", request.sampling.max_new_tokens
+        if self._is_closed:
+            raise ServerGoneError(f"{ADDRESS}: closed {where}")
+        assert num_new > 0, "a finished response is not continued"
+        self._check_tokens(request.input_ids, num_new, where)
         number, seed = next(self._numbers), request.sampling.seed
         response = Response(
             request, Uniforms(sample_seed(ADDRESS, number) if seed is None else seed)
@@ -249,20 +214,17 @@ class LocalEngine:
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``."""
         self._check_tokens(token_ids, 0, "(log-probs of given tokens)")
-        async with _within(timeout_s, "score"), self._turn:
+        async with self._turn:
             return await self._compute(lambda: self._decoder.score(token_ids))
 
     async def abort(self, timeout_s: float) -> None:
         """End every request with what there is, after the running ``decode``."""
-        try:
-            async with _within(timeout_s, "abort"), self._turn:
-                for flight in self._open_flights():
-                    self._hand_out(flight, FinishReason.ABORT)
-                self._decoder.clear()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()  # the trainer may be on the same GPU
-        except ServerGoneError as error:
-            self._end_all(error)
+        async with self._turn:
+            for flight in self._open_flights():
+                self._hand_out(flight, FinishReason.ABORT)
+            self._decoder.clear()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the trainer may be on the same GPU
 
     async def pause(self, mode: PauseMode) -> None:
         """Make no steps until ``resume``; return when the running ``decode`` has ended."""
@@ -294,8 +256,8 @@ class LocalEngine:
     async def check(self, needs: Needs) -> None:
         """Do nothing: the kind has refused what the engine cannot do."""
 
-    async def weights(self, timeout_s: float) -> WeightControl:
-        """See ``Engine``."""
+    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
+        """See ``Engine``; keys and values of old weights are never kept."""
         return self._weights
 
     async def release_memory(self, timeout_s: float) -> NoReturn:
@@ -328,19 +290,9 @@ class LocalEngine:
             if version is not None:
                 self._version = version
 
-    def _check(self, request: GenerateRequest) -> None:
-        where = f"(request: {request.label})"
-        if self._is_closed:
-            raise ServerGoneError(f"{ADDRESS}: closed {where}")
-        if request.sampling.max_new_tokens < 1:
-            raise RolloutError(
-                f"{ADDRESS}: max_new_tokens must be at least 1, got "
-                f"{request.sampling.max_new_tokens}; correct it {where}"
-            )
-        self._check_tokens(request.input_ids, request.sampling.max_new_tokens, where)
-
     def _check_tokens(self, token_ids: Sequence[int], num_new: int, where: str) -> None:
-        limit, size = self._model.max_positions, self._model.vocab_size
+        config = self._model.config
+        limit, size = config.max_position_embeddings, config.vocab_size
         if len(token_ids) + num_new > limit:
             raise RolloutError(
                 f"{ADDRESS}: {len(token_ids)} input tokens and {num_new} new ones exceed the "
@@ -359,10 +311,33 @@ class LocalEngine:
         return [flight for flight in self._flights.values() if not flight.ended.done()]
 
     def _hand_out(self, flight: _Flight, reason: FinishReason | None) -> None:
+        """Give the sink what was sampled; with a reason it is the last piece."""
+        version, has_logprobs = self._version, flight.response.request.return_logprobs
+        parts = [
+            Completion(
+                token_ids,
+                logprobs if has_logprobs else logprobs[:0],
+                (VersionSpan(version, len(token_ids)),),
+                FinishReason.ABORT,
+            )
+            for token_ids, logprobs in flight.response.take()
+        ]
         try:
-            flight.hand_out(self._version, reason)
-        except Exception as error:  # noqa: BLE001 — raised by this request's sink: it alone fails
+            if parts and not flight.sink.is_known(version):
+                raise ServerError(
+                    f"{ADDRESS}: sampled with weights version {version}, which this run did not "
+                    "give it; give each run an engine of its own"
+                )
+            if parts and not flight.has_begun:
+                flight.has_begun = True
+                flight.sink.first_tokens(0)
+            if parts or reason is not None:
+                flight.sink.take(join(parts, reason or FinishReason.ABORT))
+        except Exception as error:  # noqa: BLE001 — of this request alone, as from its sink
             flight.end(error)
+        else:
+            if reason is not None:
+                flight.end(None)
 
     def _end_all(self, error: RolloutError) -> None:
         """End every request with an error; the decoder forgets them before its next step."""
@@ -393,13 +368,3 @@ class LocalEngine:
             if is_memory or "memory" in str(error):
                 remedy = "lower rollout.local.max_rows or max_response_tokens"
             raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error
-
-
-@asynccontextmanager
-async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Limit a time; a running computation is waited for nevertheless."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise ServerGoneError(f"{ADDRESS}: no {what} within {timeout_s:g} s") from error

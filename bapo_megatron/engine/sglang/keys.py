@@ -59,7 +59,7 @@ class ApiKeys:
 class KeyCheck:
     """Answers 401 if the key is missing or wrong."""
 
-    def __init__(self, app: App, *, api_key: str, admin_api_key: str) -> None:
+    def __init__(self, app: App, *, api_key: str | None, admin_api_key: str | None) -> None:
         """Guard an application; without ``admin_api_key``, ``api_key`` stands in."""
         self._app = app
         self._api_key = api_key
