@@ -58,8 +58,8 @@ class GenerateRequest:
     label: str
     """Names the request in errors."""
     order: tuple[int, int] = (0, 0)
-    """A stepped engine admits the requests that came between two bursts in this order, so that it
-    does not matter whose environment answered first."""
+    """A stepped engine admits the requests that come between two bursts in this order, not in that
+    in which environments answered."""
     version: int = START_VERSION
     """Weights version that the engine holds as far as is known. If it holds another one, it may
     hand out everything at the end, in one piece."""
@@ -148,18 +148,6 @@ class Capabilities:
     """How to start it so that it supports every method; empty if it does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a run needs of every engine."""
-
-    temperature: float
-    """T of the run."""
-    in_flight: str
-    """``rollout.weight_sync.in_flight``."""
-    probe_prompts: Sequence[Sequence[int]] = ()
-    """Contexts whose log-probs may be probed; empty where nothing is trained."""
-
-
 class MemoryPart(Enum):
     """Memory that an engine on the trainer's GPU releases and takes back."""
 
@@ -177,10 +165,7 @@ class Engine(Protocol):
 
     @property
     def address(self) -> str:
-        """``http://host:port``, or a word without a host for an engine in this process.
-
-        The latter gets weights over the loopback, by gloo.
-        """
+        """``http://host:port``; in this process a word: weights come over the loopback, by gloo."""
 
     @property
     def stepper(self) -> Stepper | None:
@@ -227,13 +212,13 @@ class Engine(Protocol):
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do; the process that samples must answer, which detects hangs."""
 
-    async def check(self, needs: Needs) -> None:
-        """Check an engine that answers for the first time, or again.
+    async def check(
+        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Raise a ``RolloutError`` if a run with these settings must not use it.
 
-        What ``EngineKind.check`` knows from the configuration has been refused before.
-
-        Raises:
-            RolloutError: It must not be used by a run with these needs.
+        What ``EngineKind.check`` knows from the configuration has been refused before. Log-probs of
+        ``probe_prompts`` may be probed; there are none where nothing is trained.
         """
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
@@ -243,12 +228,9 @@ class Engine(Protocol):
         """
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Release weights and cache, when nothing is in flight.
+        """Release weights and cache; raise a ``RolloutError``, releasing nothing, if it is busy.
 
         Nothing is sampled until both are back and new weights have come.
-
-        Raises:
-            RolloutError: It is still busy, and has released nothing.
         """
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
@@ -259,17 +241,17 @@ class Engine(Protocol):
 
 
 class Stepper(Protocol):
-    """Makes an engine sample that does not by itself.
+    """Makes an engine sample that does not by itself; whoever waits for tokens drives it.
 
-    Whoever waits for tokens drives it. What is sampled between two decisions is then counted in
-    decode steps, not in seconds, and two runs with one seed are equal bit for bit.
+    What is sampled between two decisions is then counted in decode steps, not in seconds, and two
+    runs with one seed are equal bit for bit.
     """
 
     async def decode(self, max_steps: int) -> int:
         """Sample up to ``max_steps`` tokens of every request, hand them out, return the steps made.
 
-        It makes fewer steps only if no request is left. Which requests share a step depends on the
-        order in which they came, and on nothing else.
+        It makes fewer only if no request is left. Which requests share a step depends on the order
+        in which they came alone.
         """
 
 
@@ -326,10 +308,7 @@ class WeightControl(Protocol):
         """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
-        """Load tensors from memory that the engine can map, a payload for each tensor rank.
-
-        See ``weight_sync.carriers.shared_memory_payload``.
-        """
+        """Load a ``weight_sync.carriers.shared_memory_payload`` on each tensor-parallel rank."""
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """Load a Hugging Face directory."""
@@ -400,8 +379,6 @@ class Backend(Protocol):
     async def connect(self) -> Sequence[Engine]:
         """Make an engine for each server, or in this process; own servers were started.
 
-        Nothing is sent; an engine in this process loads ``model.path``.
-
-        Raises:
-            RolloutError: The model cannot be loaded.
+        Nothing is sent. An engine in this process loads ``model.path``, or raises a
+        ``RolloutError``.
         """

@@ -24,7 +24,6 @@ from bapo_megatron.engine.base import (
     EngineServer,
     GenerateRequest,
     MemoryPart,
-    Needs,
     PauseMode,
     Stepper,
     WeightControl,
@@ -130,7 +129,7 @@ class LocalEngine:
     """One model; belongs to the event loop that uses it.
 
     It samples in a thread, while somebody waits for ``decode``. Decode steps, new weights and
-    scoring take turns; a cancelled caller still waits for the thread.
+    scoring take turns; a cancelled caller still waits for the thread. Time limits have no effect.
     """
 
     address = ADDRESS
@@ -162,12 +161,7 @@ class LocalEngine:
         return len(self._flights)
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once; ``decode`` hands out the pieces.
-
-        Raises:
-            RolloutError: The model cannot answer the request, or failed.
-            ServerGoneError: It was given up, or the engine is closed.
-        """
+        """See ``Engine``; ``decode`` hands out the pieces."""
         where, num_new = f"(request: {request.label})", request.sampling.max_new_tokens
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed {where}")
@@ -187,7 +181,7 @@ class LocalEngine:
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
-        """Sample up to ``max_steps`` tokens of each request; none while paused.
+        """See ``Stepper``; no steps while paused.
 
         Raises:
             RolloutError: The model failed, and every request with it; or it holds a part of new
@@ -253,7 +247,9 @@ class LocalEngine:
             methods=frozenset({"broadcast", "disk"}),
         )
 
-    async def check(self, needs: Needs) -> None:
+    async def check(
+        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Do nothing: the kind has refused what the engine cannot do."""
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
@@ -278,11 +274,7 @@ class LocalEngine:
         self._thread.shutdown()
 
     async def change_weights(self, change: Callable[[], None], version: int | None) -> None:
-        """Run what loads weights, in the thread; ``version`` labels whole new weights.
-
-        Raises:
-            RolloutError: ``change`` failed.
-        """
+        """Run what loads weights, in the thread; ``version`` labels whole new weights."""
         async with self._turn:
             # Before the change: a part of new weights invalidates the cache like all of them.
             self._decoder.retract()
@@ -345,11 +337,7 @@ class LocalEngine:
             flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
     async def _compute(self, work: Callable[[], _T]) -> _T:
-        """Run work in the thread; wait for it even if cancelled.
-
-        Raises:
-            RolloutError: It failed.
-        """
+        """Run work in the thread, whose failure is a ``RolloutError``; wait even if cancelled."""
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed")
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -363,8 +351,7 @@ class LocalEngine:
         except RolloutError:
             raise
         except Exception as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
             remedy = "see the error above"
-            if is_memory or "memory" in str(error):
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
                 remedy = "lower rollout.local.max_rows or max_response_tokens"
             raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error

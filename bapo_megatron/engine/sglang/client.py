@@ -30,7 +30,6 @@ from bapo_megatron.engine.base import (
     GenerateRequest,
     GroupPlace,
     MemoryPart,
-    Needs,
     PauseMode,
     WeightControl,
 )
@@ -211,16 +210,18 @@ class SglangClient:
         """See ``Engine``."""
         return (await self._ask_info(timeout_s)).capabilities
 
-    async def check(self, needs: Needs) -> None:
+    async def check(
+        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
         """See ``Engine``; resume a server that a killed trainer left paused."""
         info = self._info or await self._ask_info()
-        if needs.in_flight not in info.capabilities.in_flight:
+        if in_flight not in info.capabilities.in_flight:
             raise RolloutError(
                 f"{self.address}: SGLang {info.version} ends when it gets weights while requests "
                 "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
             )
         await self.resume()
-        await check_temperature_convention(self._http, needs.temperature, needs.probe_prompts)
+        await check_temperature_convention(self._http, temperature, probe_prompts)
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
         """See ``Engine``.

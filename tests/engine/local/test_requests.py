@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bapo_megatron.data.staleness import num_spanned
-from bapo_megatron.engine.base import CompletionSink, Needs, SamplingSettings
+from bapo_megatron.engine.base import CompletionSink, SamplingSettings
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason, VersionSpan
 from tests.engine.local.setting import (
@@ -323,6 +323,6 @@ def test_it_says_what_it_can_do(model_dir: Path) -> None:
         assert capabilities.num_ranks == 1
         assert capabilities.in_flight == {"abort", "retract"}
         assert capabilities.methods == {"broadcast", "disk"}
-        await engine.check(Needs(1.0, "retract"))
+        await engine.check(1.0, "retract")
 
     use_engine(model_dir, use)
