@@ -160,7 +160,8 @@ class Engine(Protocol):
 
     Every coroutine raises a ``ServerGoneError`` if no answer comes in time (a
     ``BrokenConnectionError`` if the connection broke), another ``ServerError`` if the answer is
-    unusable, and another ``RolloutError`` if the engine refuses, as every other engine would.
+    unusable, and another ``RolloutError`` if the engine refuses, as every other engine would. Time
+    limits concern the answers of another process.
     """
 
     @property
@@ -192,9 +193,9 @@ class Engine(Protocol):
     async def abort(self, timeout_s: float) -> None:
         """End every request with what there is; their ``stream`` returns.
 
-        Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way.
-        Requests that are paused in place may end only after ``resume``. Those that have not ended
-        after ``timeout_s`` count as lost.
+        Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way, and
+        those that are paused in place may end only after ``resume``. What has not ended after
+        ``timeout_s`` counts as lost.
         """
 
     async def pause(self, mode: PauseMode) -> None:

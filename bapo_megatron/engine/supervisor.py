@@ -134,13 +134,8 @@ class ServerSupervisor:
                 raise RolloutError(supervised.failure())
             wait_s = restart_wait_s(supervised.num_failures, max_wait_s)
             after = f" in {wait_s:g} s" if wait_s else ""
-            _LOG.warning(
-                "%s %s; it is started again%s (%s)",
-                server.name,
-                supervised.last_end,
-                after,
-                server.log_path,
-            )
+            event = f"{server.name} {supervised.last_end}; it is started again{after}"
+            _LOG.warning("%s (%s)", event, server.log_path)
             # In a thread, because it waits for the end of a process group.
             await asyncio.to_thread(server.close)
             await asyncio.sleep(wait_s)

@@ -102,18 +102,11 @@ class KeyValues:
         num_columns: int,
         end: int,
     ) -> Self:
-        """Copy the rows that are kept, and what was computed for new ones.
+        """Copy ``kept_rows`` of ``old``, which become the first rows, and what ``prefills`` computed.
 
-        Layer by layer, so that at most one layer exists twice; ``old`` loses its layers.
-
-        Args:
-            model: A model of transformers.
-            old: Where rows are kept from.
-            kept_rows: Rows of ``old`` that become the first rows.
-            prefills: Start the other rows; rows that are neither hold zeros.
-            num_rows: B.
-            num_columns: W, more than ``end``.
-            end: Column that the longest row ends at, if it starts at column 0.
+        Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Rows that
+        are neither hold zeros. B = ``num_rows``, W = ``num_columns`` > ``end``, the column that the
+        longest row ends at, if it starts at column 0.
         """
         cache, config, device = cls(num_columns, end), model.config, model.device
         heads = config.num_attention_heads

@@ -312,11 +312,10 @@ class Decoder:
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
         """[R, P, D] last hidden states of whole inputs; padding on the right changes nothing."""
         places_1P = torch.arange(tokens_RP.shape[1], device=tokens_RP.device)[None]
-        answer = self._decoder(
+        hidden_RPD: Tensor = self._decoder(
             input_ids=tokens_RP, position_ids=places_1P, past_key_values=cache, use_cache=True
-        )
-        hidden: Tensor = answer.last_hidden_state
-        return hidden
+        ).last_hidden_state
+        return hidden_RPD
 
     def _step(self, rows: _Rows) -> None:
         """Sample one token of every row."""

@@ -1,7 +1,5 @@
 """The one engine of a run, in this process, and the model that it samples with."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
@@ -44,43 +42,8 @@ ADDRESS = "local"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBackend:
-    """A ``Backend`` without servers."""
-
-    model: ModelConfig
-    local: LocalConfig
-    device: str
-    """``cuda`` (the current device) or ``cpu``."""
-
-    @property
-    def servers(self) -> Sequence[EngineServer]:
-        """None."""
-        return ()
-
-    async def connect(self) -> Sequence[LocalEngine]:
-        """Load ``model.path``."""
-        try:
-            model, stop_ids = await asyncio.to_thread(
-                load_model, self.model.path, self.model.dtype, self.device
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise RolloutError(
-                f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
-                "download or save the model again, or free memory"
-            ) from error
-        return (LocalEngine(model, stop_ids, self.local.max_rows),)
-
-
 def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]]:
-    """Load a model of transformers, ready to sample, and the tokens that end a response.
-
-    Raises:
-        OSError: Files are missing.
-        SafetensorError: They are damaged.
-        ValueError: A weight is missing, or they cannot be used.
-        RuntimeError: It does not fit the memory.
-    """
+    """Load a model of transformers, ready to sample, and the tokens that end a response."""
     declare_torchvision_operators()
     import transformers
 
@@ -140,7 +103,7 @@ class LocalEngine:
         """Take what ``load_model`` returns; nothing is computed."""
         self._model = model
         self._decoder = Decoder(model, stop_ids, max_rows)
-        self._weights = LocalWeights(self, model)
+        self._weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
         self._flights: dict[int, _Flight] = {}
         self._arrived: list[Response] = []
@@ -241,11 +204,7 @@ class LocalEngine:
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do, at once."""
-        return Capabilities(
-            num_ranks=1,
-            in_flight=frozenset({"abort", "retract"}),
-            methods=frozenset({"broadcast", "disk"}),
-        )
+        return Capabilities(1, frozenset({"abort", "retract"}), frozenset({"broadcast", "disk"}))
 
     async def check(
         self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
@@ -273,7 +232,7 @@ class LocalEngine:
             self._weights.close()
         self._thread.shutdown()
 
-    async def change_weights(self, change: Callable[[], None], version: int | None) -> None:
+    async def _change_weights(self, change: Callable[[], None], version: int | None) -> None:
         """Run what loads weights, in the thread; ``version`` labels whole new weights."""
         async with self._turn:
             # Before the change: a part of new weights invalidates the cache like all of them.
@@ -355,3 +314,32 @@ class LocalEngine:
             if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
                 remedy = "lower rollout.local.max_rows or max_response_tokens"
             raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBackend:
+    """A ``Backend`` without servers."""
+
+    model: ModelConfig
+    local: LocalConfig
+    device: str
+    """``cuda`` (the current device) or ``cpu``."""
+
+    @property
+    def servers(self) -> Sequence[EngineServer]:
+        """None."""
+        return ()
+
+    async def connect(self) -> Sequence[LocalEngine]:
+        """Load ``model.path``."""
+        try:
+            model, stop_ids = await asyncio.to_thread(
+                load_model, self.model.path, self.model.dtype, self.device
+            )
+        # Files are missing or of no use, they are damaged, or the memory does not suffice.
+        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+            raise RolloutError(
+                f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
+                "download or save the model again, or free memory"
+            ) from error
+        return (LocalEngine(model, stop_ids, self.local.max_rows),)

@@ -4,27 +4,20 @@ Weights are copied into the model's own parameters, so a failed push may leave a
 then nothing is sampled until a whole push has come.
 """
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError, ServerGoneError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.engine.base import BucketLayout, GroupPlace
-    from bapo_megatron.engine.local.engine import LocalEngine
 
 _T = TypeVar("_T")
 
@@ -34,9 +27,11 @@ class LocalWeights:
 
     tensor_ranks = 1
 
-    def __init__(self, engine: LocalEngine, model: Any) -> None:
-        """Take an engine, whose ``change_weights`` orders loading, and its model."""
-        self._engine = engine
+    def __init__(
+        self, model: Any, change: Callable[[Callable[[], None], int | None], Awaitable[None]]
+    ) -> None:
+        """Take a model, and what runs a change of its weights and labels it with a version."""
+        self._change = change
         # Tied parameters under each of their names.
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._group: Any = None
@@ -89,7 +84,7 @@ class LocalWeights:
             timeout_s,
         )
         self._check_shapes(dict(zip(bucket.names, bucket.shapes, strict=True)))
-        await self._engine.change_weights(
+        await self._change(
             lambda: self._copy(unpack(bucket, flat), is_last=version is not None), version
         )
 
@@ -119,7 +114,7 @@ class LocalWeights:
                     f"local: cannot read the weights in '{model_dir}' ({error}); save them again"
                 ) from error
 
-        await self._engine.change_weights(read, version)
+        await self._change(read, version)
 
     async def flush_idle(self, timeout_s: float) -> None:
         """Do nothing."""

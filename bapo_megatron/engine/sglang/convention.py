@@ -104,9 +104,6 @@ async def next_token_logprobs(
     """Ask for log-probs at the position after ``input_ids``; return them by token id.
 
     The answer has ``token_ids``, the ``num_top`` most likely tokens, and the one that was sampled.
-
-    Raises:
-        RolloutError: The server refuses, does not answer, or answers inconsistently.
     """
     body = {
         "input_ids": list(input_ids),

@@ -64,10 +64,7 @@ class SglangHttp:
         """Send a request to ``/generate``; yield what the server streams, chunk by chunk.
 
         There is no time limit, and errors of httpx are not translated; ``label`` names the request
-        in other errors.
-
-        Raises:
-            RolloutError: The server refuses it.
+        in those of the status.
         """
         path, headers = "/generate", self._keys.headers(admin=False)
         client = self._idle_clients.pop() if self._idle_clients else self._make_client()
@@ -90,12 +87,10 @@ class SglangHttp:
     ) -> httpx.Response:
         """POST ``body``, or GET without one, beside generation; once.
 
-        Control calls are those that take the ``admin`` key, see ``ApiKeys``. The default of
-        ``timeout_s`` is ``rollout.request_timeout_s``.
+        The default of ``timeout_s`` is ``rollout.request_timeout_s``.
 
         Raises:
-            ServerGoneError: There was no answer in time; a ``BrokenConnectionError`` where the
-                connection broke.
+            ServerGoneError: There was no answer in time, or the connection broke.
             ServerError: The server failed.
             RefusedError: It refuses.
         """

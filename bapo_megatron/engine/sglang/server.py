@@ -4,8 +4,6 @@ A server process runs ``launcher`` in a session of its own. It ends with ``close
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -59,110 +57,6 @@ _CPU_ARGUMENTS = (
     "--disable-cuda-graph",
     "--grammar-backend=none",
 )
-
-
-class SglangBackend:
-    """A ``Backend``."""
-
-    def __init__(self, config: RunConfig, device: str) -> None:
-        """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
-        self._rollout = config.rollout
-        self.servers: Sequence[EngineServer] = ()
-        if config.rollout.servers:
-            self._keys = ApiKeys.from_environment()
-        else:
-            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
-            self.servers = own_servers(config, device, self._keys)
-
-    async def connect(self) -> list[Engine]:
-        """See ``Backend``."""
-        addresses = self._rollout.servers or [server.address for server in self.servers]
-        timeout_s = self._rollout.request_timeout_s
-        return [
-            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
-        ]
-
-
-def own_servers(
-    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
-) -> list[SglangServer]:
-    """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
-    return [
-        SglangServer(
-            config.model,
-            config.rollout.server,
-            run_dir=config.run_dir,
-            seed=config.seed,
-            device=device,
-            keys=keys,
-            index=index,
-            host=host,
-            releases_memory=config.rollout.colocated,
-        )
-        for index in range(config.rollout.server.count)
-    ]
-
-
-def serve(config: RunConfig, show: Callable[[str], None]) -> None:
-    """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
-
-    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
-    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
-    one in ``<run_dir>/api_key``. ``show`` takes, once the servers are ready, a line for a trainer's
-    command, and one for its environment for each key that was made here.
-
-    Raises:
-        RolloutError: A server died before it was ever ready, or a port is in use.
-        OSError: ``run_dir`` cannot be written.
-    """
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    keys, exports = ApiKeys.from_environment(), []
-    needed = ["admin_api_key"] if config.rollout.server.host == LOOPBACK else list(asdict(keys))
-    for name in needed:
-        if not getattr(keys, name):
-            path = config.run_dir.absolute() / name
-            keys = replace(keys, **{name: _stored_key(path)})
-            variable = ApiKeys.variable(admin=name == "admin_api_key")
-            exports.append(f"export {variable}=$(cat '{path}')")
-    run_async(_serve(config, keys, exports, show))
-
-
-async def _serve(
-    config: RunConfig, keys: ApiKeys, exports: Sequence[str], show: Callable[[str], None]
-) -> None:
-    import torch  # not at the top: the collector imports this module
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    servers = own_servers(config, device, keys, config.rollout.server.host)
-    supervisor = ServerSupervisor(servers, config.rollout)
-    try:
-        supervisor.start()
-        with ProgressLine() as progress:
-            await supervisor.wait_ready(progress.update)
-        show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
-        for export in exports:
-            show(export)
-        await supervisor.watch()
-    finally:
-        await supervisor.close()
-
-
-def _stored_key(path: Path) -> str:
-    """Return the key in ``path``; make one that only its owner can read if there is none.
-
-    Nodes that share the directory share the key.
-    """
-    if not path.exists():
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        draft.touch(mode=0o600, exist_ok=False)
-        try:
-            draft.write_text(secrets.token_hex(16) + "\n")
-            with contextlib.suppress(FileExistsError):
-                path.hardlink_to(draft)  # all of it, and never in place of another node's
-        finally:
-            draft.unlink()
-    return path.read_text().strip()
 
 
 @dataclass(eq=False)
@@ -318,6 +212,107 @@ class SglangServer:
         if self.releases_memory:
             arguments.append("--enable-memory-saver")
         return [*arguments, *server.extra_args]
+
+
+class SglangBackend:
+    """A ``Backend``."""
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
+        self._rollout = config.rollout
+        self.servers: Sequence[EngineServer] = ()
+        if config.rollout.servers:
+            self._keys = ApiKeys.from_environment()
+        else:
+            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+            self.servers = own_servers(config, device, self._keys)
+
+    async def connect(self) -> list[Engine]:
+        """See ``Backend``."""
+        addresses = self._rollout.servers or [server.address for server in self.servers]
+        timeout_s = self._rollout.request_timeout_s
+        return [
+            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
+        ]
+
+
+def own_servers(
+    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
+) -> list[SglangServer]:
+    """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
+    return [
+        SglangServer(
+            config.model,
+            config.rollout.server,
+            run_dir=config.run_dir,
+            seed=config.seed,
+            device=device,
+            keys=keys,
+            index=index,
+            host=host,
+            releases_memory=config.rollout.colocated,
+        )
+        for index in range(config.rollout.server.count)
+    ]
+
+
+def serve(config: RunConfig, show: Callable[[str], None]) -> None:
+    """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
+
+    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
+    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
+    one in ``<run_dir>/api_key``. ``show`` takes, once the servers are ready, a line for a trainer's
+    command, and one for its environment for each key that was made here.
+
+    Raises:
+        RolloutError: A server died before it was ever ready, or a port is in use.
+        OSError: ``run_dir`` cannot be written.
+    """
+    import torch  # not at the top: the collector imports this module
+
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    keys, exports, host = ApiKeys.from_environment(), [], config.rollout.server.host
+    for name in ["admin_api_key"] if host == LOOPBACK else list(asdict(keys)):
+        if not getattr(keys, name):
+            path = config.run_dir.absolute() / name
+            keys = replace(keys, **{name: _stored_key(path)})
+            variable = ApiKeys.variable(admin=name == "admin_api_key")
+            exports.append(f"export {variable}=$(cat '{path}')")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    servers = own_servers(config, device, keys, host)
+
+    async def run() -> None:
+        supervisor = ServerSupervisor(servers, config.rollout)
+        try:
+            supervisor.start()
+            with ProgressLine() as progress:
+                await supervisor.wait_ready(progress.update)
+            show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
+            for export in exports:
+                show(export)
+            await supervisor.watch()
+        finally:
+            await supervisor.close()
+
+    run_async(run())
+
+
+def _stored_key(path: Path) -> str:
+    """Return the key in ``path``; make one that only its owner can read if there is none.
+
+    Nodes that share the directory share the key.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft.touch(mode=0o600, exist_ok=False)
+        try:
+            draft.write_text(secrets.token_hex(16) + "\n")
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)  # all of it, and never in place of another node's
+        finally:
+            draft.unlink()
+    return path.read_text().strip()
 
 
 def _hold_port(host: str, port: int) -> socket.socket:

@@ -29,7 +29,6 @@ from bapo_megatron.types import FinishReason, VersionSpan
 
 _MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
-_MAX_TOKEN_ID = 2**31 - 1
 
 
 class RefusedError(RolloutError):
@@ -139,17 +138,16 @@ class StreamParser:
         start = 0 if self.is_incremental else self._num_tokens
         # Incremental events of an abort may repeat the last token and all log-probs behind the new
         # ones, if the request waited (again) for its turn: too long is fine, too short is not.
-        token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
+        token_ids = np.asarray(ids[start : start + num_new], dtype=np.int32)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
-        unusable = token_ids[(token_ids < 0) | (token_ids > _MAX_TOKEN_ID)]
-        if len(unusable):
-            raise ValueError(f"token id {unusable[0]}")
+        if (token_ids < 0).any():
+            raise ValueError(f"token id {token_ids.min()}")
         logprobs = np.empty(0, dtype=np.float32)
         if self.request.return_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]
             logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
-        return Completion(token_ids.astype(np.int32), logprobs, (), FinishReason.ABORT)
+        return Completion(token_ids, logprobs, (), FinishReason.ABORT)
 
 
 def _error(status: int, message: object) -> Exception:
