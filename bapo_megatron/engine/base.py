@@ -353,8 +353,7 @@ class EngineServer(Protocol):
     def start(self) -> None:
         """Start the process and return at once; after ``close`` again, at the same address.
 
-        Raises:
-            RolloutError: The port is in use.
+        A port in use is a ``RolloutError``.
         """
 
     def exit_reason(self) -> str | None:
@@ -378,8 +377,7 @@ class Backend(Protocol):
         """The run's own servers on this host; empty if it needs none, or others run them."""
 
     async def connect(self) -> Sequence[Engine]:
-        """Make an engine for each server, or in this process; own servers were started.
+        """Make an engine for each server that was started, and send nothing.
 
-        Nothing is sent. An engine in this process loads ``model.path``, or raises a
-        ``RolloutError``.
+        In this process, load ``model.path``, or raise a ``RolloutError``.
         """

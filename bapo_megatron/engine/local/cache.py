@@ -102,7 +102,7 @@ class KeyValues:
         num_columns: int,
         end: int,
     ) -> Self:
-        """Copy ``kept_rows`` of ``old``, which become the first rows, and what ``prefills`` computed.
+        """Copy ``kept_rows`` of ``old``, which become the first, and what ``prefills`` computed.
 
         Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Rows that
         are neither hold zeros. B = ``num_rows``, W = ``num_columns`` > ``end``, the column that the
