@@ -1,9 +1,9 @@
 """The border between a run and whatever samples for it.
 
-An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend``
-starts the run's own servers and makes an ``Engine`` for each server. Code outside
-``engine.<kind>`` knows this file alone; docs/extending.md says what another kind must provide,
-tests/engine/test_contract.py tests it.
+An ``Engine`` holds one copy of the model: a server, or the model in this process. A ``Backend`` has
+the run's own servers and makes an ``Engine`` for each. Code outside ``engine.<kind>`` knows this
+file alone; docs/extending.md says what another kind must provide, tests/engine/test_contract.py
+tests it.
 
 R = tokens of one completion, or of one piece of it.
 """
@@ -58,8 +58,8 @@ class GenerateRequest:
     label: str
     """Names the request in errors."""
     order: tuple[int, int] = (0, 0)
-    """A stepped engine admits the requests that came between two bursts in this order, so that it
-    does not matter whose environment answered first."""
+    """A stepped engine admits the requests that come between two bursts in this order, not in that
+    in which environments answered."""
     version: int = START_VERSION
     """Weights version that the engine holds as far as is known. If it holds another one, it may
     hand out everything at the end, in one piece."""
@@ -89,10 +89,9 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
     """Join pieces into one completion."""
     if len(parts) == 1:
         return replace(parts[0], finish_reason=finish_reason)
-    no_tokens, no_logprobs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
     return Completion(
-        np.concatenate([no_tokens, *(part.token_ids for part in parts)]),
-        np.concatenate([no_logprobs, *(part.logprobs for part in parts)]),
+        np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
+        np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         join_spans(part.versions for part in parts),
         finish_reason,
     )
@@ -149,18 +148,6 @@ class Capabilities:
     """How to start it so that it supports every method; empty if it does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a run needs of every engine."""
-
-    temperature: float
-    """T of the run."""
-    in_flight: str
-    """``rollout.weight_sync.in_flight``."""
-    probe_prompts: Sequence[Sequence[int]] = ()
-    """Contexts whose log-probs may be probed; empty where nothing is trained."""
-
-
 class MemoryPart(Enum):
     """Memory that an engine on the trainer's GPU releases and takes back."""
 
@@ -173,15 +160,13 @@ class Engine(Protocol):
 
     Every coroutine raises a ``ServerGoneError`` if no answer comes in time (a
     ``BrokenConnectionError`` if the connection broke), another ``ServerError`` if the answer is
-    unusable, and another ``RolloutError`` if the engine refuses, as every other engine would.
+    unusable, and another ``RolloutError`` if the engine refuses, as every other engine would. Time
+    limits concern the answers of another process.
     """
 
     @property
     def address(self) -> str:
-        """``http://host:port``, or a word without a host for an engine in this process.
-
-        The latter gets weights over the loopback, by gloo.
-        """
+        """``http://host:port``; in this process a word: weights come over the loopback, by gloo."""
 
     @property
     def stepper(self) -> Stepper | None:
@@ -208,9 +193,9 @@ class Engine(Protocol):
     async def abort(self, timeout_s: float) -> None:
         """End every request with what there is; their ``stream`` returns.
 
-        Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way.
-        Requests that are paused in place may end only after ``resume``. Those that have not ended
-        after ``timeout_s`` count as lost.
+        Repeat it until ``num_in_flight`` is 0: it may miss a request that is still on its way, and
+        those that are paused in place may end only after ``resume``. What has not ended after
+        ``timeout_s`` counts as lost.
         """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -228,25 +213,25 @@ class Engine(Protocol):
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do; the process that samples must answer, which detects hangs."""
 
-    async def check(self, needs: Needs) -> None:
-        """Check an engine that answers for the first time, or again.
+    async def check(
+        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Raise a ``RolloutError`` if a run with these settings must not use it.
 
-        What ``EngineKind.check`` knows from the configuration has been refused before.
-
-        Raises:
-            RolloutError: It must not be used by a run with these needs.
+        What ``EngineKind.check`` knows from the configuration has been refused before. Log-probs of
+        ``probe_prompts`` may be probed; there are none where nothing is trained.
         """
 
-    async def weights(self, timeout_s: float) -> WeightControl:
-        """Ask how it was started; return its calls for new weights."""
+    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
+        """Ask how it was started; return its calls for new weights.
+
+        ``flush_cache``: with the last of them, forget keys and values of the old weights.
+        """
 
     async def release_memory(self, timeout_s: float) -> None:
-        """Release weights and cache, when nothing is in flight.
+        """Release weights and cache; raise a ``RolloutError``, releasing nothing, if it is busy.
 
         Nothing is sampled until both are back and new weights have come.
-
-        Raises:
-            RolloutError: It is still busy, and has released nothing.
         """
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
@@ -257,17 +242,17 @@ class Engine(Protocol):
 
 
 class Stepper(Protocol):
-    """Makes an engine sample that does not by itself.
+    """Makes an engine sample that does not by itself; whoever waits for tokens drives it.
 
-    Whoever waits for tokens drives it. What is sampled between two decisions is then counted in
-    decode steps, not in seconds, and two runs with one seed are equal bit for bit.
+    What is sampled between two decisions is then counted in decode steps, not in seconds, and two
+    runs with one seed are equal bit for bit.
     """
 
     async def decode(self, max_steps: int) -> int:
         """Sample up to ``max_steps`` tokens of every request, hand them out, return the steps made.
 
-        It makes fewer steps only if no request is left. Which requests share a step depends on the
-        order in which they came, and on nothing else.
+        It makes fewer only if no request is left. Which requests share a step depends on the order
+        in which they came alone.
         """
 
 
@@ -299,8 +284,7 @@ class WeightControl(Protocol):
     """One engine's calls for new weights; they raise as those of ``Engine``. None is repeated.
 
     ``version`` is the version of the weights; it comes with their last part only, because an
-    engine that has a part of them keeps its old label and is not used. ``flush_cache``: forget keys
-    and values of the old weights.
+    engine that has a part of them keeps its old label and is not used.
     """
 
     @property
@@ -320,28 +304,14 @@ class WeightControl(Protocol):
         """Have the engine's ranks forget a group."""
 
     async def receive(
-        self,
-        bucket: BucketLayout,
-        group_name: str,
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
         """Receive one flat tensor, broadcast by rank 0 of the group, and load what it holds."""
 
-    async def take(
-        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """Load tensors from memory that the engine can map.
+    async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
+        """Load a ``weight_sync.carriers.shared_memory_payload`` on each tensor-parallel rank."""
 
-        There is one payload for each tensor-parallel rank, see
-        ``weight_sync.carriers.shared_memory_payload``.
-        """
-
-    async def load(
-        self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
+    async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """Load a Hugging Face directory."""
 
     async def flush_idle(self, timeout_s: float) -> None:
@@ -383,8 +353,7 @@ class EngineServer(Protocol):
     def start(self) -> None:
         """Start the process and return at once; after ``close`` again, at the same address.
 
-        Raises:
-            RolloutError: The port is in use.
+        A port in use is a ``RolloutError``.
         """
 
     def exit_reason(self) -> str | None:
@@ -408,10 +377,7 @@ class Backend(Protocol):
         """The run's own servers on this host; empty if it needs none, or others run them."""
 
     async def connect(self) -> Sequence[Engine]:
-        """Make an engine for each server, or in this process; own servers were started.
+        """Make an engine for each server that was started, and send nothing.
 
-        Nothing is sent; an engine in this process loads ``model.path``.
-
-        Raises:
-            RolloutError: The model cannot be loaded.
+        In this process, load ``model.path``, or raise a ``RolloutError``.
         """

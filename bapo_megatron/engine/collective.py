@@ -4,26 +4,20 @@ Members meet as in the ``init_custom_process_group`` that engines have in common
 0, under prefixes with the group's name. The process's other groups are not touched.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-    from torch._C._distributed_c10d import Store
-
-    from bapo_megatron.engine.base import BucketLayout, GroupPlace
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _T = TypeVar("_T")
@@ -80,11 +74,9 @@ def start_thread(operation: Callable[[], _T], name: str) -> Future[_T]:
 
     def run() -> None:
         try:
-            result = operation()
+            future.set_result(operation())
         except Exception as error:  # noqa: BLE001 — whatever it is, who waits gets it
             future.set_exception(RuntimeError(str(error)))
-        else:
-            future.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -25,11 +25,7 @@ class EngineKind(Protocol):
     """Distributions that its engines need, each with the version they were measured with."""
 
     def check(self, config: RunConfig) -> None:
-        """Refuse what this kind cannot do, before anything is started.
-
-        Raises:
-            ConfigError: The key, the rule, the value, and the remedy.
-        """
+        """Refuse by a ``ConfigError`` what this kind cannot do, before anything is started."""
 
     def open(self, config: RunConfig, device: str) -> Backend:
         """Prepare the engines of a run on ``cuda`` or ``cpu``; nothing is started."""
@@ -37,9 +33,7 @@ class EngineKind(Protocol):
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
         """Start servers for trainers elsewhere, and keep them until this process is ended.
 
-        Args:
-            config: Model, servers and ``run_dir``; the rest is not used.
-            show: Takes what a trainer needs to use the servers, once they are ready.
+        ``show`` takes what a trainer needs to use the servers, once they are ready.
 
         Raises:
             ConfigError: It has no servers, or the section cannot be used.

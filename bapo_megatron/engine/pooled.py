@@ -19,11 +19,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import Engine, Needs
+from bapo_megatron.engine.base import Engine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
 
 _LOG = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class EngineStates:
         self._version = version
         self._config = config
         self._health = config.health
-        self._needs = Needs(config.temperature, config.weight_sync.in_flight)
+        self._probe_prompts: Sequence[Sequence[int]] = ()
         self._refusal: RolloutError | None = None
         self._news = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
@@ -155,7 +155,7 @@ class EngineStates:
         Raises:
             RolloutError: One never did, or cannot be used as it is.
         """
-        self._needs = replace(self._needs, probe_prompts=probe_prompts)
+        self._probe_prompts = probe_prompts
         self.watch()
         async with self._patience("no answer", [EngineState.STARTING]):
             while any(pooled.state is EngineState.STARTING for pooled in self.engines):
@@ -286,7 +286,8 @@ class EngineStates:
                 + (f", or {capabilities.remedy}" if capabilities.remedy else "")
             )
         if not self.memory_is_away:  # else it would crash; it was checked when it started first
-            await pooled.engine.check(self._needs)
+            temperature, in_flight = self._config.temperature, self._config.weight_sync.in_flight
+            await pooled.engine.check(temperature, in_flight, self._probe_prompts)
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
         """An admitted engine reports this weights version."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class _Supervised:
 
     server: EngineServer
     is_ready: bool = False
+    was_ready: bool = False
+    """Ever."""
     num_failures: int = 0
     """How often it ended in a row without having been ready for long."""
     last_end: str = ""
@@ -69,10 +72,7 @@ class ServerSupervisor:
         self._tasks = [asyncio.create_task(self._supervise(each)) for each in self._supervised]
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
-        """Wait until every server takes requests.
-
-        Args:
-            report: Called about five times a second with a line for people.
+        """Wait until every server takes requests; ``report`` gets lines for people meanwhile.
 
         Raises:
             RolloutError: One died before it was ever ready, or took longer than
@@ -91,11 +91,7 @@ class ServerSupervisor:
             await asyncio.sleep(_POLL_S)
 
     async def watch(self) -> None:
-        """Wait until a server ends before it was ever ready.
-
-        Raises:
-            RolloutError: One did.
-        """
+        """Wait until a server ends before it was ever ready, and raise its ``RolloutError``."""
         await asyncio.gather(*self._tasks)
 
     def describe_failures(self) -> str:
@@ -130,55 +126,29 @@ class ServerSupervisor:
         Raises:
             RolloutError: It was never ready.
         """
-        was_ready = False
+        server, max_wait_s = supervised.server, self._config.max_restart_wait_s
         while True:
-            ready_s = await self._live(supervised)
-            if ready_s is not None:
-                was_ready = True
-                if ready_s > self._config.max_restart_wait_s:
-                    supervised.num_failures = 0
+            supervised.last_end = await self._live(supervised)
             supervised.num_failures += 1
-            if not was_ready:
+            if not supervised.was_ready:
                 raise RolloutError(supervised.failure())
-            wait_s = restart_wait_s(supervised.num_failures, self._config.max_restart_wait_s)
-            _LOG.warning(
-                "%s %s; it is started again%s (%s)",
-                supervised.server.name,
-                supervised.last_end,
-                f" in {wait_s:g} s" if wait_s else "",
-                supervised.server.log_path,
-            )
+            wait_s = restart_wait_s(supervised.num_failures, max_wait_s)
+            after = f" in {wait_s:g} s" if wait_s else ""
+            event = f"{server.name} {supervised.last_end}; it is started again{after}"
+            _LOG.warning("%s (%s)", event, server.log_path)
             # In a thread, because it waits for the end of a process group.
-            await asyncio.to_thread(supervised.server.close)
+            await asyncio.to_thread(server.close)
             await asyncio.sleep(wait_s)
             await self._may_restart.wait()
 
-    async def _live(self, supervised: _Supervised) -> float | None:
-        """Start a server if it does not run, and follow it to its end.
-
-        Returns:
-            For how many seconds it was ready, if it ever was.
-        """
-        if not supervised.server.is_started:
+    async def _live(self, supervised: _Supervised) -> str:
+        """Start a server if it does not run, and follow it; return how it ended."""
+        server, limit_s = supervised.server, self._config.start_timeout_s
+        if not server.is_started:
             try:
-                supervised.server.start()
+                server.start()
             except (RolloutError, OSError) as error:  # somebody took the port, no memory
-                supervised.last_end = f"was not started ({error})"
-                return None
-        end = await self._follow_start(supervised.server)
-        if end is not None:
-            supervised.last_end = end
-            return None
-        _LOG.info("%s is ready", supervised.server.name)
-        ready_since_s = time.monotonic()
-        supervised.is_ready = True
-        supervised.last_end = await self._follow(supervised.server)
-        supervised.is_ready = False
-        return time.monotonic() - ready_since_s
-
-    async def _follow_start(self, server: EngineServer) -> str | None:
-        """Wait until a server takes requests; return how it ended if it never does."""
-        limit_s = self._config.start_timeout_s
+                return f"was not started ({error})"
         deadline_s = time.monotonic() + limit_s
         while await server.ask(self._ask_timeout_s) is not Readiness.READY:
             if (reason := server.exit_reason()) is not None:
@@ -189,18 +159,24 @@ class ServerSupervisor:
                     "or look for what it waits for"
                 )
             await asyncio.sleep(_POLL_S)
-        return None
+        _LOG.info("%s is ready", server.name)
+        ready_since_s = time.monotonic()
+        supervised.is_ready = supervised.was_ready = True
+        end = await self._follow(server)
+        supervised.is_ready = False
+        if time.monotonic() - ready_since_s > self._config.max_restart_wait_s:
+            supervised.num_failures = 0
+        return end
 
     async def _follow(self, server: EngineServer) -> str:
         """Watch a server that takes requests; return how it ended."""
-        silent_since_s: float | None = None
-        next_ask_s = 0.0
+        silent_since_s, next_ask_s = math.inf, 0.0
         while (reason := server.exit_reason()) is None:
             if time.monotonic() >= next_ask_s:
                 is_silent = await server.ask(self._ask_timeout_s) is Readiness.SILENT
                 now_s = time.monotonic()
-                silent_since_s = (silent_since_s or now_s) if is_silent else None
-                if silent_since_s is not None and now_s - silent_since_s > self._hang_s:
+                silent_since_s = min(silent_since_s, now_s) if is_silent else math.inf
+                if now_s - silent_since_s > self._hang_s:
                     return f"did not answer for {now_s - silent_since_s:.0f} s"
                 next_ask_s = now_s + _ASK_INTERVAL_S
             await asyncio.sleep(_POLL_S)
@@ -209,6 +185,4 @@ class ServerSupervisor:
 
 def restart_wait_s(num_failures: int, max_s: float) -> float:
     """Return 0, 1, 2, 4, … seconds after the first, second, third, … failure in a row."""
-    if num_failures == 1:
-        return 0.0
-    return min(2.0 ** min(num_failures - 2, _MAX_DOUBLINGS), max_s)
+    return min(2.0 ** min(num_failures - 2, _MAX_DOUBLINGS), max_s) if num_failures > 1 else 0.0

@@ -68,29 +68,20 @@ class Environment(Protocol):
     """
 
     async def open(self) -> None:
-        """Prepare, so that an environment that cannot be loaded is found before any episode.
-
-        Raises:
-            RolloutError: It cannot be loaded; no ``on_error`` helps.
-        """
-        ...
+        """Prepare; raise a ``RolloutError`` if it cannot be loaded: no ``on_error`` helps."""
 
     async def start(self, task: Task) -> Any:
         """Begin an episode; returns the first state, a JSON value."""
-        ...
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """Answer a turn; the result depends on the arguments alone.
 
-        Args:
-            state: What ``start`` or the step before has returned.
-            turn: Returns what the policy wrote; it is decoded only then.
+        ``state`` is what ``start`` or the step before has returned. ``turn`` returns what the
+        policy wrote; it is decoded only then.
         """
-        ...
 
     async def close(self) -> None:
         """End what runs; calls in progress raise ``RolloutError``. Safe to call twice."""
-        ...
 
 
 class UserEnvironment(Protocol):
@@ -106,26 +97,16 @@ class UserEnvironment(Protocol):
 
     def start(self, task: Task) -> Any | Awaitable[Any]:
         """Return the first state: what ``step`` has to know about the task and its seed."""
-        ...
 
     def step(self, state: Any, turn: Turn) -> Step | Awaitable[Step]:
-        """Answer a turn.
-
-        ``state`` is as JSON gives it back: tuples have become lists, and keys texts.
-        """
-        ...
+        """Answer a turn; in ``state`` JSON has made tuples lists, and keys texts."""
 
 
 class EnvironmentFailedError(RolloutError):
     """An environment failed in one episode; the message is one line that says what to do."""
 
     def __init__(self, message: str, kind: Literal["error", "timeout", "tokens"]) -> None:
-        """Keep message and kind.
-
-        Args:
-            message: Place, rule, value, remedy.
-            kind: ``timeout``: it exceeded ``rollout.episodes.step_timeout_s``. ``tokens``: its
-                answer cannot be used as tokens. ``error``: everything else.
-        """
         super().__init__(message)
         self.kind = kind
+        """``timeout``: it exceeded ``rollout.episodes.step_timeout_s``. ``tokens``: its answer
+        cannot be used as tokens. ``error``: everything else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import numbers
 import re
@@ -24,8 +25,6 @@ _MAX_WRITTEN_BYTES = 500_000
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BRACKET = re.compile(r"[][{}]")
 _MEMORY_REMEDY = "raise rollout.episodes.memory_limit_mb"
-_CALLS = {"start": ("task",), "step": ("state", "turn")}
-"""The methods of an environment, and what each is called with, by position."""
 
 
 def build(name: str) -> EnvironmentHandler:
@@ -54,7 +53,7 @@ def _load(name: str) -> UserEnvironment:
         raise LoadError(
             f"must be a class that is made without arguments: {shown(error)}; correct it"
         ) from error
-    for method, arguments in _CALLS.items():
+    for method, arguments in (("start", ("task",)), ("step", ("state", "turn"))):
         call = f"{method}({', '.join(arguments)})"
         function = getattr(environment, method, None)
         if not callable(function):
@@ -76,13 +75,12 @@ class EnvironmentHandler:
         self._loop = asyncio.new_event_loop()
 
     def answer(self, request: Mapping[str, Any]) -> Any:
-        """Return a first state, or a step."""
+        """Return a first state, or the fields of a step."""
         if "task" in request:
             state = settled(self._environment.start(Task(**request["task"])), self._loop)
             _check_state(state)
             return state
-        turn = request["turn"]
-        turn = Turn(**{**turn, "token_ids": tuple(turn["token_ids"])})
+        turn = Turn(**{**request["turn"], "token_ids": tuple(request["turn"]["token_ids"])})
         return _checked_step(settled(self._environment.step(request["state"], turn), self._loop))
 
 
@@ -96,17 +94,13 @@ def _check_state(state: Any) -> None:
         raise ValueError(
             f"the state must be at most {_MAX_STATE_BYTES:,} bytes of JSON, got {len(text):,}"
         )
-    depth = max_depth = 0
-    for bracket in _BRACKET.findall(_STRING.sub("", text)):
-        depth += 1 if bracket in "[{" else -1
-        max_depth = max(max_depth, depth)
-    if max_depth > _MAX_STATE_DEPTH:
-        raise ValueError(
-            f"the state must be nested at most {_MAX_STATE_DEPTH} deep, got {max_depth}"
-        )
+    brackets = _BRACKET.findall(_STRING.sub("", text))
+    depths = itertools.accumulate(1 if bracket in "[{" else -1 for bracket in brackets)
+    if (depth := max(depths, default=0)) > _MAX_STATE_DEPTH:
+        raise ValueError(f"the state must be nested at most {_MAX_STATE_DEPTH} deep, got {depth}")
 
 
-def _checked_step(step: Any) -> dict[str, Any]:
+def _checked_step(step: Any) -> list[Any]:
     """The fields of a step as JSON values; refuse one that breaks a rule of ``base.Step``."""
     if not isinstance(step, Step):
         raise ValueError(f"step must return a Step, got {type(step).__name__}")
@@ -126,18 +120,12 @@ def _checked_step(step: Any) -> dict[str, Any]:
         raise ValueError(
             f"a step writes at most {_MAX_WRITTEN_BYTES:,} bytes of JSON, got {len(written):,}"
         )
-    return {
-        "state": step.state,
-        "messages": messages,
-        "token_ids": token_ids,
-        "is_done": step.is_done,
-    }
+    return [step.state, messages, token_ids, step.is_done]
 
 
 def _items(values: Any, name: str) -> list[Any]:
-    if isinstance(values, (str, bytes, Mapping)) or not (
-        isinstance(values, Sequence) or hasattr(values, "__array__")
-    ):
+    is_list = isinstance(values, Sequence) or hasattr(values, "__array__")
+    if not is_list or isinstance(values, (str, bytes)):
         raise ValueError(f"{name} must be a list, got {type(values).__name__}")
     return list(values)
 

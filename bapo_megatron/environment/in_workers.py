@@ -19,10 +19,9 @@ class WorkerEnvironment:
     def __init__(self, name: str, limits: EpisodesConfig) -> None:
         """Set the processes up; ``open`` starts the first one.
 
-        Args:
-            name: ``package.module:Class``.
-            limits: Number of processes, so of episodes that are stepped at a time, and limits of a
-                call, which do not count the wait for a free process.
+        ``name`` is ``package.module:Class``. ``limits`` has the number of processes, so of episodes
+        that are stepped at a time, and limits of a call, which do not count the wait for a free
+        process.
         """
         self._name = name
         self._limits = limits
@@ -41,17 +40,16 @@ class WorkerEnvironment:
 
     async def start(self, task: Task) -> Any:
         """See ``base.Environment.start``."""
-        request = {"task": _fields_of(task)}
+        request = {"task": {**_fields_of(task), "row": dict(task.row)}}
         return await self._ask("start", request, f"prompt '{task.prompt_id}'")
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """See ``base.Environment.step``."""
         played = turn()
         request = {"state": state, "turn": _fields_of(played)}
-        step = await self._ask(
-            "step", request, f"prompt '{played.prompt_id}', turn {played.number}"
-        )
-        return Step(step["state"], step["messages"], tuple(step["token_ids"]), step["is_done"])
+        episode = f"prompt '{played.prompt_id}', turn {played.number}"
+        state, messages, token_ids, is_done = await self._ask("step", request, episode)
+        return Step(state, messages, tuple(token_ids), is_done)
 
     async def close(self) -> None:
         """End every process. Safe to call twice."""
@@ -81,5 +79,4 @@ class WorkerEnvironment:
 
 def _fields_of(record: Task | Turn) -> dict[str, Any]:
     """The fields by name; ``asdict`` would copy every token."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return values | ({"row": dict(record.row)} if isinstance(record, Task) else {})
+    return {field.name: getattr(record, field.name) for field in fields(record)}

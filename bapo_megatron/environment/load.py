@@ -7,15 +7,11 @@ from bapo_megatron.config.rollout import SINGLE_TURN, EpisodesConfig
 from bapo_megatron.environment.base import Environment, Step, Task, Turn
 from bapo_megatron.environment.in_workers import WorkerEnvironment
 
-_END = Step(state=None, is_done=True)
-
 
 def load_environment(name: str, limits: EpisodesConfig) -> Environment:
     """Set an environment up; nothing is imported or started before ``open``.
 
-    Args:
-        name: ``single_turn``, or ``package.module:Class`` of a ``base.UserEnvironment``.
-        limits: Number of its processes, and their limits of time and memory.
+    ``name``: ``single_turn``, or ``package.module:Class`` of a ``base.UserEnvironment``.
     """
     return SingleTurn() if name == SINGLE_TURN else WorkerEnvironment(name, limits)
 
@@ -35,7 +31,7 @@ class SingleTurn:
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """End the episode."""
-        return _END
+        return Step(state=None, is_done=True)
 
     async def close(self) -> None:
         """There is nothing to end."""

@@ -128,7 +128,6 @@ class WeightReceiver:
                 request.bucket,
                 group_name,
                 version=self._version if request.is_last else None,
-                flush_cache=request.is_last and self._may_flush,
                 timeout_s=limit_s,
             )
         )
@@ -140,7 +139,6 @@ class WeightReceiver:
             lambda entry, control, limit_s: control.take(
                 own[entry],
                 version=self._version if request.is_last else None,
-                flush_cache=request.is_last and self._may_flush,
                 timeout_s=limit_s,
             )
         )
@@ -168,10 +166,7 @@ class WeightReceiver:
             self._members = await self._await_members()
             await self._on_all(
                 lambda _, control, limit_s: control.load(
-                    request.model_dir,
-                    version=request.version,
-                    flush_cache=self._may_flush,
-                    timeout_s=limit_s,
+                    request.model_dir, version=request.version, timeout_s=limit_s
                 )
             )
             await self._take_out_failed(self._remaining_s())  # the others load it all the same
@@ -351,7 +346,9 @@ class WeightReceiver:
     async def _prepare(self, entry: PooledEngine) -> WeightControl | None:
         """Ask a server how it was started and open a session; one that fails is taken out."""
         try:
-            control = await entry.engine.weights(self._health.timeout_s)
+            control = await entry.engine.weights(
+                self._health.timeout_s, flush_cache=self._may_flush
+            )
             if self._has_session:
                 await control.open_session(self._health.timeout_s)
         except ServerError as error:

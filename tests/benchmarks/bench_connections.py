@@ -1,7 +1,7 @@
 """How long requests take that all end at a time, as before a weight sync.
 
 Waves of requests go to a server in the same process that answers each wave as a whole; with the
-pool of httpx, and with the transport that the client uses.
+pool of one httpx client, and as ``SglangHttp`` streams.
 
     python -m tests.benchmarks.bench_connections --out docs/benchmarks/connections_cpu_202611
 """
@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import torch
 
-from bapo_megatron.engine.sglang.http import KEEPALIVE_EXPIRY_S, SeparateConnections
+from bapo_megatron.engine.sglang.http import SglangHttp
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.benchmarks import harness
 from tests.fakes.wave_server import WaveServer
 
@@ -31,17 +32,27 @@ async def time_waves(name: str, num_requests: int, num_waves: int) -> list[float
     server = WaveServer()
     server.wave = num_requests
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, backlog=4096)
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S)
-    transport = SeparateConnections(KEEPALIVE_EXPIRY_S) if name == _SEPARATE else None
     address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    http = SglangHttp(address, ApiKeys(), 600.0)
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=3.0)
+    pool = httpx.AsyncClient(base_url=address, limits=limits, timeout=None, trust_env=False)
+
+    async def generate() -> None:
+        async with http.stream({}, "") as chunks:
+            async for _ in chunks:
+                pass
+
+    async def get() -> None:
+        await pool.get("/")
+
+    send = generate if name == _SEPARATE else get
     seconds = []
-    async with httpx.AsyncClient(
-        base_url=address, transport=transport, limits=limits, timeout=None, trust_env=False
-    ) as client:
-        for _ in range(num_waves):
-            started_s = time.monotonic()
-            await asyncio.gather(*(client.get("/") for _ in range(num_requests)))
-            seconds.append(time.monotonic() - started_s)
+    for _ in range(num_waves):
+        started_s = time.monotonic()
+        await asyncio.gather(*(send() for _ in range(num_requests)))
+        seconds.append(time.monotonic() - started_s)
+    await pool.aclose()
+    await http.close()
     listener.close()
     return seconds
 

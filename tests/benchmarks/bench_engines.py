@@ -122,7 +122,7 @@ def measure(
         stack.enter_context(running(server))
         client = runner.run(_connect(server.address, server.keys))
         for rows in options.rows:
-            engine = LocalEngine(loaded, rows)
+            engine = LocalEngine(*loaded, rows)
             requests = make_requests(2 * rows, options)
             num_tokens: dict[str, int] = {}
 
@@ -174,7 +174,7 @@ def make_wide_model(directory: Path, hidden_size: int) -> int:
         pad_token_id=tokenizer.pad_token_id,
     )
     tokenizer.save_pretrained(directory)
-    return sum(p.numel() for p in load_model(directory, "float32", "cpu").model.parameters())
+    return sum(p.numel() for p in load_model(directory, "float32", "cpu")[0].parameters())
 
 
 def main() -> None:

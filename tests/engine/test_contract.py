@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.data.staleness import token_versions
-from bapo_megatron.engine.base import START_VERSION, Needs
+from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import (
@@ -89,8 +89,8 @@ async def require(engine: Engine, mode: str) -> None:
 
 
 async def load(engine: Engine, model_dir: Path, version: int, *, flush_cache: bool = True) -> None:
-    control = await engine.weights(60)
-    await control.load(model_dir, version=version, flush_cache=flush_cache, timeout_s=60)
+    control = await engine.weights(60, flush_cache=flush_cache)
+    await control.load(model_dir, version=version, timeout_s=60)
 
 
 def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
@@ -102,7 +102,7 @@ def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
         assert "disk" in capabilities.methods <= {"broadcast", "disk", "tensor"}
         assert 1 <= (await engine.weights(10.0)).tensor_ranks <= capabilities.num_ranks
         for mode in capabilities.in_flight:
-            await engine.check(Needs(0.6, mode, [PROMPT, PROMPT[:2]]))
+            await engine.check(0.6, mode, [PROMPT, PROMPT[:2]])
 
     play(case, ask)
 

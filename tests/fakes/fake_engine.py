@@ -13,7 +13,7 @@ from bapo_megatron.engine.base import Capabilities, Completion
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
-    from bapo_megatron.engine.base import CompletionSink, GenerateRequest, Needs, Stepper
+    from bapo_megatron.engine.base import CompletionSink, GenerateRequest, Stepper
 
 
 @dataclass(eq=False)
@@ -59,8 +59,8 @@ class FakeEngine:
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         return Capabilities(1, frozenset({"abort"}), frozenset({"broadcast", "disk"}))
 
-    async def check(self, needs: Needs) -> None:
-        self.needs: Any = needs
+    async def check(self, *settings: Any) -> None:
+        pass
 
     async def close(self) -> None:
         for flight in self.flights:

@@ -11,7 +11,7 @@ class WaveServer:
 
     def __init__(self) -> None:
         self.wave = 1
-        self.num_connections = self.num_open = 0
+        self.num_connections = 0
         self.breaks = False
         """Whether connections are closed instead."""
         self._waiting = 0
@@ -19,7 +19,6 @@ class WaveServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        self.num_open += 1
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while await reader.readuntil(b"\r\n\r\n"):
                 if self.breaks:
@@ -32,5 +31,4 @@ class WaveServer:
                 await answers.wait()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
                 await writer.drain()
-        self.num_open -= 1
         writer.close()

@@ -58,8 +58,7 @@ class Prefill:
     """A cache for transformers that keeps what a forward pass over whole inputs computes."""
 
     def __init__(self, starts: Sequence[tuple[int, int, int]] = ()) -> None:
-        self._layers: list[Layer] = []
-        """Each [inputs, M, P, H], padded on the right."""
+        self._layers: list[Layer] = []  # each [inputs, M, P, H], padded on the right
         self._starts = starts
         """[R] Row of the decode cache, input that it starts with, and tokens of that input."""
 
@@ -84,7 +83,6 @@ class KeyValues:
     """The cache of decode steps, for transformers: each layer two tensors [B, M, W, H]."""
 
     def __init__(self, num_columns: int, end: int) -> None:
-        """Create it without layers; ``build`` makes them."""
         self._layers: list[Layer] = []
         self.num_columns = num_columns
         """W."""
@@ -100,28 +98,19 @@ class KeyValues:
         old: Self | None,
         kept_rows: Sequence[int],
         prefills: Sequence[Prefill],
-        *,
         num_rows: int,
         num_columns: int,
         end: int,
     ) -> Self:
-        """Copy the rows that are kept, and what was computed for new ones.
+        """Copy ``kept_rows`` of ``old``, which become the first, and what ``prefills`` computed.
 
-        Layer by layer, so that no more than one layer exists twice at a time.
-
-        Args:
-            model: A model of transformers.
-            old: Where rows are kept from; it loses its layers.
-            kept_rows: Rows of ``old`` that become the first rows.
-            prefills: Start the other rows; rows that are neither hold zeros.
-            num_rows: B.
-            num_columns: W, more than ``end``.
-            end: Column that the longest row ends at, if it starts at column 0.
+        Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Rows that
+        are neither hold zeros. B = ``num_rows``, W = ``num_columns`` > ``end``, the column that the
+        longest row ends at, if it starts at column 0.
         """
         cache, config, device = cls(num_columns, end), model.config, model.device
-        head_size = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kept = torch.tensor(kept_rows, dtype=torch.long, device=device)
         shape = (num_rows, config.num_key_value_heads, num_columns, head_size)
         for layer in range(config.num_hidden_layers):

@@ -247,19 +247,14 @@ class Decoder:
         )
         num_columns = min(num_needed, end + max(end, _MIN_FREE_COLUMNS))
         num_rows = _round_up(len(responses))
+        old_cache = None if old is None else old.cache
         self._rows = None  # nothing of the old cache stays where it was copied
         cache = KeyValues.build(
-            self._model,
-            None if old is None else old.cache,
-            kept_rows,
-            prefills,
-            num_rows=num_rows,
-            num_columns=num_columns,
-            end=end,
+            self._model, old_cache, kept_rows, prefills, num_rows, num_columns, end
         )
         self._waiting = self._waiting[num_new:]
-        self._rows = rows = self._make_rows(responses, lengths, cache, num_rows)
-        return rows
+        self._rows = self._make_rows(responses, lengths, cache, num_rows)
+        return self._rows
 
     def _make_rows(
         self, responses: list[Response], lengths: list[int], cache: KeyValues, num_rows: int
@@ -304,32 +299,27 @@ class Decoder:
             width = _round_up(len(inputs[-1]))
             num_inputs = max(_MAX_PREFILL_TOKENS // width, 1)
             batch, inputs = inputs[-num_inputs:], inputs[:-num_inputs]
-            tokens_RP = torch.tensor(
-                [[*tokens, *[0] * (width - len(tokens))] for tokens in batch],
-                device=self._model.device,
-            )
+            padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in batch]
             starts = [
                 (row, place, len(tokens))
                 for place, tokens in enumerate(batch)
                 for row in rows_of[tokens]
             ]
             prefills.append(Prefill(starts))
-            self._forward(tokens_RP, prefills[-1])
+            self._forward(torch.tensor(padded, device=self._model.device), prefills[-1])
         return prefills
 
     def _forward(self, tokens_RP: Tensor, cache: Prefill) -> Tensor:
         """[R, P, D] last hidden states of whole inputs; padding on the right changes nothing."""
         places_1P = torch.arange(tokens_RP.shape[1], device=tokens_RP.device)[None]
-        answer = self._decoder(
+        hidden_RPD: Tensor = self._decoder(
             input_ids=tokens_RP, position_ids=places_1P, past_key_values=cache, use_cache=True
-        )
-        hidden: Tensor = answer.last_hidden_state
-        return hidden
+        ).last_hidden_state
+        return hidden_RPD
 
     def _step(self, rows: _Rows) -> None:
         """Sample one token of every row."""
-        cache = rows.cache
-        column_B = rows.position_B % BLOCK
+        cache, column_B = rows.cache, rows.position_B % BLOCK
         uniform_B = rows.uniform_BK[np.arange(len(column_B)), column_B]
         mask = rows.mask_B11W[..., cache.first : cache.end + 1] if rows.is_ragged else None
         hidden_B1D = self._decoder(

@@ -1,17 +1,14 @@
 """The one engine of a run, in this process, and the model that it samples with."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -25,7 +22,6 @@ from bapo_megatron.engine.base import (
     EngineServer,
     GenerateRequest,
     MemoryPart,
-    Needs,
     PauseMode,
     Stepper,
     WeightControl,
@@ -46,51 +42,8 @@ ADDRESS = "local"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model of transformers, ready to sample."""
-
-    model: Any
-    stop_ids: frozenset[int]
-    """Tokens that end a response."""
-    max_positions: int
-    vocab_size: int
-
-
-class LocalBackend:
-    """A ``Backend`` without servers."""
-
-    servers: Sequence[EngineServer] = ()
-
-    def __init__(self, model: ModelConfig, local: LocalConfig, device: str) -> None:
-        """Keep the settings; ``device`` is ``cuda`` or ``cpu``."""
-        self._model = model
-        self._local = local
-        self._device = device
-
-    async def connect(self) -> Sequence[LocalEngine]:
-        """Load ``model.path``."""
-        try:
-            loaded = await asyncio.to_thread(
-                load_model, self._model.path, self._model.dtype, self._device
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise RolloutError(
-                f"model.path: transformers cannot load '{self._model.path}' ({shown(error)}); "
-                "download or save the model again, or free memory"
-            ) from error
-        return (LocalEngine(loaded, self._local.max_rows),)
-
-
-def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
-    """Load a Hugging Face directory on ``cuda`` (the current device) or ``cpu``.
-
-    Raises:
-        OSError: Files are missing.
-        SafetensorError: They are damaged.
-        ValueError: A weight is missing, or they cannot be used.
-        RuntimeError: It does not fit the memory.
-    """
+def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]]:
+    """Load a model of transformers, ready to sample, and the tokens that end a response."""
     declare_torchvision_operators()
     import transformers
 
@@ -114,12 +67,7 @@ def load_model(path: Path, dtype: str, device: str) -> LoadedModel:
     for source in (model.config, model.generation_config, tokenizer):
         given = source.eos_token_id
         stop_ids |= set(given) if isinstance(given, list) else {given}
-    return LoadedModel(
-        model=model,
-        stop_ids=frozenset(stop_ids - {None}),
-        max_positions=model.config.max_position_embeddings,
-        vocab_size=model.config.vocab_size,
-    )
+    return model, frozenset(stop_ids - {None})
 
 
 @dataclass(slots=True, eq=False)
@@ -130,31 +78,6 @@ class _Flight:
     response: Response
     ended: asyncio.Future[None]
     has_begun: bool = False
-
-    def hand_out(self, version: int, reason: FinishReason | None) -> None:
-        """Give the sink what was sampled; with a reason it is the last piece.
-
-        Raises:
-            ServerError: The sink does not know the version.
-        """
-        parts = []
-        for token_ids, logprobs in self.response.take():
-            if not self.response.request.return_logprobs:
-                logprobs = np.empty(0, dtype=np.float32)
-            spans = (VersionSpan(version, len(token_ids)),)
-            parts.append(Completion(token_ids, logprobs, spans, FinishReason.ABORT))
-        if parts and not self.sink.is_known(version):
-            raise ServerError(
-                f"{ADDRESS}: sampled with weights version {version}, which this run did not give "
-                "it; give each run an engine of its own"
-            )
-        if parts and not self.has_begun:
-            self.has_begun = True
-            self.sink.first_tokens(0)
-        if parts or reason is not None:
-            self.sink.take(join(parts, reason or FinishReason.ABORT))
-        if reason is not None:
-            self.end(None)
 
     def end(self, error: Exception | None) -> None:
         """Let ``stream`` return, or raise."""
@@ -169,18 +92,18 @@ class LocalEngine:
     """One model; belongs to the event loop that uses it.
 
     It samples in a thread, while somebody waits for ``decode``. Decode steps, new weights and
-    scoring take turns; a cancelled caller still waits for the thread.
+    scoring take turns; a cancelled caller still waits for the thread. Time limits have no effect.
     """
 
     address = ADDRESS
     silence_s = 0.0
     """Whoever drives it waits for it, and no other process could be stuck."""
 
-    def __init__(self, loaded: LoadedModel, max_rows: int) -> None:
-        """Take a model; nothing is computed."""
-        self._model = loaded
-        self._decoder = Decoder(loaded.model, loaded.stop_ids, max_rows)
-        self._weights = LocalWeights(self, loaded.model)
+    def __init__(self, model: Any, stop_ids: frozenset[int], max_rows: int) -> None:
+        """Take what ``load_model`` returns; nothing is computed."""
+        self._model = model
+        self._decoder = Decoder(model, stop_ids, max_rows)
+        self._weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
         self._flights: dict[int, _Flight] = {}
         self._arrived: list[Response] = []
@@ -201,13 +124,12 @@ class LocalEngine:
         return len(self._flights)
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """Sample once; ``decode`` hands out the pieces.
-
-        Raises:
-            RolloutError: The model cannot answer the request, or failed.
-            ServerGoneError: It was given up, or the engine is closed.
-        """
-        self._check(request)
+        """See ``Engine``; ``decode`` hands out the pieces."""
+        where, num_new = f"(request: {request.label})", request.sampling.max_new_tokens
+        if self._is_closed:
+            raise ServerGoneError(f"{ADDRESS}: closed {where}")
+        assert num_new > 0, "a finished response is not continued"
+        self._check_tokens(request.input_ids, num_new, where)
         number, seed = next(self._numbers), request.sampling.seed
         response = Response(
             request, Uniforms(sample_seed(ADDRESS, number) if seed is None else seed)
@@ -222,7 +144,7 @@ class LocalEngine:
             response.is_cancelled = True
 
     async def decode(self, max_steps: int) -> int:
-        """Sample up to ``max_steps`` tokens of each request; none while paused.
+        """See ``Stepper``; no steps while paused.
 
         Raises:
             RolloutError: The model failed, and every request with it; or it holds a part of new
@@ -249,20 +171,17 @@ class LocalEngine:
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``."""
         self._check_tokens(token_ids, 0, "(log-probs of given tokens)")
-        async with _within(timeout_s, "score"), self._turn:
+        async with self._turn:
             return await self._compute(lambda: self._decoder.score(token_ids))
 
     async def abort(self, timeout_s: float) -> None:
         """End every request with what there is, after the running ``decode``."""
-        try:
-            async with _within(timeout_s, "abort"), self._turn:
-                for flight in self._open_flights():
-                    self._hand_out(flight, FinishReason.ABORT)
-                self._decoder.clear()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()  # the trainer may be on the same GPU
-        except ServerGoneError as error:
-            self._end_all(error)
+        async with self._turn:
+            for flight in self._open_flights():
+                self._hand_out(flight, FinishReason.ABORT)
+            self._decoder.clear()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the trainer may be on the same GPU
 
     async def pause(self, mode: PauseMode) -> None:
         """Make no steps until ``resume``; return when the running ``decode`` has ended."""
@@ -285,17 +204,15 @@ class LocalEngine:
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do, at once."""
-        return Capabilities(
-            num_ranks=1,
-            in_flight=frozenset({"abort", "retract"}),
-            methods=frozenset({"broadcast", "disk"}),
-        )
+        return Capabilities(1, frozenset({"abort", "retract"}), frozenset({"broadcast", "disk"}))
 
-    async def check(self, needs: Needs) -> None:
+    async def check(
+        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Do nothing: the kind has refused what the engine cannot do."""
 
-    async def weights(self, timeout_s: float) -> WeightControl:
-        """See ``Engine``."""
+    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
+        """See ``Engine``; keys and values of old weights are never kept."""
         return self._weights
 
     async def release_memory(self, timeout_s: float) -> NoReturn:
@@ -315,12 +232,8 @@ class LocalEngine:
             self._weights.close()
         self._thread.shutdown()
 
-    async def change_weights(self, change: Callable[[], None], version: int | None) -> None:
-        """Run what loads weights, in the thread; ``version`` labels whole new weights.
-
-        Raises:
-            RolloutError: ``change`` failed.
-        """
+    async def _change_weights(self, change: Callable[[], None], version: int | None) -> None:
+        """Run what loads weights, in the thread; ``version`` labels whole new weights."""
         async with self._turn:
             # Before the change: a part of new weights invalidates the cache like all of them.
             self._decoder.retract()
@@ -328,19 +241,9 @@ class LocalEngine:
             if version is not None:
                 self._version = version
 
-    def _check(self, request: GenerateRequest) -> None:
-        where = f"(request: {request.label})"
-        if self._is_closed:
-            raise ServerGoneError(f"{ADDRESS}: closed {where}")
-        if request.sampling.max_new_tokens < 1:
-            raise RolloutError(
-                f"{ADDRESS}: max_new_tokens must be at least 1, got "
-                f"{request.sampling.max_new_tokens}; correct it {where}"
-            )
-        self._check_tokens(request.input_ids, request.sampling.max_new_tokens, where)
-
     def _check_tokens(self, token_ids: Sequence[int], num_new: int, where: str) -> None:
-        limit, size = self._model.max_positions, self._model.vocab_size
+        config = self._model.config
+        limit, size = config.max_position_embeddings, config.vocab_size
         if len(token_ids) + num_new > limit:
             raise RolloutError(
                 f"{ADDRESS}: {len(token_ids)} input tokens and {num_new} new ones exceed the "
@@ -359,10 +262,33 @@ class LocalEngine:
         return [flight for flight in self._flights.values() if not flight.ended.done()]
 
     def _hand_out(self, flight: _Flight, reason: FinishReason | None) -> None:
+        """Give the sink what was sampled; with a reason it is the last piece."""
+        version, has_logprobs = self._version, flight.response.request.return_logprobs
+        parts = [
+            Completion(
+                token_ids,
+                logprobs if has_logprobs else logprobs[:0],
+                (VersionSpan(version, len(token_ids)),),
+                FinishReason.ABORT,
+            )
+            for token_ids, logprobs in flight.response.take()
+        ]
         try:
-            flight.hand_out(self._version, reason)
-        except Exception as error:  # noqa: BLE001 — raised by this request's sink: it alone fails
+            if parts and not flight.sink.is_known(version):
+                raise ServerError(
+                    f"{ADDRESS}: sampled with weights version {version}, which this run did not "
+                    "give it; give each run an engine of its own"
+                )
+            if parts and not flight.has_begun:
+                flight.has_begun = True
+                flight.sink.first_tokens(0)
+            if parts or reason is not None:
+                flight.sink.take(join(parts, reason or FinishReason.ABORT))
+        except Exception as error:  # noqa: BLE001 — of this request alone, as from its sink
             flight.end(error)
+        else:
+            if reason is not None:
+                flight.end(None)
 
     def _end_all(self, error: RolloutError) -> None:
         """End every request with an error; the decoder forgets them before its next step."""
@@ -370,11 +296,7 @@ class LocalEngine:
             flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
     async def _compute(self, work: Callable[[], _T]) -> _T:
-        """Run work in the thread; wait for it even if cancelled.
-
-        Raises:
-            RolloutError: It failed.
-        """
+        """Run work in the thread, whose failure is a ``RolloutError``; wait even if cancelled."""
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed")
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -388,18 +310,36 @@ class LocalEngine:
         except RolloutError:
             raise
         except Exception as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
             remedy = "see the error above"
-            if is_memory or "memory" in str(error):
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
                 remedy = "lower rollout.local.max_rows or max_response_tokens"
             raise RolloutError(f"{ADDRESS}: the model failed ({shown(error)}); {remedy}") from error
 
 
-@asynccontextmanager
-async def _within(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Limit a time; a running computation is waited for nevertheless."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise ServerGoneError(f"{ADDRESS}: no {what} within {timeout_s:g} s") from error
+@dataclass(frozen=True, slots=True)
+class LocalBackend:
+    """A ``Backend`` without servers."""
+
+    model: ModelConfig
+    local: LocalConfig
+    device: str
+    """``cuda`` (the current device) or ``cpu``."""
+
+    @property
+    def servers(self) -> Sequence[EngineServer]:
+        """None."""
+        return ()
+
+    async def connect(self) -> Sequence[LocalEngine]:
+        """Load ``model.path``."""
+        try:
+            model, stop_ids = await asyncio.to_thread(
+                load_model, self.model.path, self.model.dtype, self.device
+            )
+        # Files are missing or of no use, they are damaged, or the memory does not suffice.
+        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+            raise RolloutError(
+                f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
+                "download or save the model again, or free memory"
+            ) from error
+        return (LocalEngine(model, stop_ids, self.local.max_rows),)

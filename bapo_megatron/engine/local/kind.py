@@ -54,8 +54,7 @@ class Kind:
 
 def _broken_rules(rollout: RolloutConfig) -> Iterator[tuple[str, str, object, str]]:
     """Key, rule, value and reason of every setting that cannot be kept."""
-    sync, server = rollout.weight_sync, rollout.server
-    no_server = "it has no server"
+    sync, server, no_server = rollout.weight_sync, rollout.server, "it has no server"
     if rollout.servers:
         yield "rollout.servers", "empty", ", ".join(rollout.servers), no_server
     if rollout.colocated:
@@ -64,15 +63,13 @@ def _broken_rules(rollout: RolloutConfig) -> Iterator[tuple[str, str, object, st
         yield "rollout.server.count", "1", server.count, no_server
     if server.tensor > 1:
         yield "rollout.server.tensor", "1", server.tensor, "the model is on one device"
-    if sync.in_flight == "in_place":
-        reason = "keys and values of old weights are never kept"
-        yield "rollout.weight_sync.in_flight", "abort or retract", sync.in_flight, reason
-    if sync.method == "tensor":
-        reason = "it takes weights through a group or a directory"
-        yield "rollout.weight_sync.method", "broadcast or disk", sync.method, reason
-    if sync.backend == "nccl":
-        reason = "NCCL has no two members on one GPU"
-        yield "rollout.weight_sync.backend", "auto or gloo", sync.backend, reason
+    for name, rule, refused, reason in (
+        ("in_flight", "abort or retract", "in_place", "keys and values of old weights are dropped"),
+        ("method", "broadcast or disk", "tensor", "it takes weights by a group or a directory"),
+        ("backend", "auto or gloo", "nccl", "NCCL has no two members on one GPU"),
+    ):
+        if getattr(sync, name) == refused:
+            yield f"rollout.weight_sync.{name}", rule, refused, reason
 
 
 def _unknown_cache(hf_config: dict[str, Any]) -> Iterator[tuple[str, str, object]]:
@@ -82,6 +79,5 @@ def _unknown_cache(hf_config: dict[str, Any]) -> Iterator[tuple[str, str, object
         yield "model_type", f"one of {', '.join(MODEL_TYPES)}", model_type
     if hf_config.get("use_sliding_window"):
         yield "use_sliding_window", "false", "true"
-    others = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
-    if others:
+    if others := sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"}):
         yield "layer_types", "full_attention only", ", ".join(others)

@@ -70,12 +70,7 @@ class Filters:
 
 
 def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """Invert each row's cumulative distribution at its uniform number.
-
-    Args:
-        logits_BV: Any floating type.
-        uniform_B1: float64 in [0, 1).
-        filters: How rows sample.
+    """Invert each row's cumulative distribution at its uniform number, float64 in [0, 1).
 
     Returns:
         [B] int64 tokens, and [B] float32 log_softmax(logits / T) of them, whatever the filters.

@@ -4,54 +4,43 @@ Weights are copied into the model's own parameters, so a failed push may leave a
 then nothing is sampled until a whole push has come.
 """
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.errors import RolloutError, ServerGoneError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.engine.base import BucketLayout, GroupPlace
-    from bapo_megatron.engine.local.engine import LocalEngine
 
 _T = TypeVar("_T")
 
 
 class LocalWeights:
-    """A ``WeightControl``: this process is one member of the group, on the CPU by gloo.
-
-    ``flush_cache`` has no effect: keys and values of old weights are never kept.
-    """
+    """A ``WeightControl``: this process is one member of the group, on the CPU by gloo."""
 
     tensor_ranks = 1
 
-    def __init__(self, engine: LocalEngine, model: Any) -> None:
-        """Take an engine, whose ``change_weights`` orders loading, and its model."""
-        self._engine = engine
+    def __init__(
+        self, model: Any, change: Callable[[Callable[[], None], int | None], Awaitable[None]]
+    ) -> None:
+        """Take a model, and what runs a change of its weights and labels it with a version."""
+        self._change = change
         # Tied parameters under each of their names.
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._groups: dict[str, Any] = {}
+        self._group: Any = None
         self._loaded: set[int] = set()
         """Parameters of a push that is not complete, by ``id``."""
         self._is_whole = True
 
     def require_whole(self) -> None:
-        """Refuse to compute with a part of new weights.
-
-        Raises:
-            RolloutError: The last push is not complete.
-        """
+        """Refuse to compute with a part of new weights, by a ``RolloutError``."""
         if not self._is_whole:
             raise RolloutError(
                 "local: holds a part of new weights; see why the push failed, and continue with "
@@ -67,29 +56,26 @@ class LocalWeights:
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        self._groups[place.name] = await _in_thread(
+        self._group = await _in_thread(
             lambda: join_group(place, timeout_s, timeout_s), "join the group", timeout_s
         )
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        group = self._groups.pop(name, None)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group, if there is one."""
+        group, self._group = self._group, None
         if group is not None:
             group.shutdown()
 
     async def receive(
-        self,
-        bucket: BucketLayout,
-        group_name: str,
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
         """See ``WeightControl``."""
-        group = self._groups.get(group_name)
-        if group is None:
-            raise RolloutError(f"local: has not joined the group '{group_name}'; push again")
+        group = self._group
+        assert group is not None, "join_group comes first"
         flat = torch.empty(sum(tensor_sizes(bucket)), dtype=torch.uint8)
         limit = timedelta(seconds=timeout_s)
         await _in_thread(
@@ -98,7 +84,7 @@ class LocalWeights:
             timeout_s,
         )
         self._check_shapes(dict(zip(bucket.names, bucket.shapes, strict=True)))
-        await self._engine.change_weights(
+        await self._change(
             lambda: self._copy(unpack(bucket, flat), is_last=version is not None), version
         )
 
@@ -106,42 +92,32 @@ class LocalWeights:
         """Never called: the kind refuses ``rollout.weight_sync.method: tensor``."""
         raise NotImplementedError
 
-    async def load(
-        self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
+    async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
         """See ``WeightControl``."""
 
         def read() -> None:
-            files = sorted(model_dir.glob("*.safetensors"))
-            if not files:
+            paths = sorted(model_dir.glob("*.safetensors"))
+            if not paths:
                 raise RolloutError(f"local: '{model_dir}' has no *.safetensors; save weights there")
             try:
-                for path in files:
-                    with safe_open(path, "pt") as file:
-                        names = list(file.keys())
-                        self._check_shapes(
-                            {name: tuple(file.get_slice(name).get_shape()) for name in names}
-                        )
-                self._loaded.clear()
-                for path in files:
-                    with safe_open(path, "pt") as file:
-                        tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 — not a mapping
-                        self._copy(tensors, is_last=path == files[-1])
+                with ExitStack() as stack:
+                    files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
+                    file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 — not a mapping
+                    self._check_shapes(
+                        {n: tuple(file.get_slice(n).get_shape()) for n, file in file_of.items()}
+                    )
+                    self._loaded.clear()
+                    tensors = ((name, file.get_tensor(name)) for name, file in file_of.items())
+                    self._copy(tensors, is_last=True)
             except (OSError, SafetensorError) as error:
                 raise RolloutError(
                     f"local: cannot read the weights in '{model_dir}' ({error}); save them again"
                 ) from error
 
-        await self._engine.change_weights(read, version)
+        await self._change(read, version)
 
     async def flush_idle(self, timeout_s: float) -> None:
         """Do nothing."""
-
-    def close(self) -> None:
-        """Leave all groups."""
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
-            group.shutdown()
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():

@@ -13,6 +13,7 @@ How SGLang 0.5.20 and 0.5.21 release memory and take it again:
 """
 
 import asyncio
+import contextlib
 import math
 import uuid
 from collections.abc import Sequence
@@ -29,17 +30,11 @@ from bapo_megatron.engine.base import (
     GenerateRequest,
     GroupPlace,
     MemoryPart,
-    Needs,
     PauseMode,
     WeightControl,
 )
 from bapo_megatron.engine.sglang.convention import check_temperature_convention, stream_body
-from bapo_megatron.engine.sglang.dialect import (
-    OLDEST_VERSION,
-    ServerInfo,
-    has_update_session,
-    is_supported,
-)
+from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
@@ -58,9 +53,6 @@ _MAX_IDLE_WAIT_S = 30.0
 class _Flight:
     """A request that was sent and has not ended."""
 
-    label: str
-    parser: StreamParser
-    sink: CompletionSink
     scope: asyncio.Timeout
     reason: str = ""
     """Why it is given up, if it is or will be."""
@@ -78,7 +70,7 @@ class SglangClient:
     stepper = None
 
     def __init__(self, address: str, keys: ApiKeys, *, request_timeout_s: float) -> None:
-        """Prepare the connections; ``request_timeout_s`` limits calls that have no other limit."""
+        """Connect to nothing; ``request_timeout_s`` limits calls that have no other limit."""
         self._http = SglangHttp(address, keys, request_timeout_s)
         self.address = self._http.address
         self._in_flight: dict[str, _Flight] = {}
@@ -108,24 +100,52 @@ class SglangClient:
         # New for each request: a repeated one would be answered without tokens. Equally long: the
         # server aborts by prefix, "r1" would take "r10" along.
         rid = uuid.uuid4().hex
-        flight = _Flight(request.label, parser, sink, asyncio.timeout(None))
-        failure: Exception | None = None
+        flight = _Flight(asyncio.timeout(None))
+        cause: Exception | None = None
         try:
             async with flight.scope:
                 if not self._in_flight:
                     self._heard_s = _now_s()
                 self._in_flight[rid] = flight
-                await self._receive({"rid": rid, **stream_body(request)}, flight)
-        except TimeoutError as error:
-            if not flight.scope.expired():
-                raise
-            failure = error
-        except httpx.TransportError as error:
-            failure = error
+                await self._receive({"rid": rid, **stream_body(request)}, parser, sink)
+        except (TimeoutError, httpx.TransportError) as error:
+            cause = error
         finally:
             del self._in_flight[rid]
-        if not parser.is_finished:
-            raise self._lost(flight, failure) from failure
+        if parser.is_finished:
+            return
+        if isinstance(cause, TimeoutError):
+            raise ServerGoneError(
+                f"{self.address}: {flight.reason} (request: {request.label})"
+            ) from cause
+        reason = "its answer has no end" if cause is None else describe_cause(cause)
+        raise BrokenConnectionError(
+            f"{self.address}: the connection broke ({reason}; request: {request.label})"
+        ) from cause
+
+    async def _receive(
+        self, body: dict[str, Any], parser: StreamParser, sink: CompletionSink
+    ) -> None:
+        """Send a request and hand out what the server streams, until the connection is free."""
+        label, reader = parser.request.label, EventReader()
+        async with self._http.stream(body, label) as chunks:
+            async for chunk in chunks:
+                self._heard_s = _now_s()
+                with self._http.checked(label):
+                    events = list(reader.feed(chunk))
+                for event in events:
+                    if parser.is_finished:
+                        break
+                    had_tokens = parser.cached_tokens is not None
+                    try:
+                        with self._http.checked(label):
+                            part = parser.feed(event)
+                    except RefusedError as error:
+                        raise RolloutError(f"{self.address}: {error} (request: {label})") from error
+                    if parser.cached_tokens is not None and not had_tokens:
+                        sink.first_tokens(parser.cached_tokens)
+                    if part is not None:
+                        sink.take(part)
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``.
@@ -139,9 +159,7 @@ class SglangClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        reply = await self._http.send_once(
-            "POST", "/generate", body, admin=False, timeout_s=timeout_s
-        )
+        reply = await self._http.call("/generate", body, admin=False, timeout_s=timeout_s)
         with self._http.checked("probe of its log-probs"):
             rows = reply.json()["meta_info"]["input_token_logprobs"]
             if [row[1] for row in rows] != list(token_ids):
@@ -166,11 +184,11 @@ class SglangClient:
     async def pause(self, mode: PauseMode) -> None:
         """See ``Engine``."""
         self._is_suspended = True
-        await self._http.send("/pause_generation", {"mode": mode}, admin=True)
+        await self._http.call_again("/pause_generation", {"mode": mode}, admin=True)
 
     async def resume(self) -> None:
         """See ``Engine``."""
-        await self._http.send("/continue_generation", {}, admin=True)
+        await self._http.call_again("/continue_generation", {}, admin=True)
         self._is_suspended = False
         self._heard_s = _now_s()
 
@@ -184,28 +202,34 @@ class SglangClient:
     async def version(self, timeout_s: float | None = None) -> str:
         """See ``Engine``; any text until a trainer sets it. The scheduler is not asked."""
         path = "/model_info"
-        answer = await self._http.get(path, admin=False, timeout_s=timeout_s)
+        reply = await self._http.call(path, admin=False, timeout_s=timeout_s)
         with self._http.checked(path):
-            return str(answer["weight_version"])
+            return str(reply.json()["weight_version"])
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """See ``Engine``."""
         return (await self._ask_info(timeout_s)).capabilities
 
-    async def check(self, needs: Needs) -> None:
+    async def check(
+        self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
         """See ``Engine``; resume a server that a killed trainer left paused."""
         info = self._info or await self._ask_info()
-        if needs.in_flight not in info.capabilities.in_flight:
+        if in_flight not in info.capabilities.in_flight:
             raise RolloutError(
                 f"{self.address}: SGLang {info.version} ends when it gets weights while requests "
                 "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
             )
         await self.resume()
-        await check_temperature_convention(self._http, needs.temperature, needs.probe_prompts)
+        await check_temperature_convention(self._http, temperature, probe_prompts)
 
-    async def weights(self, timeout_s: float) -> WeightControl:
-        """See ``Engine``."""
-        return SglangWeightControl(self._http, await self._ask_info(timeout_s))
+    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
+        """See ``Engine``.
+
+        With ``flush_cache`` **the server crashes** on the last new weights if a request is running,
+        even one that is paused in place.
+        """
+        return SglangWeightControl(self._http, await self._ask_info(timeout_s), flush_cache)
 
     async def release_memory(self, timeout_s: float) -> None:
         """See ``Engine``."""
@@ -213,9 +237,7 @@ class SglangClient:
         idle_wait_s = min(_MAX_IDLE_WAIT_S, timeout_s / 2)
         try:
             await self._http.control(f"/flush_cache?timeout={idle_wait_s:g}", {}, timeout_s)
-        except ServerError:
-            raise
-        except RolloutError as error:
+        except RefusedError as error:
             raise RolloutError(
                 f"{self.address}: is still busy {idle_wait_s:g} s after its requests were aborted; "
                 "its memory is not released, which would crash it. See the server's log, and "
@@ -231,16 +253,10 @@ class SglangClient:
             await self._memory_call("/continue_generation", {}, timeout_s)
 
     async def _memory_call(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Send a control call, whose refusal leaves unknown which memory the server has.
-
-        Raises:
-            ServerError: It failed, or refuses.
-        """
+        """Send a control call, whose refusal leaves unknown which memory the server has."""
         try:
             await self._http.control(path, body, timeout_s)
-        except ServerError:
-            raise
-        except RolloutError as error:
+        except RefusedError as error:
             raise ServerError(str(error)) from error
 
     async def _ask_info(self, timeout_s: float | None = None) -> ServerInfo:
@@ -250,51 +266,16 @@ class SglangClient:
             RolloutError: Its SGLang is too old.
         """
         path = "/server_info"
-        answer = await self._http.get(path, admin=True, timeout_s=timeout_s)
+        reply = await self._http.call(path, admin=True, timeout_s=timeout_s)
         with self._http.checked(path):
-            info = ServerInfo.parse(answer)
-        if not is_supported(info.version):
+            info = ServerInfo.parse(reply.json())
+        if not info.is_supported:
             raise RolloutError(
                 f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "
                 "update it"
             )
         self._info = info
         return info
-
-    async def _receive(self, body: dict[str, Any], flight: _Flight) -> None:
-        """Send a request and hand out what the server streams, until the connection is free."""
-        async with self._http.stream(body, flight.label) as chunks:
-            reader = EventReader()
-            async for chunk in chunks:
-                self._heard_s = _now_s()
-                with self._http.checked(flight.label):
-                    events = list(reader.feed(chunk))
-                for event in events:
-                    self._take(event, flight)
-
-    def _take(self, event: dict[str, Any], flight: _Flight) -> None:
-        parser, sink = flight.parser, flight.sink
-        if parser.is_finished:
-            return
-        had_tokens = parser.cached_tokens is not None
-        try:
-            with self._http.checked(flight.label):
-                part = parser.feed(event)
-        except RefusedError as error:
-            raise RolloutError(f"{self.address}: {error} (request: {flight.label})") from error
-        if parser.cached_tokens is not None and not had_tokens:
-            sink.first_tokens(parser.cached_tokens)
-        if part is not None:
-            sink.take(part)
-
-    def _lost(self, flight: _Flight, failure: Exception | None) -> ServerError:
-        """Make the error of a request that did not end."""
-        if isinstance(failure, TimeoutError):
-            return ServerGoneError(f"{self.address}: {flight.reason} (request: {flight.label})")
-        reason = "its answer has no end" if failure is None else describe_cause(failure)
-        return BrokenConnectionError(
-            f"{self.address}: the connection broke ({reason}; request: {flight.label})"
-        )
 
 
 class SglangWeightControl:
@@ -304,10 +285,10 @@ class SglangWeightControl:
     waiting in the collective of the first one.
     """
 
-    def __init__(self, http: SglangHttp, info: ServerInfo) -> None:
-        """Take what calls the server, and how it was started; nothing is sent."""
+    def __init__(self, http: SglangHttp, info: ServerInfo, flush_cache: bool) -> None:
         self._http = http
-        self._has_session = has_update_session(info.version)
+        self._has_session = info.has_update_session
+        self._flush_cache = flush_cache
         self.tensor_ranks = info.tensor_ranks
 
     async def open_session(self, timeout_s: float) -> None:
@@ -329,74 +310,56 @@ class SglangWeightControl:
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        await self._http.control(
-            "/init_weights_update_group",
-            {
-                "master_address": place.master_address,
-                "master_port": place.master_port,
-                "rank_offset": place.first_rank,
-                "world_size": place.world_size,
-                "group_name": place.name,
-                "backend": place.backend,
-            },
-            timeout_s,
-        )
+        body = {
+            "master_address": place.master_address,
+            "master_port": place.master_port,
+            "rank_offset": place.first_rank,
+            "world_size": place.world_size,
+            "group_name": place.name,
+            "backend": place.backend,
+        }
+        await self._http.control("/init_weights_update_group", body, timeout_s)
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
         """See ``WeightControl``."""
         await self._http.control("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     async def receive(
-        self,
-        bucket: BucketLayout,
-        group_name: str,
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
-        """See ``WeightControl``.
-
-        With ``flush_cache`` **the server crashes** if a request is running, even one that is paused
-        in place.
-        """
+        """See ``WeightControl``."""
         body = {
             "names": list(bucket.names),
             "dtypes": list(bucket.dtypes),
             "shapes": [list(shape) for shape in bucket.shapes],
             "group_name": group_name,
             "load_format": "flattened_bucket",
-            **_ending(version, flush_cache),
         }
-        await self._http.control("/update_weights_from_distributed", body, timeout_s)
+        await self._update("/update_weights_from_distributed", body, version, timeout_s)
 
-    async def take(
-        self, payloads: Sequence[str], *, version: int | None, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """See ``WeightControl``; ``flush_cache`` as in ``receive``."""
-        body = {"serialized_named_tensors": list(payloads), **_ending(version, flush_cache)}
-        await self._http.control("/update_weights_from_tensor", body, timeout_s)
+    async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        body = {"serialized_named_tensors": list(payloads)}
+        await self._update("/update_weights_from_tensor", body, version, timeout_s)
 
-    async def load(
-        self, model_dir: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """See ``WeightControl``; ``flush_cache`` as in ``receive``."""
-        body = {"model_path": str(model_dir.absolute()), **_ending(version, flush_cache)}
-        await self._http.control("/update_weights_from_disk", body, timeout_s)
+    async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
+        """See ``WeightControl``."""
+        body = {"model_path": str(model_dir.absolute())}
+        await self._update("/update_weights_from_disk", body, version, timeout_s)
 
     async def flush_idle(self, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        try:
+        with contextlib.suppress(RefusedError):  # it has requests, and keeps what belongs to them
             await self._http.control("/flush_cache", {}, timeout_s)
-        except ServerError:
-            raise
-        except RolloutError:
-            return  # it has requests, and keeps what belongs to them
 
-
-def _ending(version: int | None, flush_cache: bool) -> dict[str, Any]:
-    label = {} if version is None else {"weight_version": str(version)}
-    return {"flush_cache": flush_cache, "abort_all_requests": False, **label}
+    async def _update(
+        self, path: str, body: dict[str, Any], version: int | None, timeout_s: float
+    ) -> None:
+        body["flush_cache"] = self._flush_cache and version is not None
+        body["abort_all_requests"] = False
+        if version is not None:
+            body["weight_version"] = str(version)
+        await self._http.control(path, body, timeout_s)
 
 
 def _now_s() -> float:

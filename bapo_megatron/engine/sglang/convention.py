@@ -25,10 +25,10 @@ hide it; ratios are then wrong by no more than that."""
 
 def stream_body(request: GenerateRequest) -> dict[str, Any]:
     """Return the content of a request whose answer is streamed, without its id."""
+    sampling_params = _sampling_params(request.sampling)
     return {
         "input_ids": list(request.input_ids),
-        "sampling_params": _sampling_params(request.sampling)
-        | {"stream_interval": request.stream_tokens},
+        "sampling_params": {**sampling_params, "stream_interval": request.stream_tokens},
         "return_logprob": request.return_logprobs,
         "stream": True,
     }
@@ -58,18 +58,22 @@ async def check_temperature_convention(
 ) -> None:
     """Check that a server's log-probs are those of the tempered distribution.
 
-    Nothing is checked where the conventions coincide: at T = 1, and for a model that is indifferent
-    between all tokens.
-
-    The next token of each prompt is probed; there are none where only evaluations are made.
+    The next token of each prompt is probed; there are none where only evaluations are made. Nothing
+    is checked where the conventions coincide: at T = 1, and for a model that is indifferent between
+    all tokens.
 
     Raises:
         RolloutError: The log-probs follow the other convention, or none.
     """
     if temperature == 1.0 or not prompts:
         return
-    contrasts = [await _contrasts(http, temperature, prompt) for prompt in prompts]
-    run, one = (np.concatenate(parts) for parts in zip(*contrasts, strict=True))
+    contrasts = []
+    for prompt in prompts:
+        at_run = await next_token_logprobs(http, prompt, temperature, num_top=_NUM_TOP)
+        at_one = await next_token_logprobs(http, prompt, 1.0, token_ids=sorted(at_run))
+        both_2K = np.array([[at_run[token], at_one[token]] for token in sorted(at_run)]).T
+        contrasts.append(both_2K - both_2K.mean(axis=1, keepdims=True))
+    run, one = np.concatenate(contrasts, axis=1)
     separation = _root_mean_square(one / temperature - one)
     from_scaled = _root_mean_square(run - one / temperature)
     from_unscaled = _root_mean_square(run - one)
@@ -89,18 +93,6 @@ async def check_temperature_convention(
     )
 
 
-async def _contrasts(
-    http: SglangHttp, temperature: float, prompt: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """[K] log-probs relative to their mean over the probed tokens, at ``temperature`` and at 1."""
-    at_run = await next_token_logprobs(http, prompt, temperature, num_top=_NUM_TOP)
-    token_ids = sorted(at_run)
-    at_one = await next_token_logprobs(http, prompt, 1.0, token_ids=token_ids)
-    run_K = np.array([at_run[token_id] for token_id in token_ids])
-    one_K = np.array([at_one[token_id] for token_id in token_ids])
-    return run_K - run_K.mean(), one_K - one_K.mean()
-
-
 async def next_token_logprobs(
     http: SglangHttp,
     input_ids: Sequence[int],
@@ -112,9 +104,6 @@ async def next_token_logprobs(
     """Ask for log-probs at the position after ``input_ids``; return them by token id.
 
     The answer has ``token_ids``, the ``num_top`` most likely tokens, and the one that was sampled.
-
-    Raises:
-        RolloutError: The server refuses, does not answer, or answers inconsistently.
     """
     body = {
         "input_ids": list(input_ids),
@@ -123,7 +112,7 @@ async def next_token_logprobs(
         "top_logprobs_num": num_top,
         "token_ids_logprob": list(token_ids) or None,
     }
-    reply = await http.send("/generate", body, admin=False)
+    reply = await http.call_again("/generate", body, admin=False)
     with http.checked("probe of the temperature convention"):
         meta = reply.json()["meta_info"]
         rows = [meta["output_token_logprobs"][0]]

@@ -21,9 +21,6 @@ from bapo_megatron.engine.base import Capabilities
 OLDEST_VERSION = "0.5.20"
 """The oldest SGLang that the contract tests hold."""
 
-_FIRST_WITH_SESSION = (0, 5, 21)
-_FIRST_THAT_FLUSHES_RETRACTED = (0, 5, 21)
-
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -40,22 +37,6 @@ class ServerInfo:
     is_incremental: bool
     """Whether events of a stream hold new tokens only."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What such a server can do."""
-        in_flight, methods = {"abort", "in_place"}, {"disk"}
-        if _release(self.version) >= _FIRST_THAT_FLUSHES_RETRACTED:
-            in_flight.add("retract")
-        # SGLang numbers tensor-parallel ranks only in a group, and gives the others no weights.
-        if self.pipeline_ranks == self.data_ranks == 1:
-            methods |= {"broadcast", "tensor"}
-        return Capabilities(
-            num_ranks=self.tensor_ranks * self.pipeline_ranks * self.data_ranks,
-            in_flight=frozenset(in_flight),
-            methods=frozenset(methods),
-            remedy="" if "tensor" in methods else "start it with --pp-size 1 and --dp-size 1",
-        )
-
     @classmethod
     def parse(cls, answer: dict[str, Any]) -> Self:
         """Read the answer of ``/server_info``.
@@ -71,18 +52,34 @@ class ServerInfo:
             is_incremental=bool(answer["incremental_streaming_output"]),
         )
 
+    @property
+    def is_supported(self) -> bool:
+        """Whether it may be used."""
+        return self._is_at_least(OLDEST_VERSION)
 
-def is_supported(version: str) -> bool:
-    """Whether a server of this SGLang version may be used."""
-    return _release(version) >= _release(OLDEST_VERSION)
+    @property
+    def has_update_session(self) -> bool:
+        """Whether weights are accepted only between ``/begin_weight_update`` and its end."""
+        return self._is_at_least("0.5.21")
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What such a server can do."""
+        in_flight, methods = {"abort", "in_place"}, {"disk"}
+        if self._is_at_least("0.5.21"):
+            in_flight.add("retract")
+        # SGLang numbers tensor-parallel ranks only in a group, and gives the others no weights.
+        if self.pipeline_ranks == self.data_ranks == 1:
+            methods |= {"broadcast", "tensor"}
+        return Capabilities(
+            num_ranks=self.tensor_ranks * self.pipeline_ranks * self.data_ranks,
+            in_flight=frozenset(in_flight),
+            methods=frozenset(methods),
+            remedy="" if "tensor" in methods else "start it with --pp-size 1 and --dp-size 1",
+        )
 
-def has_update_session(version: str) -> bool:
-    """Whether weights are accepted only between ``/begin_weight_update`` and its end."""
-    return _release(version) >= _FIRST_WITH_SESSION
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers; a version without any, as of a build from source, counts as newest."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else (1 << 30,)
+    def _is_at_least(self, version: str) -> bool:
+        """A build from source, whose version has no leading numbers, counts as the newest."""
+        found = re.match(r"\d+(\.\d+)*", self.version)
+        own = [int(part) for part in found[0].split(".")] if found else [1 << 30]
+        return own >= [int(part) for part in version.split(".")]

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+App = Callable[[Message, Any, Send], Awaitable[None]]
 
 API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
 """Environment variable with the key of ``/generate`` for servers in ``rollout.servers``."""
@@ -59,13 +58,13 @@ class ApiKeys:
 class KeyCheck:
     """Answers 401 if the key is missing or wrong."""
 
-    def __init__(self, app: App, *, api_key: str, admin_api_key: str) -> None:
+    def __init__(self, app: App, *, api_key: str | None, admin_api_key: str | None) -> None:
         """Guard an application; without ``admin_api_key``, ``api_key`` stands in."""
         self._app = app
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
         """Let one call through, or answer it."""
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self._app(scope, receive, send)

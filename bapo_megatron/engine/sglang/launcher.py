@@ -47,11 +47,12 @@ _SGL_KERNEL_NAMES = (
 """Functions that sglang's CPU engine imports; only speculative decoding calls them."""
 
 
-def _install_cpu_shims() -> None:
-    """Make sglang importable without a GPU.
+def _prepare_cpu() -> None:
+    """Make sglang importable without a GPU, and have it fork its processes.
 
     The package index has no CPU build of ``sgl_kernel``; a module with the names that sglang
-    imports stands in, whose functions raise.
+    imports stands in, whose functions raise. A fork, which could not use a CUDA context of its
+    parent, saves each process from importing everything again: most of the start-up time.
     """
     declare_torchvision_operators()
     kernels = types.ModuleType("sgl_kernel")
@@ -60,14 +61,6 @@ def _install_cpu_shims() -> None:
         setattr(kernels, name, _unavailable(name))
     sys.modules.setdefault("sgl_kernel", kernels)
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-
-
-def _fork_children() -> None:
-    """Have sglang fork its processes instead of spawning them.
-
-    A fork cannot use a CUDA context of its parent. Without CUDA it saves each process from
-    importing everything again, which is most of the start-up time.
-    """
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *method, force=False: None
 
@@ -92,8 +85,7 @@ def main(arguments: list[str]) -> None:
     keys = {name: key for name, key in given.items() if key}
     _keep_out_of_log(list(keys.values()))
     if not torch.cuda.is_available():
-        _install_cpu_shims()
-        _fork_children()
+        _prepare_cpu()
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -107,16 +99,11 @@ def main(arguments: list[str]) -> None:
     if keys and server_args.tokenizer_worker_num != 1:
         sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
     if keys:
-        auth.add_api_key_middleware = _add_key_check
+        auth.add_api_key_middleware = lambda app, **given: app.add_middleware(KeyCheck, **given)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def _add_key_check(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
-    """Protect sglang's application, in place of its own function."""
-    app.add_middleware(KeyCheck, api_key=api_key or "", admin_api_key=admin_api_key or "")
 
 
 def _keep_out_of_log(keys: list[str]) -> None:

@@ -4,8 +4,6 @@ A server process runs ``launcher`` in a session of its own. It ends with ``close
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -19,7 +17,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -61,154 +59,29 @@ _CPU_ARGUMENTS = (
 )
 
 
-class SglangBackend:
-    """A ``Backend``."""
-
-    def __init__(self, config: RunConfig, device: str) -> None:
-        """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
-        self._rollout = config.rollout
-        self.servers: Sequence[EngineServer] = ()
-        if config.rollout.servers:
-            self._keys = ApiKeys.from_environment()
-        else:
-            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
-            self.servers = own_servers(config, device, self._keys)
-
-    async def connect(self) -> list[Engine]:
-        """See ``Backend``."""
-        addresses = self._rollout.servers or [server.address for server in self.servers]
-        timeout_s = self._rollout.request_timeout_s
-        return [
-            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
-        ]
-
-
-def own_servers(
-    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
-) -> list[SglangServer]:
-    """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
-    return [
-        SglangServer(
-            config.model,
-            config.rollout.server,
-            run_dir=config.run_dir,
-            seed=config.seed,
-            device=device,
-            keys=keys,
-            index=index,
-            host=host,
-            releases_memory=config.rollout.colocated,
-        )
-        for index in range(config.rollout.server.count)
-    ]
-
-
-def serve(config: RunConfig, show: Callable[[str], None]) -> None:
-    """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
-
-    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
-    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
-    one in ``<run_dir>/api_key``.
-
-    Args:
-        config: Model, servers and ``run_dir``, checked by ``Kind.serve``.
-        show: Takes what a trainer needs to use the servers, once they are ready: a line for its
-            command, and one for its environment for each key that was made here.
-
-    Raises:
-        RolloutError: A server died before it was ever ready, or a port is in use.
-        OSError: ``run_dir`` cannot be written.
-    """
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    keys, exports = ApiKeys.from_environment(), []
-    needed = ["admin_api_key"] if config.rollout.server.host == LOOPBACK else list(asdict(keys))
-    for name in needed:
-        if not getattr(keys, name):
-            path = config.run_dir.absolute() / name
-            keys = replace(keys, **{name: _stored_key(path)})
-            variable = ApiKeys.variable(admin=name == "admin_api_key")
-            exports.append(f"export {variable}=$(cat '{path}')")
-
-    def show_servers(addresses: list[str]) -> None:
-        show(f"'rollout.servers=[{','.join(addresses)}]'")
-        for export in exports:
-            show(export)
-
-    run_async(_serve(config, keys, show_servers))
-
-
-async def _serve(config: RunConfig, keys: ApiKeys, on_ready: Callable[[list[str]], None]) -> None:
-    import torch  # not at the top: the collector imports this module
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    servers = own_servers(config, device, keys, config.rollout.server.host)
-    supervisor = ServerSupervisor(servers, config.rollout)
-    try:
-        supervisor.start()
-        with ProgressLine() as progress:
-            await supervisor.wait_ready(progress.update)
-        on_ready([server.address for server in servers])
-        await supervisor.watch()
-    finally:
-        await supervisor.close()
-
-
-def _stored_key(path: Path) -> str:
-    """Return the key in ``path``; make one that only its owner can read if there is none.
-
-    Nodes that share the directory share the key.
-    """
-    if not path.exists():
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        draft.touch(mode=0o600, exist_ok=False)
-        try:
-            draft.write_text(secrets.token_hex(16) + "\n")
-            with contextlib.suppress(FileExistsError):
-                path.hardlink_to(draft)  # all of it, and never in place of another node's
-        finally:
-            draft.unlink()
-    return path.read_text().strip()
-
-
+@dataclass(eq=False)
 class SglangServer:
     """An ``EngineServer``: one server's process group, which ``close`` ends."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        server: ServerConfig,
-        *,
-        run_dir: Path,
-        seed: int,
-        device: str,
-        keys: ApiKeys,
-        index: int = 0,
-        host: str = LOOPBACK,
-        releases_memory: bool = False,
-    ) -> None:
-        """Prepare the server; ``start`` starts it.
+    model: ModelConfig
+    """The model that it loads first."""
+    config: ServerConfig
+    run_dir: Path
+    """The log goes to ``<run_dir>/logs``."""
+    seed: int
+    """Seed of the run, from which each server's own follows."""
+    device: str
+    """``cuda`` or ``cpu``."""
+    keys: ApiKeys
+    """Keys that it requires."""
+    index: int = 0
+    """Number among the servers of this host: determines GPUs, port and log."""
+    host: str = LOOPBACK
+    """Address to listen on."""
+    releases_memory: bool = False
+    """Whether it can release its GPU memory and take it again."""
 
-        Args:
-            model: The model that it loads first.
-            server: Port, memory and further arguments.
-            run_dir: The log goes to ``<run_dir>/logs``.
-            seed: Seed of the first server's sampler; each server adds its number and a hash of its
-                host.
-            device: ``cuda`` or ``cpu``.
-            keys: Keys that it requires.
-            index: Number among the ``server.count`` servers of this host: determines GPUs, port and
-                log.
-            host: Address to listen on.
-            releases_memory: Whether it can release its GPU memory and take it again.
-        """
-        self._model = model
-        self._config = server
-        self._seed = seed
-        self._device = device
-        self._index = index
-        self._host = host
-        self._releases_memory = releases_memory
+    def __post_init__(self) -> None:
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._port_holder: socket.socket | None = None
@@ -218,17 +91,16 @@ class SglangServer:
             trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
         self.num_starts = 0
-        self.keys = keys
-        self.port = server.port and server.port + index
+        self.port = self.config.port and self.config.port + self.index
         # Rollout nodes may share the directory; the loopback is the same on each, its log is not.
-        names = ["sglang"] if host == LOOPBACK else ["sglang", host]
-        names += [str(index)] if server.count > 1 else []
-        self.log_path = run_dir / "logs" / f"{'_'.join(names)}.log"
+        names = ["sglang"] if self.host == LOOPBACK else ["sglang", self.host]
+        names += [str(self.index)] if self.config.count > 1 else []
+        self.log_path = self.run_dir / "logs" / f"{'_'.join(names)}.log"
 
     @property
     def address(self) -> str:
         """See ``EngineServer``."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     @property
@@ -244,7 +116,7 @@ class SglangServer:
     def start(self) -> None:
         """See ``EngineServer``."""
         assert self._process is None, "close comes first"
-        self._port_holder = _hold_port(self._host, self.port)
+        self._port_holder = _hold_port(self.host, self.port)
         self.port = self._port_holder.getsockname()[1]
         atexit.register(self.close)
         with open_log(self.log_path) as log:
@@ -303,21 +175,24 @@ class SglangServer:
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the process."""
         environment = {**child_environment(), "HF_HUB_OFFLINE": "1"}
-        if self._device == "cpu":
+        if self.device == "cpu":
             # A thread per core makes a small model's steps several times slower.
             environment.setdefault("OMP_NUM_THREADS", "1")
         return environment
 
     def arguments(self) -> list[str]:
         """Return the arguments of ``sglang.launch_server``; the API keys are not among them."""
-        server = self._config
+        server, is_cpu = self.config, self.device == "cpu"
+        # It differs between the servers of all hosts, and is the same in every run.
+        of_host = 0 if self.host == LOOPBACK else zlib.crc32(self.host.encode())
+        seed = (self.seed + self.index + of_host) % _NUM_SEEDS
         arguments = [
-            f"--model-path={self._model.path}",
-            f"--host={self._host}",
+            f"--model-path={self.model.path}",
+            f"--host={self.host}",
             f"--port={self.port}",
-            f"--dtype={self._model.dtype}",
+            f"--dtype={self.model.dtype}",
             f"--tensor-parallel-size={server.tensor}",
-            f"--random-seed={self._server_seed()}",
+            f"--random-seed={seed}",
             f"--weight-version={START_VERSION}",
             f"--mem-fraction-static={server.mem_fraction}",
             "--incremental-streaming-output",  # else each piece repeats all before it
@@ -325,25 +200,119 @@ class SglangServer:
             "--sleep-on-idle",
             "--log-level-http=warning",
         ]
-        max_total_tokens = server.max_total_tokens
-        if max_total_tokens is None and self._device == "cpu":
-            max_total_tokens = _CPU_MAX_TOTAL_TOKENS
-        if max_total_tokens is not None:
-            arguments.append(f"--max-total-tokens={max_total_tokens}")
-        if server.max_running_requests is not None:
-            arguments.append(f"--max-running-requests={server.max_running_requests}")
-        if self._device == "cpu":
-            arguments.extend(_CPU_ARGUMENTS)
+        limits = {
+            "max-total-tokens": server.max_total_tokens or (_CPU_MAX_TOTAL_TOKENS if is_cpu else 0),
+            "max-running-requests": server.max_running_requests,
+        }
+        arguments += [f"--{name}={limit}" for name, limit in limits.items() if limit]
+        if is_cpu:
+            arguments += _CPU_ARGUMENTS
         else:
-            arguments.append(f"--base-gpu-id={self._index * server.tensor}")
-        if self._releases_memory:
+            arguments.append(f"--base-gpu-id={self.index * server.tensor}")
+        if self.releases_memory:
             arguments.append("--enable-memory-saver")
         return [*arguments, *server.extra_args]
 
-    def _server_seed(self) -> int:
-        """A seed that differs between the servers of all hosts, and is the same in every run."""
-        of_host = 0 if self._host == LOOPBACK else zlib.crc32(self._host.encode())
-        return (self._seed + self._index + of_host) % _NUM_SEEDS
+
+class SglangBackend:
+    """A ``Backend``."""
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
+        self._rollout = config.rollout
+        self.servers: Sequence[EngineServer] = ()
+        if config.rollout.servers:
+            self._keys = ApiKeys.from_environment()
+        else:
+            self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
+            self.servers = own_servers(config, device, self._keys)
+
+    async def connect(self) -> list[Engine]:
+        """See ``Backend``."""
+        addresses = self._rollout.servers or [server.address for server in self.servers]
+        timeout_s = self._rollout.request_timeout_s
+        return [
+            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
+        ]
+
+
+def own_servers(
+    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
+) -> list[SglangServer]:
+    """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
+    return [
+        SglangServer(
+            config.model,
+            config.rollout.server,
+            run_dir=config.run_dir,
+            seed=config.seed,
+            device=device,
+            keys=keys,
+            index=index,
+            host=host,
+            releases_memory=config.rollout.colocated,
+        )
+        for index in range(config.rollout.server.count)
+    ]
+
+
+def serve(config: RunConfig, show: Callable[[str], None]) -> None:
+    """Run the ``serve`` command: keep ``rollout.server.count`` servers until this process is ended.
+
+    The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
+    kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
+    one in ``<run_dir>/api_key``. ``show`` takes, once the servers are ready, a line for a trainer's
+    command, and one for its environment for each key that was made here.
+
+    Raises:
+        RolloutError: A server died before it was ever ready, or a port is in use.
+        OSError: ``run_dir`` cannot be written.
+    """
+    import torch  # not at the top: the collector imports this module
+
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    keys, exports, host = ApiKeys.from_environment(), [], config.rollout.server.host
+    for name in ["admin_api_key"] if host == LOOPBACK else list(asdict(keys)):
+        if not getattr(keys, name):
+            path = config.run_dir.absolute() / name
+            keys = replace(keys, **{name: _stored_key(path)})
+            variable = ApiKeys.variable(admin=name == "admin_api_key")
+            exports.append(f"export {variable}=$(cat '{path}')")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    servers = own_servers(config, device, keys, host)
+
+    async def run() -> None:
+        supervisor = ServerSupervisor(servers, config.rollout)
+        try:
+            supervisor.start()
+            with ProgressLine() as progress:
+                await supervisor.wait_ready(progress.update)
+            show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
+            for export in exports:
+                show(export)
+            await supervisor.watch()
+        finally:
+            await supervisor.close()
+
+    run_async(run())
+
+
+def _stored_key(path: Path) -> str:
+    """Return the key in ``path``; make one that only its owner can read if there is none.
+
+    Nodes that share the directory share the key.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft.touch(mode=0o600, exist_ok=False)
+        try:
+            draft.write_text(secrets.token_hex(16) + "\n")
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)  # all of it, and never in place of another node's
+        finally:
+            draft.unlink()
+    return path.read_text().strip()
 
 
 def _hold_port(host: str, port: int) -> socket.socket:
@@ -354,14 +323,12 @@ def _hold_port(host: str, port: int) -> socket.socket:
     server itself may bind it (Linux).
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        holder = socket.socket(family)
-        try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as if_failed:
+            holder = if_failed.enter_context(socket.socket(family))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
-        except OSError:
-            holder.close()
-            raise
+            if_failed.pop_all()
         return holder
     except socket.gaierror as error:
         raise RolloutError(

@@ -24,14 +24,14 @@ import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion, GenerateRequest, join
+from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan
 
 _MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
-_MAX_TOKEN_ID = 2**31 - 1
 
 
-class RefusedError(ValueError):
+class RefusedError(RolloutError):
     """The server refuses the request: a setting is wrong, and every server would refuse it."""
 
 
@@ -39,8 +39,7 @@ class EventReader:
     """Cuts a stream of server-sent events into their JSON values."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._searched = 0
+        self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
         """Yield the events that end in ``chunk``.
@@ -48,18 +47,13 @@ class EventReader:
         Raises:
             ValueError: It is no stream of events.
         """
-        buffer = self._buffer
-        buffer += chunk
-        while (end := buffer.find(b"\n\n", self._searched)) >= 0:
-            line = bytes(buffer[:end])
-            del buffer[: end + 2]
-            self._searched = 0
+        *lines, self._rest = (self._rest + chunk).split(b"\n\n")
+        for line in lines:
             if not line.startswith(b"data: "):
                 raise ValueError(f"not an event of a stream: {line[:80]!r}")
             if (content := line[6:]) != _END:
                 yield json.loads(content)
-        self._searched = max(0, len(buffer) - 1)
-        if len(buffer) > _MAX_EVENT_BYTES:
+        if len(self._rest) > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
 
 
@@ -97,22 +91,19 @@ class StreamParser:
         if finish is not None and finish.get("status_code") is not None:
             raise _error(finish["status_code"], finish.get("message", finish))
         part = self._new_tokens(event["output_ids"], meta)
-        if self.cached_tokens is None and len(part.token_ids):
+        num_new = len(part.token_ids)
+        if self.cached_tokens is None and num_new:
             self.cached_tokens = int(meta.get("cached_tokens", 0))
-        self._num_tokens += len(part.token_ids)
-        if finish is None:
-            return self._give_or_hold(part, int(meta["weight_version"]))
-        return self._finish(part, meta, _finish_reason(finish))
-
-    def _give_or_hold(self, part: Completion, label: int) -> Completion | None:
-        self._check_known(label)
-        if self._held or label != self.request.version:
+        self._num_tokens += num_new
+        if finish is not None:
+            return self._finish(part, meta, FinishReason(finish["type"]))
+        version = int(meta["weight_version"])
+        self._check_known(version)
+        if self._held or version != self.request.version:
             self._held.append(part)
             return None
-        self._num_given += len(part.token_ids)
-        if not len(part.token_ids):
-            return None
-        return replace(part, versions=(VersionSpan(label, len(part.token_ids)),))
+        self._num_given += num_new
+        return replace(part, versions=(VersionSpan(version, num_new),)) if num_new else None
 
     def _finish(self, part: Completion, meta: dict[str, Any], reason: FinishReason) -> Completion:
         limit = self.request.sampling.max_new_tokens
@@ -129,7 +120,6 @@ class StreamParser:
             self._check_known(version)
         rest = join([*self._held, part], reason)
         self.is_finished = True
-        self._held.clear()
         return replace(rest, versions=spans_of(versions[self._num_given :]))
 
     def _check_known(self, version: int) -> None:
@@ -148,27 +138,19 @@ class StreamParser:
         start = 0 if self.is_incremental else self._num_tokens
         # Incremental events of an abort may repeat the last token and all log-probs behind the new
         # ones, if the request waited (again) for its turn: too long is fine, too short is not.
-        token_ids = np.asarray(ids[start : start + num_new], dtype=np.int64)
+        token_ids = np.asarray(ids[start : start + num_new], dtype=np.int32)
         if len(token_ids) != num_new:
             raise ValueError(f"{len(ids)} token ids where {num_new} of {total} are new")
-        unusable = token_ids[(token_ids < 0) | (token_ids > _MAX_TOKEN_ID)]
-        if len(unusable):
-            raise ValueError(f"token id {unusable[0]}")
+        if (token_ids < 0).any():
+            raise ValueError(f"token id {token_ids.min()}")
         logprobs = np.empty(0, dtype=np.float32)
         if self.request.return_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[start : start + num_new]
             logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
-        return Completion(token_ids.astype(np.int32), logprobs, (), FinishReason.ABORT)
+        return Completion(token_ids, logprobs, (), FinishReason.ABORT)
 
 
-def _finish_reason(finish: dict[str, Any]) -> FinishReason:
-    try:
-        return FinishReason(finish["type"])
-    except ValueError:
-        raise ValueError(f"unknown finish reason {finish}") from None
-
-
-def _error(status: int, message: object) -> ValueError:
+def _error(status: int, message: object) -> Exception:
     text = f"HTTP {int(status)}: {' '.join(str(message).split()).rstrip('.')}"
     if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
         return RefusedError(f"{text}; correct the setting it names, or see the server's log")
@@ -195,9 +177,8 @@ def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int)
 
 def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
     """[R] int64: the version that sampled each token."""
-    spans = meta.get("weight_versions") or [
-        {"version": meta["weight_version"], "start": 0, "end": num_tokens}
-    ]
+    everything = {"version": meta["weight_version"], "start": 0, "end": num_tokens}
+    spans = meta.get("weight_versions") or [everything]
     versions = np.full(num_tokens, -1, dtype=np.int64)
     for span in spans:
         versions[span["start"] : span["end"]] = int(span["version"])

@@ -73,7 +73,7 @@ def _weights(directory: Path) -> dict[str, Tensor]:
 
 async def _load(engine: LocalEngine, directory: Path, version: int) -> None:
     weights = await engine.weights(LIMIT_S)
-    await weights.load(directory, version=version, flush_cache=True, timeout_s=LIMIT_S)
+    await weights.load(directory, version=version, timeout_s=LIMIT_S)
 
 
 class _Trainer:
@@ -100,7 +100,7 @@ class _Trainer:
         flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
         sent = asyncio.wrap_future(self._group.broadcast(flat))
         received = weights.receive(
-            bucket, self._group.place.name, version=version, flush_cache=True, timeout_s=LIMIT_S
+            bucket, self._group.place.name, version=version, timeout_s=LIMIT_S
         )
         outcome, _ = await asyncio.gather(received, sent, return_exceptions=True)
         if isinstance(outcome, BaseException):
@@ -262,10 +262,6 @@ def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
         with pytest.raises((RolloutError, ServerGoneError), match="could not join the group"):
             await weights.join_group(place, 0.5)
         group.close()
-        with pytest.raises(RolloutError, match="has not joined the group"):
-            await weights.receive(
-                BucketLayout((), (), ()), place.name, version=1, flush_cache=True, timeout_s=1
-            )
 
     use_engine(model_dir, use)
 

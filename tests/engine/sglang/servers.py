@@ -155,4 +155,4 @@ def wait_until_ready(server: SglangServer) -> None:
 async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
     """Have one server load a Hugging Face directory."""
     control = await client.weights(60)
-    await control.load(model_dir, version=version, flush_cache=True, timeout_s=60)
+    await control.load(model_dir, version=version, timeout_s=60)

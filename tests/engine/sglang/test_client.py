@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bapo_megatron.engine.base import Completion, Needs, SamplingSettings
+from bapo_megatron.engine.base import Completion, SamplingSettings
 from bapo_megatron.engine.sglang.convention import next_token_logprobs
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
@@ -200,7 +200,7 @@ def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_
         with pytest.raises(ServerError, match=r"unusable answer \(probe of its log-probs\)"):
             await client.score([1, 2], 10.0)
         with pytest.raises(ServerError, match=r"unusable answer \(probe of the temperature"):
-            await client.check(Needs(0.5, "abort", [[1, 2]]))
+            await client.check(0.5, "abort", [[1, 2]])
         fake.is_hanging = True
         with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
             await client.version(0.5)
@@ -215,9 +215,9 @@ def test_a_control_call_without_an_answer_finds_the_server_gone_and_nonsense_is_
 def test_a_server_that_ends_on_new_weights_while_requests_are_retracted_is_refused() -> None:
     async def check(client: SglangClient) -> None:
         assert (await client.capabilities()).in_flight == {"abort", "in_place"}
-        await client.check(Needs(1.0, "in_place"))
+        await client.check(1.0, "in_place")
         with pytest.raises(RolloutError, match=r"SGLang 0\.5\.20 .*in_flight: abort"):
-            await client.check(Needs(1.0, "retract"))
+            await client.check(1.0, "retract")
 
     with FakeSglang(sglang_version="0.5.20") as fake:
         with_client(fake.address, check)
@@ -234,5 +234,5 @@ def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only() 
 def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
     with FakeSglang() as fake:
         fake.pause_mode = "retract"
-        with_client(fake.address, lambda client: client.check(Needs(1.0, "abort")))
+        with_client(fake.address, lambda client: client.check(1.0, "abort"))
         assert fake.pause_mode is None

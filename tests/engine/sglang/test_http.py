@@ -4,53 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpcore
 import httpx
 import pytest
 
-from bapo_megatron.engine.sglang.http import SeparateConnections
+from bapo_megatron.engine.sglang import http as sglang_http
+from bapo_megatron.engine.sglang.http import SglangHttp
+from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.fakes.wave_server import WaveServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 
-def play(scene: Callable[[WaveServer, httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
+def play(scene: Callable[[WaveServer, SglangHttp], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(60), opened(**options) as (server, client):
-            await scene(server, client)
+        async with asyncio.timeout(60), opened() as (server, http):
+            await scene(server, http)
 
     asyncio.run(run())
 
 
 @contextlib.asynccontextmanager
-async def opened(
-    keepalive_expiry_s: float = 60.0,
-) -> AsyncIterator[tuple[WaveServer, httpx.AsyncClient]]:
+async def opened() -> AsyncIterator[tuple[WaveServer, SglangHttp]]:
     server = WaveServer()
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, backlog=1024)
     port = listener.sockets[0].getsockname()[1]
-    client = httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}",
-        transport=SeparateConnections(keepalive_expiry_s),
-        timeout=30,
-    )
-    async with client:
-        yield server, client
-    listener.close()
+    http = SglangHttp(f"http://127.0.0.1:{port}", ApiKeys(), 60.0)
+    try:
+        yield server, http
+    finally:
+        await http.close()
+        listener.close()
 
 
-async def send(client: httpx.AsyncClient, count: int) -> None:
-    replies = await asyncio.gather(*(client.get("/") for _ in range(count)))
-    assert [reply.text for reply in replies] == ["ok"] * count
+async def generate(http: SglangHttp) -> bytes:
+    async with http.stream({}, "a request") as chunks:
+        return b"".join([chunk async for chunk in chunks])
+
+
+async def send(http: SglangHttp, count: int) -> None:
+    assert await asyncio.gather(*(generate(http) for _ in range(count))) == [b"ok"] * count
 
 
 def test_requests_in_flight_have_a_connection_each_and_later_ones_reuse_them() -> None:
-    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
+    async def scene(server: WaveServer, http: SglangHttp) -> None:
         for server.wave in (50, 50, 7):
-            await send(client, server.wave)
+            await send(http, server.wave)
         assert server.num_connections == 50
 
     play(scene)
@@ -70,61 +72,52 @@ def test_the_cost_of_a_request_does_not_grow_with_their_number(
 
     monkeypatch.setattr(httpcore.AsyncHTTPConnection, "is_idle", look)
 
-    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
+    async def scene(server: WaveServer, http: SglangHttp) -> None:
         for server.wave in (count, count):
-            await send(client, count)
-        assert 0 < num_looks <= 20 * count  # the pool of httpx: over count²
+            await send(http, count)
+        assert 0 < num_looks <= 20 * count  # one client for all requests: over count²
 
     play(scene)
 
 
-def test_a_connection_that_was_idle_for_too_long_is_not_used_again() -> None:
-    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
-        await send(client, 1)
+def test_a_connection_that_was_idle_for_too_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_http, "_KEEPALIVE_EXPIRY_S", 0.01)
+
+    async def scene(server: WaveServer, http: SglangHttp) -> None:
+        await send(http, 1)
         await asyncio.sleep(0.05)
-        await send(client, 1)
+        await send(http, 1)
         assert server.num_connections == 2
 
-    play(scene, keepalive_expiry_s=0.01)
-
-
-def test_connections_that_were_idle_for_too_long_are_closed() -> None:
-    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
-        server.wave = 30
-        await send(client, 30)
-        await asyncio.sleep(0.3)
-        server.wave = 2
-        await send(client, 2)
-        while server.num_open > 2:  # the ends arrive
-            await asyncio.sleep(0.01)
-
-    play(scene, keepalive_expiry_s=0.2)
+    play(scene)
 
 
 def test_after_a_broken_or_cancelled_request_others_go_on() -> None:
-    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
-        await send(client, 1)
+    async def scene(server: WaveServer, http: SglangHttp) -> None:
+        await send(http, 1)
         server.breaks = True
         with pytest.raises(httpx.TransportError):
-            await client.get("/")
+            await generate(http)
         server.breaks, server.wave = False, 2
-        task = asyncio.create_task(client.get("/"))
+        task = asyncio.create_task(generate(http))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         server.wave = 3  # the cancelled one has come, too
-        await send(client, 2)
+        await send(http, 2)
 
     play(scene)
 
 
 def test_closing_ends_what_is_in_flight() -> None:
-    async def scene(server: WaveServer, client: httpx.AsyncClient) -> None:
+    async def scene(server: WaveServer, http: SglangHttp) -> None:
         server.wave = 2
-        task = asyncio.create_task(client.get("/"))
+        task = asyncio.create_task(generate(http))
         await asyncio.sleep(0.05)
-        await client.aclose()
+        await http.close()
         with pytest.raises((httpx.TransportError, RuntimeError)):
             await task
 

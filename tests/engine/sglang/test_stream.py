@@ -143,7 +143,7 @@ def test_an_abort_before_the_first_token_is_an_empty_piece() -> None:
         (_event([16], 2, rows=[]), "log-probs of 0 tokens do not belong to its 1 tokens"),
         (_event([16], 2, rows=_rows([24])), "log-probs of 1 tokens do not belong to its 1 tokens"),
         (_event([16], 2, rows=[[None, 16, None]]), r"log-prob None at response token 1 \(id 16\)"),
-        (_event([16], 2, finish={"type": "eos"}), "unknown finish reason"),
+        (_event([16], 2, finish={"type": "eos"}), "'eos' is not a valid FinishReason"),
         (_event([16], 2, finish=STOP, spans=[(3, 0, 1)]), "do not cover its 2 tokens"),
         ({"error": {"message": "scheduler died", "code": 500}}, "HTTP 500: scheduler died"),
     ],
