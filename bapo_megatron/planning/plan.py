@@ -1,6 +1,6 @@
 """A plan: what a configuration needs and how long a step takes, beside every other layout."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
@@ -14,20 +14,24 @@ from bapo_megatron.planning.layout import (
 from bapo_megatron.planning.memory import (
     RolloutMemory,
     StageMemory,
-    fits,
     plan_memory,
     plan_rollout_memory,
-    worst_stage,
 )
 from bapo_megatron.planning.timing import (
-    Collective,
-    Messages,
     PhaseTime,
+    Traffic,
     rollout_time,
+    step_traffic,
     training_time,
     weight_sync_time,
 )
-from bapo_megatron.planning.workload import Workload, check_lengths, plan_workload
+from bapo_megatron.planning.workload import (
+    Scenario,
+    Workload,
+    check_lengths,
+    forward_passes,
+    plan_workload,
+)
 from bapo_megatron.policy.hf_config import HfConfig, check_division
 
 ESTIMATED = (
@@ -81,20 +85,6 @@ class LayoutEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMessages:
-    """One kind of collective over a step."""
-
-    collective: Collective
-    per_step: float
-    """How many times ``collective.count`` a step has."""
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Bytes that one GPU sends per step."""
-        return self.per_step * self.collective.bytes_sent
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that the command prints."""
 
@@ -110,8 +100,11 @@ class Plan:
     rollout: RolloutMemory
     rollout_tokens_per_s: float
     """Rate of one rollout GPU."""
-    messages: list[StepMessages]
     phases: list[PhaseTime]
+    traffic: list[Traffic]
+    """Of a step, by group."""
+    steps: int
+    """Of the whole run."""
     bubble_share: float
     layouts: list[LayoutEstimate]
     """Those that fit first, each group from the fastest; the configured one is among them."""
@@ -120,12 +113,17 @@ class Plan:
     @property
     def worst_stage(self) -> StageMemory:
         """The stage that needs most memory."""
-        return worst_stage(self.stages)
+        return max(self.stages, key=lambda stage: stage.total_bytes)
 
     @property
     def step_s(self) -> float:
         """All phases, one after the other."""
         return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def gpu_hours_per_step(self) -> float:
+        """Of trainer and rollout GPUs."""
+        return self.step_s * (self.layout.gpus + self.assumptions.rollout_gpus) / 3600
 
     def to_json_dict(self) -> dict[str, Any]:
         """Every figure, with those that are derived."""
@@ -133,22 +131,16 @@ class Plan:
         plan["estimated"] = ESTIMATED
         plan["gpus"] = self.layout.gpus
         plan["step_s"] = self.step_s
+        plan["gpu_hours_per_step"] = self.gpu_hours_per_step
+        plan["gpu_hours_per_run"] = self.gpu_hours_per_step * self.steps
         plan["worst_stage"] = self.worst_stage.stage
         for stage, values in zip(self.stages, plan["stages"], strict=True):
             values["total_bytes"] = stage.total_bytes
-        for message, values in zip(self.messages, plan["messages"], strict=True):
-            values["collective"]["bytes_sent"] = message.collective.bytes_sent
-            values["bytes_per_step"] = message.bytes_per_step
         return plan
 
 
 def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
-    """Plan a run.
-
-    Args:
-        config: The run; no file that it names is read.
-        hf: Its model.
-        options: Hardware and mean lengths.
+    """Plan a run; no file that ``config`` names is read.
 
     Raises:
         ValueError: A layout that does not divide model or GPUs, lengths that do not fit a
@@ -159,10 +151,13 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     check_division(hf, config.parallel)
     check_lengths(config, options.prompt_tokens, options.response_tokens)
     assumptions = make_assumptions(config, layout.gpus, options)
-    rollout = plan_rollout_memory(config, hf, assumptions)
-    messages, stages = _lay_out(config, hf, layout, assumptions, config.megatron.recompute)
-    training, bubble_share = training_time(messages, stages)
-    rollout_phase, rate = rollout_time(messages, rollout)
+    case = Scenario(config, hf, layout, assumptions, forward_passes(config.algorithm))
+    rollout = plan_rollout_memory(case)
+    workload = plan_workload(case)
+    stages = plan_memory(case, workload)
+    training, bubble_share = training_time(case, workload, stages)
+    rollout_phase, rate = rollout_time(case, workload, rollout)
+    phases = [rollout_phase, *training, weight_sync_time(case)]
     return Plan(
         name=config.name,
         model_type=hf.model_type,
@@ -170,16 +165,17 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         layout=layout,
         recompute=config.megatron.recompute,
         assumptions=assumptions,
-        workload=messages.workload,
+        workload=workload,
         stages=stages,
-        fits=fits(stages, assumptions),
+        fits=max(stage.total_bytes for stage in stages) <= assumptions.usable_bytes,
         rollout=rollout,
         rollout_tokens_per_s=rate,
-        messages=[StepMessages(c, messages.per_step(c)) for c in messages.all()],
-        phases=[rollout_phase, *training, weight_sync_time(messages)],
+        phases=phases,
+        traffic=step_traffic(case, phases),
+        steps=config.train.steps,
         bubble_share=bubble_share,
-        layouts=_rank_layouts(config, hf, layout, assumptions),
-        notes=_notes(config, layout, assumptions, rollout),
+        layouts=_rank_layouts(case),
+        notes=_notes(case, rollout),
     )
 
 
@@ -211,56 +207,48 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     )
 
 
-def _lay_out(
-    config: RunConfig, hf: HfConfig, layout: Layout, assumptions: Assumptions, recompute: str
-) -> tuple[Messages, list[StageMemory]]:
-    megatron = config.megatron.model_copy(update={"recompute": recompute})
-    workload = plan_workload(config, hf, layout, assumptions)
-    stages = plan_memory(config, hf, layout, megatron, workload, assumptions)
-    return Messages(config, hf, layout, megatron, workload, assumptions), stages
-
-
-def _rank_layouts(
-    config: RunConfig, hf: HfConfig, configured: Layout, assumptions: Assumptions
-) -> list[LayoutEstimate]:
+def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
-    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
-    chosen = (configured, config.megatron.recompute)
+    config, assumptions = configured.config, configured.assumptions
+    chosen = (configured.layout, config.megatron.recompute)
 
     def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
-        messages, stages = _lay_out(config, hf, layout, assumptions, recompute)
-        phases, bubble_share = training_time(messages, stages)
+        megatron = config.megatron.model_copy(update={"recompute": recompute})
+        other = config.model_copy(update={"megatron": megatron})
+        case = replace(configured, layout=layout, config=other)
+        workload = plan_workload(case)
+        stages = plan_memory(case, workload)
+        phases, bubble_share = training_time(case, workload, stages)
+        memory_bytes = max(stage.total_bytes for stage in stages)
         return LayoutEstimate(
             layout=layout,
             recompute=recompute,
-            memory_bytes=worst_stage(stages).total_bytes,
-            fits=fits(stages, assumptions),
-            micro_batches=messages.workload.micro_batches,
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= assumptions.usable_bytes,
+            micro_batches=workload.micro_batches,
             bubble_share=bubble_share,
             training_s=sum(phase.seconds for phase in phases),
             is_configured=(layout, recompute) == chosen,
         )
 
     found = {}
+    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    max_data = samples // config.algorithm.updates_per_batch
     for layout in possible_layouts(
-        hf,
-        configured.gpus,
-        node_gpus=assumptions.node_gpus,
-        max_data=samples // config.algorithm.updates_per_batch,
+        configured.hf, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
     ):
         for recompute in RECOMPUTE_CHOICES:
             tried = estimate(layout, recompute)
-            if tried.fits or recompute == RECOMPUTE_CHOICES[-1]:
-                found[layout, recompute] = tried
+            if tried.fits:
                 break
+        found[layout, tried.recompute] = tried
     found[chosen] = estimate(*chosen)
     return sorted(found.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
 
 
-def _notes(
-    config: RunConfig, layout: Layout, assumptions: Assumptions, rollout: RolloutMemory
-) -> list[str]:
+def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
     """Caveats that no figure shows."""
+    config, layout, assumptions = case.config, case.layout, case.assumptions
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:
         notes.append(
