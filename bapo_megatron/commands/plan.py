@@ -132,8 +132,9 @@ def _print_plan(plan: Plan, console: Console) -> None:
         _memory_table(plan),
         *_verdicts(plan),
         ESTIMATED,
-        _messages_table(plan),
+        _traffic_table(plan),
         _phases_table(plan),
+        _gpu_hours(plan),
         _layouts_table(plan),
         *_assumptions(plan),
     ):
@@ -194,25 +195,13 @@ def _verdicts(plan: Plan) -> list[str]:
     ]
 
 
-def _messages_table(plan: Plan) -> Table:
-    table = _table(
-        "Collectives of a step, as one GPU sends them",
-        *("collective", "over", "link", "operation", ">times", ">MB each", ">GB/step", "hidden by"),
-    )
-    for message in plan.messages:
-        collective = message.collective
-        table.add_row(
-            collective.name,
-            f"{collective.group} {collective.ranks}",
-            "node" if collective.within_node else "network",
-            collective.operation,
-            f"{message.per_step * collective.count:,.0f}",
-            _number(collective.tensor_bytes / 1e6),
-            _number(message.bytes_per_step / 1e9),
-            "" if collective.hidden_by == "nothing" else collective.hidden_by,
-        )
-    if not plan.messages:
-        table.add_row("none: one GPU")
+def _traffic_table(plan: Plan) -> Table:
+    layout, node_gpus = plan.layout, plan.assumptions.node_gpus
+    table = _table("GB one GPU sends in a step", "group", ">ranks", "link", ">GB")
+    for group, sent_bytes in plan.sent_bytes.items():
+        ranks = layout.group_ranks[group]
+        link = "node" if layout.within_node(group, node_gpus) else "network"
+        table.add_row(group, str(ranks), link if ranks > 1 else "", _number(sent_bytes / 1e9))
     return table
 
 
@@ -226,6 +215,14 @@ def _phases_table(plan: Plan) -> Table:
         table.add_row(phase.name, *map(_number, parts), f"{phase.seconds / plan.step_s:.0%}")
     table.add_row("[bold]step[/]", f"[bold]{_number(plan.step_s)}[/]", "", "", "", "")
     return table
+
+
+def _gpu_hours(plan: Plan) -> str:
+    gpus, hours = plan.layout.gpus + plan.assumptions.rollout_gpus, plan.gpu_hours_per_step
+    return (
+        f"GPU-hours of {gpus} GPUs: {_number(hours)} per step, {_number(hours * plan.steps)} in "
+        f"{plan.steps:,} steps"
+    )
 
 
 def _layouts_table(plan: Plan) -> Table:

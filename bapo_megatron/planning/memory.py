@@ -236,7 +236,7 @@ class RolloutMemory:
     """Sequences of the greatest length that fit."""
 
 
-def plan_rollout_memory(case: Scenario) -> RolloutMemory:
+def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
     A server has ``rollout.server.tensor`` GPUs, or twice, four times, … as many where that leaves

@@ -6,32 +6,15 @@ from typing import Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.hardware import Assumptions, LayerKind, find_gpu, peak_flops
 from bapo_megatron.planning.layout import (
+    Group,
     Layout,
     configured_layout,
     model_parameters,
     possible_layouts,
 )
-from bapo_megatron.planning.memory import (
-    RolloutMemory,
-    StageMemory,
-    plan_memory,
-    plan_rollout_memory,
-)
-from bapo_megatron.planning.timing import (
-    PhaseTime,
-    Traffic,
-    rollout_time,
-    step_traffic,
-    training_time,
-    weight_sync_time,
-)
-from bapo_megatron.planning.workload import (
-    Scenario,
-    Workload,
-    check_lengths,
-    forward_passes,
-    plan_workload,
-)
+from bapo_megatron.planning.memory import RolloutMemory, StageMemory, plan_memory, rollout_memory
+from bapo_megatron.planning.timing import PhaseTime, rollout_time, training_time, weight_sync_time
+from bapo_megatron.planning.workload import Scenario, Workload, forward_passes, plan_workload
 from bapo_megatron.policy.hf_config import HfConfig, check_division
 
 ESTIMATED = (
@@ -40,7 +23,6 @@ ESTIMATED = (
 )
 """Printed above the tables and written into the JSON."""
 
-PROMPT_TOKENS = 256
 RECOMPUTE_CHOICES = ("none", "full")
 """What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
 attention keeps no scores."""
@@ -54,7 +36,6 @@ class PlanOptions:
     """Trainer GPUs; None: those of one replica."""
     gpu: str = "H100"
     gpu_memory_gb: float | None = None
-    """None: the GPU's own."""
     node_gpus: int = 8
     mfu_share: float = 0.4
     layers: LayerKind = "transformer-engine"
@@ -101,8 +82,6 @@ class Plan:
     rollout_tokens_per_s: float
     """Rate of one rollout GPU."""
     phases: list[PhaseTime]
-    traffic: list[Traffic]
-    """Of a step, by group."""
     steps: int
     """Of the whole run."""
     bubble_share: float
@@ -121,6 +100,12 @@ class Plan:
         return sum(phase.seconds for phase in self.phases)
 
     @property
+    def sent_bytes(self) -> dict[Group, float]:
+        """What one GPU sends in a step to the others of each group."""
+        groups = self.layout.group_ranks
+        return {g: sum(phase.sent_bytes.get(g, 0.0) for phase in self.phases) for g in groups}
+
+    @property
     def gpu_hours_per_step(self) -> float:
         """Of trainer and rollout GPUs."""
         return self.step_s * (self.layout.gpus + self.assumptions.rollout_gpus) / 3600
@@ -131,6 +116,7 @@ class Plan:
         plan["estimated"] = ESTIMATED
         plan["gpus"] = self.layout.gpus
         plan["step_s"] = self.step_s
+        plan["sent_bytes"] = self.sent_bytes
         plan["gpu_hours_per_step"] = self.gpu_hours_per_step
         plan["gpu_hours_per_run"] = self.gpu_hours_per_step * self.steps
         plan["worst_stage"] = self.worst_stage.stage
@@ -149,15 +135,13 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     """
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
-    check_lengths(config, options.prompt_tokens, options.response_tokens)
     assumptions = make_assumptions(config, layout.gpus, options)
     case = Scenario(config, hf, layout, assumptions, forward_passes(config.algorithm))
-    rollout = plan_rollout_memory(case)
+    rollout = rollout_memory(case)
     workload = plan_workload(case)
     stages = plan_memory(case, workload)
     training, bubble_share = training_time(case, workload, stages)
     rollout_phase, rate = rollout_time(case, workload, rollout)
-    phases = [rollout_phase, *training, weight_sync_time(case)]
     return Plan(
         name=config.name,
         model_type=hf.model_type,
@@ -170,8 +154,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         fits=max(stage.total_bytes for stage in stages) <= assumptions.usable_bytes,
         rollout=rollout,
         rollout_tokens_per_s=rate,
-        phases=phases,
-        traffic=step_traffic(case, phases),
+        phases=[rollout_phase, *training, weight_sync_time(case)],
         steps=config.train.steps,
         bubble_share=bubble_share,
         layouts=_rank_layouts(case),
@@ -183,12 +166,24 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     """Fill in what neither the configuration nor the options say.
 
     Raises:
-        ValueError: An unknown GPU, or one that cannot run the configured number format.
+        ValueError: An unknown GPU, or one that cannot run the configured number format; a mean
+            length above the longest, or a longest sequence above a micro-batch.
     """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    for option, mean, key, longest in (
+        ("--prompt-tokens", options.prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("--response-tokens", options.response_tokens, "rollout.max_response_tokens", response),
+    ):
+        if mean is not None and mean > longest:
+            raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
+    room = config.train.max_tokens_per_micro_batch * config.parallel.context
+    if room < prompt + response:
+        raise ValueError(
+            "train.max_tokens_per_micro_batch × parallel.context: must hold data.max_prompt_tokens "
+            f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
+        )
     gpu = find_gpu(options.gpu)
     memory_gb = gpu.memory_gb if options.gpu_memory_gb is None else options.gpu_memory_gb
-    prompt = min(PROMPT_TOKENS, config.data.max_prompt_tokens)
-    response = max(1, config.rollout.max_response_tokens // 2)
     servers = len(config.rollout.servers) * config.rollout.server.tensor
     return Assumptions(
         gpu=gpu.name,
@@ -200,8 +195,8 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         node_gpus=options.node_gpus,
         node_link_bytes_per_s=gpu.node_link_bytes_per_s,
         network_bytes_per_s=gpu.network_bytes_per_s,
-        prompt_tokens=options.prompt_tokens or prompt,
-        response_tokens=options.response_tokens or response,
+        prompt_tokens=options.prompt_tokens or min(256, prompt),
+        response_tokens=options.response_tokens or max(1, response // 2),
         rollout_gpus=options.rollout_gpus or servers or gpus,
         rollout_tokens_per_s=options.rollout_tokens_per_s,
     )

@@ -40,16 +40,6 @@ class PhaseTime:
     """What one GPU sends to the others of each group."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one GPU sends to the others of a group in a step."""
-
-    group: Group
-    ranks: int
-    within_node: bool
-    bytes_per_step: float
-
-
 def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
     """Return what a micro-batch sends: 2·(2·L + 1) · (t − 1)/t · n·h·e forward.
 
@@ -148,17 +138,6 @@ def _phase(
     messages_s = sum(max(0.0, s - hidden_s.get(group, 0.0)) for group, s in links_s.items())
     parts = (times * compute_s, times * messages_s, times * (compute_s + messages_s) * waiting)
     return PhaseTime(name, sum(parts), *parts, {group: times * b for group, b in sent.items()})
-
-
-def step_traffic(case: Scenario, phases: list[PhaseTime]) -> list[Traffic]:
-    """Add up what one GPU sends to each group of two ranks or more."""
-    layout, node = case.layout, case.assumptions.node_gpus
-    totals = {g: sum(p.sent_bytes.get(g, 0.0) for p in phases) for g in layout.group_ranks}
-    return [
-        Traffic(group, ranks, layout.within_node(group, node), totals[group])
-        for group, ranks in layout.group_ranks.items()
-        if ranks > 1
-    ]
 
 
 def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple[PhaseTime, float]:

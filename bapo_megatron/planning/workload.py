@@ -93,29 +93,6 @@ class Workload:
     """The part of it in the output layer."""
 
 
-def check_lengths(
-    config: RunConfig, prompt_tokens: int | None, response_tokens: int | None
-) -> None:
-    """Refuse lengths that do not fit; None is a mean that nobody asked for.
-
-    Raises:
-        ValueError: A mean above the longest, or a longest sequence above a micro-batch.
-    """
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    for option, mean, key, longest in (
-        ("--prompt-tokens", prompt_tokens, "data.max_prompt_tokens", prompt),
-        ("--response-tokens", response_tokens, "rollout.max_response_tokens", response),
-    ):
-        if mean is not None and mean > longest:
-            raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
-    room = config.train.max_tokens_per_micro_batch * config.parallel.context
-    if room < prompt + response:
-        raise ValueError(
-            "train.max_tokens_per_micro_batch × parallel.context: must hold data.max_prompt_tokens "
-            f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
-        )
-
-
 def plan_workload(case: Scenario) -> Workload:
     """Count what a step is made of."""
     config, layout, assumptions = case.config, case.layout, case.assumptions
