@@ -24,7 +24,6 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
-from bapo_megatron.trainer.summary import RunSummary
 from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
@@ -34,7 +33,9 @@ class Progress:
 
     next_step: int = 0
     updates: int = 0
+    """Optimizer updates, without skipped ones."""
     generated_tokens: float = 0.0
+    """Response tokens generated for training, in a replay: by the earlier run."""
     generation_s: float = 0.0
     exits: dict[str, int] = field(default_factory=dict)
     """Bound searches by exit."""
@@ -42,7 +43,10 @@ class Progress:
     answer_found_before: float | None = None
     accuracy_after: float | None = None
     answer_found_after: float | None = None
+    """avg and share of well-formed answers, right or wrong, of the first evaluation set at the
+    start of this run and now; None without an evaluation."""
     num_prompts: int = 0
+    """Of the first evaluation set."""
     best: BestCheckpoint | None = None
     """By ``checkpoint.best``; on rank 0."""
 
@@ -62,37 +66,12 @@ class Progress:
         """Keep the scores of the first evaluation set before training and the newest after it."""
         first = results[0]
         if step == BEFORE_TRAINING:
-            self.accuracy_before, self.answer_found_before = (
-                first.avg_at_k,
-                first.answer_found_share,
-            )
+            self.accuracy_before = first.avg_at_k
+            self.answer_found_before = first.answer_found_share
         else:
             self.accuracy_after = first.avg_at_k
             self.answer_found_after = first.answer_found_share
         self.num_prompts = first.num_prompts
-
-    def summary(self, config: RunConfig, phase_s: dict[str, float]) -> RunSummary:
-        """Return the totals of the run; ``phase_s`` is of this process only."""
-        rate: float | None = None
-        if config.replay.dumps is None:
-            rate = self.generated_tokens / self.generation_s if self.generation_s > 0 else 0.0
-        searched = sum(self.exits.values())
-        moved = searched - self.exits.get("start", 0)
-        return RunSummary(
-            name=config.name,
-            seed=config.seed,
-            steps=self.next_step,
-            updates=self.updates,
-            accuracy_before=self.accuracy_before,
-            accuracy_after=self.accuracy_after,
-            answer_found_before=self.answer_found_before,
-            answer_found_after=self.answer_found_after,
-            num_prompts=self.num_prompts,
-            generated_tokens=int(self.generated_tokens),
-            generated_tokens_per_s=rate,
-            search_moved_share=moved / searched if searched else None,
-            phase_s=phase_s,
-        )
 
 
 def save_run(

@@ -18,7 +18,7 @@ from bapo_megatron.distributed import gather_objects
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.loss import PolicyOutput
-from bapo_megatron.trainer.split import Layout
+from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import MicroBatch, Sample
 from bapo_megatron.weight_sync.verify import TEMPERATURE, TokenScores
 
@@ -79,10 +79,10 @@ def with_recomputed_behaviour(
 class ProbeScorer:
     """Scores samples with the current weights, for ``weight_sync.verify``."""
 
-    def __init__(self, policy: MegatronPolicy, ops: OpsConfig, layout: Layout) -> None:
+    def __init__(self, policy: MegatronPolicy, ops: OpsConfig, shape: SplitShape) -> None:
         """Choose the kernels; ``ops`` is the section that the policy was built with."""
         self._policy = policy
-        self._layout = layout
+        self._shape = shape
         self._output = PolicyOutput.of(policy, ops, TEMPERATURE)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores] | None:
@@ -92,7 +92,7 @@ class ProbeScorer:
             The parts of all ranks on rank 0; None elsewhere.
         """
         nothing_B = np.zeros(len(samples), dtype=np.float32)
-        _, micro_batches = self._layout.pack(samples, range(len(samples)), nothing_B, nothing_B)
+        _, micro_batches = self._shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
         policy = self._policy.forward_only(micro_batches, self._output.read)
         own = [
             TokenScores(

@@ -37,14 +37,15 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, uncut_console
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer.checkpointing import Progress, load_run, save_run, take_best
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
-from bapo_megatron.trainer.split import make_layout
+from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.summary import report_run
 from bapo_megatron.types import (
     EncodedBatch,
     EvalResult,
@@ -77,14 +78,14 @@ class Run:
         self.config = config
         self.policy = policy
         self.timer = PhaseTimer()
-        layout = make_layout(policy, config.parallel, config.megatron, config.train)
+        shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
             policy,
             config.algorithm,
             config.ops,
             temperature=config.rollout.temperature,
             staleness=config.rollout.staleness,
-            layout=layout,
+            shape=shape,
             masked_reasons=_masked_reasons(config),
             dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
         )
@@ -102,7 +103,7 @@ class Run:
         self._sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
-            ProbeScorer(policy, config.ops, layout).score,
+            ProbeScorer(policy, config.ops, shape).score,
             groups.device,
         )
 
@@ -324,12 +325,8 @@ class Run:
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.policy.export_hf(self.config.run_dir / "hf")
-        if self._source is None:
-            return
-        summary = self.progress.summary(self.config, self.timer.total_s)
-        summary.write(self.config.run_dir / "summary.json")
-        if self.config.log.console:
-            summary.print(uncut_console())
+        if self._source is not None:
+            report_run(self.config, self.progress, self.timer.total_s)
 
     def _evaluate(self, step: int) -> list[EvalResult]:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""

@@ -30,7 +30,7 @@ from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.trainer.loss import Collected, LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.records import TokenDump, TokenReport
-from bapo_megatron.trainer.split import Layout, SplitUpdate, split_step
+from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, UpdateResult
 
 Tokens = tuple[tuple[MicroBatch, TokenReport], ...]
@@ -59,7 +59,7 @@ class BatchTrainer:
         *,
         temperature: float,
         staleness: StalenessConfig,
-        layout: Layout,
+        shape: SplitShape,
         masked_reasons: Set[FinishReason] = frozenset(),
         dump: TokenDump | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class BatchTrainer:
             ops: The ops section.
             temperature: Sampling temperature of the rollouts; logits are divided by it.
             staleness: Which tokens are too old to train.
-            layout: How samples become this rank's micro-batches.
+            shape: How samples become this rank's micro-batches.
             masked_reasons: Responses that ended for one of these do not train.
             dump: Writes the tokens of some steps; None: of none.
 
@@ -83,7 +83,7 @@ class BatchTrainer:
         self._groups = policy.groups
         self._advantages = Advantages(config.advantage)
         self._staleness = staleness
-        self._layout = layout
+        self._shape = shape
         self._masked_reasons = masked_reasons
         self._dump = dump
         self._output = PolicyOutput.of(policy, ops, temperature)
@@ -106,7 +106,7 @@ class BatchTrainer:
             self._advantages,
             self._config,
             self._staleness,
-            self._layout,
+            self._shape,
             masked_reasons=self._masked_reasons,
         )
         updates_before = self._policy.num_updates
