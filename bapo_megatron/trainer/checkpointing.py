@@ -4,14 +4,13 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
-from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
+from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
     BestCheckpoint,
@@ -74,40 +73,15 @@ class Progress:
         self.num_prompts = first.num_prompts
 
 
-def save_run(
-    saver: CheckpointSaver,
-    policy: MegatronPolicy,
-    source: RolloutSource | None,
-    progress: Progress,
-    *,
-    is_best: bool,
-) -> None:
-    """Save weights, optimizer, RNG, data position, unfinished samples and totals.
-
-    With ``is_best`` as the one that ``progress.best`` names.
-
-    A collective over all ranks; complete or absent, whenever it is interrupted.
-    """
-    extra: dict[str, Any] = {}
-    if source is not None:
-        extra = {"progress": asdict(progress), "rollout": source.state()}
-    best = (progress.best.metric, progress.best.value) if is_best and progress.best else None
-    saver.save(progress.next_step, policy, extra, best)
-
-
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
     """Continue from the newest checkpoint; start from the beginning where there is none yet.
 
-    Args:
-        root: Directory of the run's checkpoints.
-        policy: Receives the weights and the optimizer's state.
-        source: Receives the data position; None on all ranks but the first, which decides which
-            checkpoint is the newest: not every node sees a change of ``latest`` at once.
+    ``source`` is given on the first rank only, which decides which checkpoint under ``root`` is the
+    newest: not every node sees a change of ``latest`` at once.
     """
     newest = find_latest(root) if source is not None else None
-    name = broadcast_bytes(
-        (newest.name if newest else "").encode() if source is not None else None, policy.groups
-    ).decode()
+    own = None if source is None else (newest.name if newest else "").encode()
+    name = broadcast_bytes(own, policy.groups).decode()
     if not name:
         if source is not None:
             say(f"{root}: no checkpoint yet, starting at step 1")
@@ -145,13 +119,8 @@ def take_best(
 ) -> bool:
     """Note the checkpoint of ``progress.next_step`` as the best one, if it is.
 
-    A collective over all ranks; call it after every evaluation. The first of equal ones stays.
-
-    Args:
-        progress: Holds the best one so far, on rank 0.
-        metric: ``checkpoint.best``.
-        evaluated: The evaluation's metrics, on rank 0.
-        groups: This rank's groups.
+    A collective over all ranks; call it after every evaluation. Rank 0 gives the metrics, and
+    ``progress`` holds the best one so far there. The first of equal ones stays.
 
     Returns:
         Whether it is, on every rank: then it must be saved.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -40,7 +41,7 @@ from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.trainer.checkpointing import Progress, load_run, save_run, take_best
+from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import split_shape
@@ -243,7 +244,17 @@ class Run:
         raise failure
 
     def _save(self, *, is_best: bool = False) -> None:
-        save_run(self.saver, self.policy, self._source, self.progress, is_best=is_best)
+        """Save weights, optimizer, RNG, data position, unfinished samples and totals.
+
+        A collective over all ranks; complete or absent, whenever it is interrupted. ``is_best``
+        makes it the one that ``progress.best`` names.
+        """
+        extra: dict[str, Any] = {}
+        if self._source is not None:
+            extra = {"progress": asdict(self.progress), "rollout": self._source.state()}
+        best = self.progress.best if is_best else None
+        named = (best.metric, best.value) if best else None
+        self.saver.save(self.progress.next_step, self.policy, extra, named)
 
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.

@@ -63,7 +63,7 @@ class BatchTrainer:
         masked_reasons: Set[FinishReason] = frozenset(),
         dump: TokenDump | None = None,
     ) -> None:
-        """Prepare for batches.
+        """Load advantages and objective.
 
         Args:
             policy: The model and its optimizer; built with the ``logits_chunk_tokens`` of ``ops``.
@@ -164,9 +164,14 @@ class BatchTrainer:
         trains_all = self._config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
         if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
             return _Outcome(update.counts), ()
-        collected = self._collect(update, context, policy, num_samples=len(batch.samples))
-        micro_batches = update.micro_batches if collected is None else collected.micro_batches
-        decision = None if collected is None else collected.decision
+        collected = Collected(update.micro_batches)
+        if stage.collects:
+            if policy is None:
+                policy = self._policy.forward_only(update.micro_batches, self._output.read)
+            if self._groups.is_last_stage:
+                size = len(batch.samples)
+                collected = stage.collect(policy, update.micro_batches, context, num_samples=size)
+        micro_batches, decision = collected.micro_batches, collected.decision
 
         def loss_fn(output: Tensor, micro_batch: MicroBatch) -> LossOutput[TokenReport]:
             return LossOutput(*stage.loss(output, micro_batch, decision=decision, context=context))
@@ -174,7 +179,7 @@ class BatchTrainer:
         reports = self._policy.forward_backward(micro_batches, loss_fn)
         measurement = reduce_reports(
             reports,
-            None if collected is None else collected.faults,
+            collected.faults,
             stage,
             self._groups,
             num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
@@ -184,23 +189,6 @@ class BatchTrainer:
             return _Outcome(self._skip(batch, update, reports, measurement, made)), ()
         tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
         return _Outcome(update.counts | update.packing, measurement, made.grad_norm), tokens
-
-    def _collect(
-        self,
-        update: SplitUpdate,
-        context: UpdateContext,
-        policy: list[TokenLogprobs] | None,
-        *,
-        num_samples: int,
-    ) -> Collected | None:
-        """Return what the objective must know of the whole update; None where that is nothing."""
-        if not self._stage.collects:
-            return None
-        if policy is None:
-            policy = self._policy.forward_only(update.micro_batches, self._output.read)
-        if not self._groups.is_last_stage:
-            return None
-        return self._stage.collect(policy, update.micro_batches, context, num_samples=num_samples)
 
     def _skip(
         self,
@@ -276,13 +264,12 @@ def reduce_reports(
 ) -> Measurement:
     """Add up the reports over micro-batches and data-parallel ranks, and tell all stages.
 
-    A collective of all ranks. Only those of the last pipeline stage have reports; the other stages
-    must know of faults as well.
+    A collective of all ranks: those of the last pipeline stage have a report of each micro-batch,
+    the others [], but must know of faults as well.
 
     Args:
-        reports: One per micro-batch on ranks of the last stage, elsewhere [].
-        collected: The faults that this rank found before the loss; None where there was no
-            collection pass.
+        reports: This rank's.
+        collected: ``Collected.faults`` of this rank; None where there was no collection pass.
         stage: Names what the reports hold.
         groups: This rank's groups.
         num_decisions: K; with 1 all reports hold the same decision, else each has its own.
