@@ -30,23 +30,18 @@ attention keeps no scores."""
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Inputs beyond the configuration; None: a default that the plan states."""
+    """Options of the command, whose help tells what None stands for."""
 
     gpus: int | None = None
-    """Trainer GPUs; None: those of one replica."""
     gpu: str = "H100"
     gpu_memory_gb: float | None = None
     node_gpus: int = 8
     mfu_share: float = 0.4
     layers: LayerKind = "transformer-engine"
     prompt_tokens: int | None = None
-    """Mean; None: 256, or the longest allowed if that is less."""
     response_tokens: int | None = None
-    """Mean; None: half of the longest allowed."""
     rollout_gpus: int | None = None
-    """None: those of ``rollout.servers``, else as many as the trainer has."""
     rollout_tokens_per_s: float | None = None
-    """Rate of one rollout GPU; None: estimated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,6 @@ class Workload:
     response_tokens_per_step: int
     updates_per_step: int
     """Optimizer updates: updates_per_batch × epochs."""
-    samples_per_update: int
     tokens_per_update: int
     micro_batches: int
     """Per data-parallel rank and update."""
@@ -119,7 +118,6 @@ def plan_workload(case: Scenario) -> Workload:
         tokens_per_step=samples * length,
         response_tokens_per_step=samples * response,
         updates_per_step=config.algorithm.updates_per_batch * config.algorithm.epochs,
-        samples_per_update=samples_per_update,
         tokens_per_update=samples_per_update * length,
         micro_batches=micro_batches,
         micro_batch_tokens=math.ceil(mean_tokens),

@@ -227,13 +227,17 @@ class LossStage:
         if self.objective.needs == "micro_batch":
             # Over the micro-batches that all data-parallel ranks hold at this position. With
             # chunks it takes one more pass over them.
-            current = made.read(output, micro_batch) if policy is None else _detached(policy)
+            current = (
+                made.read(output, micro_batch)
+                if policy is None
+                else TokenLogprobs(*(value_T.detach() for value_T in policy))
+            )
             decision = self.collect([current], [micro_batch], context, num_samples=0).decision
         safe = _SafeTokens(self._config, micro_batch, decision, context, self._device)
         token_loss = _MicroBatchLoss(self.objective, safe, made.kernels)
         if policy is not None:
             loss = apply_token_loss(*policy, token_loss)
-            policy = _detached(policy)
+            policy = TokenLogprobs(*(value_T.detach() for value_T in policy))
         else:
             assert head is not None
             loss, policy = chunked_loss(
@@ -274,17 +278,23 @@ class LossStage:
         """Sums and maxima over the tokens with mask 1."""
         safe = token_loss.safe
         if len(policy.logprob_T) == 0:
-            return self.numbers.nothing(self._device)
+            num_sums, num_maxima = len(self.numbers.sum_names), len(self.numbers.max_names)
+            zeros = torch.zeros(num_sums + num_maxima, dtype=torch.float64, device=self._device)
+            return zeros[:num_sums], zeros[num_sums:]
         tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
-        age_T, same_weights_T = safe.ages()
-        mismatch_T = (policy.logprob_T - safe.micro_batch.rollout_logprob_T).abs_()
+        own, context = safe.micro_batch, safe.context
+        mismatch_T = (policy.logprob_T - own.rollout_logprob_T).abs_()
+        if context.rollout_version is None:
+            same_weights_T = torch.zeros_like(safe.trains_T)
+        else:
+            same_weights_T = (own.version_T == context.rollout_version) & safe.trains_T
         positive_T, negative_T = tokens.advantage > 0, tokens.advantage < 0
         held_T = tokens.ratio
         if (limits := self.objective.bounds(tokens)) is not None:
             low, high = limits
             held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
         kept_T = tokens.mask > 0
-        is_selection = safe.micro_batch.selected_T is not None
+        is_selection = own.selected_T is not None
         counts_T = kept_T & (token_loss.weight_T != 0)
         view = TokenView(
             tokens=tokens,
@@ -296,13 +306,13 @@ class LossStage:
             derivative_T=token_loss.derivative_T,
             finite_loss_T=token_loss.finite_T,
             contribution_T=tokens.advantage.abs() * held_T,
-            age_T=age_T,
+            age_T=(context.num_updates - own.version_T).float(),
             mismatch_T=torch.where(same_weights_T, mismatch_T, 0.0),
             same_weights_T=same_weights_T,
             positive_T=positive_T & counts_T,
             negative_T=negative_T & counts_T,
             correction_T=safe.correction_T,
-            importance_T=safe.micro_batch.importance_T,
+            importance_T=own.importance_T,
         )
         return self.numbers.measure(view, self.objective.report(tokens))
 
@@ -324,7 +334,7 @@ class _SafeTokens:
         self.correction_T: Tensor | None = None
         if config.correction.kind != "none":
             self.correction_T = limit_weights(own.importance_T, config.correction)
-        self._context = context
+        self.context = context
         self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
         behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
         has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
@@ -377,14 +387,6 @@ class _SafeTokens:
             collected_entropy=collected_T,
         )
 
-    def ages(self) -> tuple[Tensor, Tensor]:
-        """Age of each token [T], and which were sampled by the weights that the policy has."""
-        own, context = self.micro_batch, self._context
-        age_T = (context.num_updates - own.version_T).float()
-        if context.rollout_version is None:
-            return age_T, torch.zeros_like(self.trains_T)
-        return age_T, (own.version_T == context.rollout_version) & self.trains_T
-
 
 class _MicroBatchLoss:
     """A ``TokenLoss``: objective, weights and entropy bonus; keeps what is reported."""
@@ -426,7 +428,3 @@ class _MicroBatchLoss:
             loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
             by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
         return LossGradient(loss, by_logprob_T, by_entropy_T)
-
-
-def _detached(policy: TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(policy.logprob_T.detach(), policy.entropy_T.detach())

@@ -4,13 +4,11 @@ Rank 0 owns what talks to the outside: the rollout source, the sinks, the files 
 other ranks take part in the collectives.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from rich.console import Console
@@ -110,7 +108,7 @@ class Run:
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig) -> Iterator[Run]:
+    def open(cls, config: RunConfig) -> Iterator[Self]:
         """Check the configuration, start what generates, build the policy; end it all at exit.
 
         The server starts first and warms up while the model is built.
@@ -233,10 +231,6 @@ class Run:
         """Save everything, if this run saves anything, and raise ``failure``.
 
         It saves also where the newest checkpoint has the same steps: samples have come since.
-
-        Raises:
-            RolloutError: ``failure``, or the collector is gone, and the samples with it.
-            OSError: ``failure``, or the checkpoint cannot be written.
         """
         if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
             self._save()
@@ -259,10 +253,8 @@ class Run:
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.
 
-        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first.
-
-        Args:
-            again: Also where they got these before.
+        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first. With
+        ``again`` servers get them also where they have them already.
         """
         if self.config.replay.dumps is not None:
             return
@@ -377,11 +369,7 @@ def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
 
 
 def _claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory; refuse to overwrite an earlier run.
-
-    Raises:
-        ValueError: It holds a run and ``resume`` is not set.
-    """
+    """Make the run directory; refuse to overwrite an earlier run unless ``resume`` is set."""
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0

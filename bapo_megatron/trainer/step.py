@@ -9,8 +9,6 @@ update are read, and once at the end of the step for its metrics.
 Shape legend: S = sums, M = maxima, K = decisions of the update, D = entries of a decision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -35,6 +33,20 @@ from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, UpdateRe
 
 Tokens = tuple[tuple[MicroBatch, TokenReport], ...]
 """This rank's tokens of an update, for a dump."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one update measured over all ranks, equal on all of them and still on the device."""
+
+    sums: Tensor
+    """[S] float64."""
+    maxima: Tensor
+    """[M] float64."""
+    collected: Tensor
+    """[2] float64: the faults of the collection pass (``Collected.faults``)."""
+    decisions: Tensor
+    """[K, D] float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +77,9 @@ class BatchTrainer:
     ) -> None:
         """Load advantages and objective.
 
-        Args:
-            policy: The model and its optimizer; built with the ``logits_chunk_tokens`` of ``ops``.
-            config: The algorithm section.
-            ops: The ops section.
-            temperature: Sampling temperature of the rollouts; logits are divided by it.
-            staleness: Which tokens are too old to train.
-            shape: How samples become this rank's micro-batches.
-            masked_reasons: Responses that ended for one of these do not train.
-            dump: Writes the tokens of some steps; None: of none.
+        ``policy`` was built with the ``logits_chunk_tokens`` of ``ops``; ``temperature`` is that of
+        the rollouts, by which logits are divided; responses that ended for one of
+        ``masked_reasons`` do not train.
 
         Raises:
             UserCodeError: The objective or the advantage cannot be used.
@@ -112,11 +118,9 @@ class BatchTrainer:
         updates_before = self._policy.num_updates
         first_pass: list[TokenLogprobs] | None = None
         if self._config.behaviour == "recomputed":
-            num_samples = len(batch.samples)
-            passes = [self._recompute_behaviour(update, num_samples) for update in updates]
+            passes = [self._recompute_behaviour(u, len(batch.samples)) for u in updates]
             updates = tuple(update for update, _ in passes)
-            # That pass ran with the weights of the first update.
-            first_pass = passes[0][1]
+            first_pass = passes[0][1]  # it ran with the weights of the first update
             del passes
         outcomes = []
         for number in range(self._config.epochs * len(updates)):
@@ -128,8 +132,7 @@ class BatchTrainer:
                 num_updates=batch.version + made,
                 rollout_version=batch.version if same_weights else None,
             )
-            known = first_pass if number == 0 else None
-            outcome, tokens = self._update(batch, update, context, known)
+            outcome, tokens = self._update(batch, update, context, None if number else first_pass)
             outcomes.append(outcome)
             if self._dump is not None and self._dump.is_due(batch.step):
                 with fail_together(self._groups):
@@ -238,20 +241,6 @@ class BatchTrainer:
                 result = replace(next(measured), grad_norm=outcome.grad_norm)
             results.append(replace(result, sums=result.sums | outcome.sums))
         return results
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What one update measured over all ranks, equal on all of them and still on the device."""
-
-    sums: Tensor
-    """[S] float64."""
-    maxima: Tensor
-    """[M] float64."""
-    collected: Tensor
-    """[2] float64: the faults of the collection pass (``Collected.faults``)."""
-    decisions: Tensor
-    """[K, D] float64."""
 
 
 def reduce_reports(
