@@ -64,6 +64,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     if layout.pipeline > 1 and case.assumptions.layers == "local":
         chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
     passing = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
+    head_bytes = logits_bytes(case, tokens)
     # Master weights, unless the weights are float32 themselves, and two moments.
     copies = 3 if case.element_bytes < FLOAT32_BYTES else 2
     state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
@@ -71,7 +72,6 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     for stage in range(layout.pipeline):
         parameters = stage_parameters(case.hf, layout, stage)
         in_flight = chunks_in_flight(layout, stage, work.micro_batches)
-        is_last = stage == layout.pipeline - 1
         stages.append(
             StageMemory(
                 stage=stage,
@@ -81,7 +81,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
                 optimizer_bytes=state_bytes * parameters / case.optimizer_ranks,
                 chunks_in_flight=in_flight,
                 activations_bytes=in_flight * chunk * tokens,
-                logits_bytes=logits_bytes(case, tokens) if is_last else 0.0,
+                logits_bytes=head_bytes if stage == layout.pipeline - 1 else 0.0,
                 workspace_bytes=passing,
             )
         )

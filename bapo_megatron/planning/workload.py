@@ -14,8 +14,6 @@ from bapo_megatron.planning.hardware import Assumptions
 from bapo_megatron.planning.layout import Group, Layout
 from bapo_megatron.policy.hf_config import HfConfig
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -32,7 +30,7 @@ class Scenario:
     @property
     def element_bytes(self) -> int:
         """Of weights and activations."""
-        return ELEMENT_BYTES[self.config.model.dtype]
+        return 4 if self.config.model.dtype == "float32" else 2
 
     @property
     def whole_hidden_bytes(self) -> int:

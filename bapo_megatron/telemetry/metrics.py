@@ -17,8 +17,6 @@ from bapo_megatron.types import (
     StepMetrics,
 )
 
-_ROUNDING = 1e-9
-
 BEFORE_TRAINING = -1
 """The step (from 0) of an evaluation before the first one; no step is finished then."""
 
@@ -123,7 +121,7 @@ def is_solved(group: Group) -> bool:
         sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
         for sample in group.samples
     )
-    return min(scores) >= 1.0 - _ROUNDING
+    return min(scores) >= 1.0 - 1e-9  # up to rounding
 
 
 def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:

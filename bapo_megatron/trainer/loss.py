@@ -82,8 +82,6 @@ class PolicyOutput:
     ) -> None:
         """Choose the kernels; ``head`` is given where the model returns hidden states.
 
-        Logits are divided by ``temperature``, the sampling temperature of the rollouts.
-
         Raises:
             ValueError: ``ops.backend`` names kernels that this machine does not have.
         """
@@ -92,6 +90,7 @@ class PolicyOutput:
         self.chunk_tokens = ops.logits_chunk_tokens
         self.vocab_size = vocab_size
         self.temperature = temperature
+        """That of the sampling, by which logits are divided."""
         self._tensor_group = groups.tensor
 
     @classmethod
@@ -227,17 +226,13 @@ class LossStage:
         if self.objective.needs == "micro_batch":
             # Over the micro-batches that all data-parallel ranks hold at this position. With
             # chunks it takes one more pass over them.
-            current = (
-                made.read(output, micro_batch)
-                if policy is None
-                else TokenLogprobs(*(value_T.detach() for value_T in policy))
-            )
+            current = made.read(output, micro_batch) if policy is None else _detached(policy)
             decision = self.collect([current], [micro_batch], context, num_samples=0).decision
         safe = _SafeTokens(self._config, micro_batch, decision, context, self._device)
         token_loss = _MicroBatchLoss(self.objective, safe, made.kernels)
         if policy is not None:
             loss = apply_token_loss(*policy, token_loss)
-            policy = TokenLogprobs(*(value_T.detach() for value_T in policy))
+            policy = _detached(policy)
         else:
             assert head is not None
             loss, policy = chunked_loss(
@@ -428,3 +423,7 @@ class _MicroBatchLoss:
             loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
             by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
         return LossGradient(loss, by_logprob_T, by_entropy_T)
+
+
+def _detached(policy: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(policy.logprob_T.detach(), policy.entropy_T.detach())

@@ -242,7 +242,11 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         if divisor > 0:
             values[metric] = sums[numerator] / divisor
     values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
-    return values | _decision_means([d for result in results for d in result.decisions])
+    decided: dict[str, list[float]] = {}
+    for decision in (d for result in results for d in result.decisions):
+        for name, value in decision.items():
+            decided.setdefault(name, []).append(value)
+    return values | {name: math.fsum(found) / len(found) for name, found in decided.items()}
 
 
 def _merge(
@@ -253,14 +257,6 @@ def _merge(
         for name, value in part.items():
             merged[name] = combine(merged[name], value) if name in merged else value
     return merged
-
-
-def _decision_means(decisions: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for decision in decisions:
-        for name, value in decision.items():
-            values.setdefault(name, []).append(value)
-    return {name: math.fsum(found) / len(found) for name, found in values.items()}
 
 
 COLUMNS = ("logprob", "behaviour_logprob", "advantage", "entropy", "mask")
@@ -298,10 +294,14 @@ class TokenDump:
         """
         if not groups.is_last_stage or not tokens:
             return
-        parts = [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens]
-        own = torch.cat(parts, dim=1).cpu().numpy()
+        parts = []
+        for micro_batch, report in tokens:
+            own, (logprob_T, entropy_T) = micro_batch.to(groups.device), report.policy
+            behaviour_T, advantage_T = own.behaviour_logprob_T, own.advantage_T
+            values = (logprob_T, behaviour_T, advantage_T, entropy_T, own.mask_T)  # COLUMNS
+            parts.append(torch.stack(values).float())
         gathered: list[Any] = [None] * dist.get_world_size(groups.data)
-        dist.all_gather_object(gathered, own, group=groups.data)
+        dist.all_gather_object(gathered, torch.cat(parts, dim=1).cpu().numpy(), group=groups.data)
         if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
             return
         columns = np.concatenate(gathered, axis=1)
@@ -310,11 +310,3 @@ class TokenDump:
         pq.write_table(table, content, compression="zstd")
         name = f"step_{step:06d}_update_{update:03d}.parquet"
         atomic_write_bytes(self.directory / name, content.getvalue())
-
-
-def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
-    """Return the columns of a micro-batch, [5, T]."""
-    logprob_T, entropy_T = report.policy
-    own = micro_batch
-    values = (logprob_T, own.behaviour_logprob_T, own.advantage_T, entropy_T, own.mask_T)
-    return torch.stack(values).float()

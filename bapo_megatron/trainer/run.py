@@ -79,9 +79,9 @@ class Run:
         self.timer = PhaseTimer()
         shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
-            policy,
-            config.algorithm,
-            config.ops,
+            policy=policy,
+            config=config.algorithm,
+            ops=config.ops,
             temperature=config.rollout.temperature,
             staleness=config.rollout.staleness,
             shape=shape,
@@ -173,7 +173,8 @@ class Run:
             )
             self._stack.callback(self._sinks.close)
             if self.config.log.console:
-                Console().print(f"loss stage: {self.trainer.kernels_name} kernels", highlight=False)
+                kernels = self.trainer.output.kernels.name
+                Console().print(f"loss stage: {kernels} kernels", highlight=False)
         with self.timer.phase("weight_sync"):
             self.push_weights()
             self._pushes.clear()  # no part of a step

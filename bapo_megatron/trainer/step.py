@@ -60,45 +60,31 @@ class _Outcome:
     grad_norm: float = 0.0
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchTrainer:
-    """Runs a batch's optimizer updates in order."""
+    """Runs a batch's optimizer updates in order.
 
-    def __init__(
-        self,
-        policy: MegatronPolicy,
-        config: AlgorithmConfig,
-        ops: OpsConfig,
-        *,
-        temperature: float,
-        staleness: StalenessConfig,
-        shape: SplitShape,
-        masked_reasons: Set[FinishReason] = frozenset(),
-        dump: TokenDump | None = None,
-    ) -> None:
-        """Load advantages and objective.
+    Raises:
+        UserCodeError: The objective or the advantage cannot be used.
+    """
 
-        ``policy`` was built with the ``logits_chunk_tokens`` of ``ops``; ``temperature`` is that of
-        the rollouts, by which logits are divided; responses that ended for one of
-        ``masked_reasons`` do not train.
+    policy: MegatronPolicy
+    """Built with the ``logits_chunk_tokens`` of ``ops``."""
+    config: AlgorithmConfig
+    ops: OpsConfig
+    temperature: float
+    """That of the rollouts, by which logits are divided."""
+    staleness: StalenessConfig
+    shape: SplitShape
+    masked_reasons: Set[FinishReason] = frozenset()
+    """Responses that ended for one of these do not train."""
+    dump: TokenDump | None = None
 
-        Raises:
-            UserCodeError: The objective or the advantage cannot be used.
-        """
-        self._policy = policy
-        self._config = config
-        self._groups = policy.groups
-        self._advantages = Advantages(config.advantage)
-        self._staleness = staleness
-        self._shape = shape
-        self._masked_reasons = masked_reasons
-        self._dump = dump
-        self._output = PolicyOutput.of(policy, ops, temperature)
-        self._stage = LossStage(config, self._output, policy.groups)
-
-    @property
-    def kernels_name(self) -> str:
-        """Which kernels the loss stage runs: ``cpu``, ``cuda`` or ``reference``."""
-        return self._output.kernels.name
+    def __post_init__(self) -> None:
+        self._groups = self.policy.groups
+        self._advantages = Advantages(self.config.advantage)
+        self.output = PolicyOutput.of(self.policy, self.ops, self.temperature)
+        self._stage = LossStage(self.config, self.output, self._groups)
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
@@ -107,49 +93,54 @@ class BatchTrainer:
             ValueError: The batch does not fit the configuration, the objective refuses an update,
                 or, with ``on_nonfinite: raise``, a value is not finite; it is named with its place.
         """
+        masked = self.masked_reasons
         updates = split_step(
-            batch,
-            self._advantages,
-            self._config,
-            self._staleness,
-            self._shape,
-            masked_reasons=self._masked_reasons,
+            batch, self._advantages, self.config, self.staleness, self.shape, masked_reasons=masked
         )
-        updates_before = self._policy.num_updates
+        updates_before = self.policy.num_updates
         first_pass: list[TokenLogprobs] | None = None
-        if self._config.behaviour == "recomputed":
+        if self.config.behaviour == "recomputed":
             passes = [self._recompute_behaviour(u, len(batch.samples)) for u in updates]
             updates = tuple(update for update, _ in passes)
             first_pass = passes[0][1]  # it ran with the weights of the first update
             del passes
         outcomes = []
-        for number in range(self._config.epochs * len(updates)):
+        for number in range(self.config.epochs * len(updates)):
             update = updates[number % len(updates)]
             # Counted from the batch's version, so that ages are those of the run that made it.
-            made = self._policy.num_updates - updates_before
-            same_weights = self._policy.num_updates == batch.version
+            made = self.policy.num_updates - updates_before
+            same_weights = self.policy.num_updates == batch.version
             context = UpdateContext(
                 num_updates=batch.version + made,
                 rollout_version=batch.version if same_weights else None,
             )
             outcome, tokens = self._update(batch, update, context, None if number else first_pass)
             outcomes.append(outcome)
-            if self._dump is not None and self._dump.is_due(batch.step):
+            if self.dump is not None and self.dump.is_due(batch.step):
                 with fail_together(self._groups):
-                    self._dump.write(tokens, batch.step, number, self._groups)
-        return self._read(outcomes)
+                    self.dump.write(tokens, batch.step, number, self._groups)
+        # One copy brings the measurements of the step to the host.
+        measurements = [o.measurement for o in outcomes if o.measurement is not None]
+        measured = iter(read_measurements(measurements, self._stage))
+        results = []
+        for outcome in outcomes:
+            result = UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
+            if outcome.measurement is not None:
+                result = replace(next(measured), grad_norm=outcome.grad_norm)
+            results.append(replace(result, sums=result.sums | outcome.sums))
+        return results
 
     def _recompute_behaviour(
         self, update: SplitUpdate, num_samples: int
     ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
         """Replace μ by the trainer's own log-probs at the start of the step; returns these too."""
-        policy = self._policy.forward_only(update.micro_batches, self._output.read)
+        policy = self.policy.forward_only(update.micro_batches, self.output.read)
         if not update.micro_batches or not self._groups.is_last_stage:
             return update, policy
         micro_batches = with_recomputed_behaviour(
             update.micro_batches,
             [logprob_T for logprob_T, _ in policy],
-            self._config.correction,
+            self.config.correction,
             num_samples=num_samples,
             context_group=self._groups.context,
         )
@@ -164,13 +155,13 @@ class BatchTrainer:
     ) -> tuple[_Outcome, Tokens]:
         """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
         stage = self._stage
-        trains_all = self._config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
+        trains_all = self.config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
         if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
             return _Outcome(update.counts), ()
         collected = Collected(update.micro_batches)
         if stage.collects:
             if policy is None:
-                policy = self._policy.forward_only(update.micro_batches, self._output.read)
+                policy = self.policy.forward_only(update.micro_batches, self.output.read)
             if self._groups.is_last_stage:
                 size = len(batch.samples)
                 collected = stage.collect(policy, update.micro_batches, context, num_samples=size)
@@ -179,7 +170,7 @@ class BatchTrainer:
         def loss_fn(output: Tensor, micro_batch: MicroBatch) -> LossOutput[TokenReport]:
             return LossOutput(*stage.loss(output, micro_batch, decision=decision, context=context))
 
-        reports = self._policy.forward_backward(micro_batches, loss_fn)
+        reports = self.policy.forward_backward(micro_batches, loss_fn)
         measurement = reduce_reports(
             reports,
             collected.faults,
@@ -187,7 +178,7 @@ class BatchTrainer:
             self._groups,
             num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
         )
-        made = self._policy.optimizer_step(find_faults(measurement, stage))
+        made = self.policy.optimizer_step(find_faults(measurement, stage))
         if not made.applied:
             return _Outcome(self._skip(batch, update, reports, measurement, made)), ()
         tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
@@ -205,7 +196,7 @@ class BatchTrainer:
         nonfinite_tokens, nonfinite_losses, refused_decisions = made.faults
         if nonfinite_tokens == 0 and refused_decisions > 0:
             raise ValueError(f"step {batch.step}: {_explain_refusal(measurement, self._stage)}")
-        if self._config.on_nonfinite == "skip_update":
+        if self.config.on_nonfinite == "skip_update":
             if nonfinite_tokens > 0:
                 return update.counts | {"nonfinite_tokens": nonfinite_tokens}
             return update.counts | update.packing
@@ -220,7 +211,7 @@ class BatchTrainer:
             )
         if nonfinite_losses > 0:
             raise ValueError(
-                f"step {batch.step}: algorithm.objective '{self._config.objective}' gave "
+                f"step {batch.step}: algorithm.objective '{self.config.objective}' gave "
                 f"{nonfinite_losses:.0f} tokens with finite values a loss or gradient "
                 "that is NaN or infinite; guard its divisions, logarithms and exponentials"
             )
@@ -229,18 +220,6 @@ class BatchTrainer:
             "log-prob is finite; lower optimizer.lr, or set "
             "algorithm.on_nonfinite=skip_update to go on without such updates"
         )
-
-    def _read(self, outcomes: list[_Outcome]) -> list[UpdateResult]:
-        """Bring the measurements of a step to the host, in one copy."""
-        made = [outcome.measurement for outcome in outcomes if outcome.measurement is not None]
-        measured = iter(read_measurements(made, self._stage))
-        results = []
-        for outcome in outcomes:
-            result = UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
-            if outcome.measurement is not None:
-                result = replace(next(measured), grad_norm=outcome.grad_norm)
-            results.append(replace(result, sums=result.sums | outcome.sums))
-        return results
 
 
 def reduce_reports(

@@ -160,9 +160,9 @@ def _one_update(
         }
     )
     trainer = BatchTrainer(
-        policy,
-        config,
-        ops,
+        policy=policy,
+        config=config,
+        ops=ops,
         temperature=0.7,
         staleness=staleness,
         shape=split_shape(
