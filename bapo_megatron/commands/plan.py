@@ -16,7 +16,7 @@ from rich.table import Table
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.layout import Layout, chunk_parameters
-from bapo_megatron.planning.plan import ESTIMATED, LayoutEstimate, Plan, PlanOptions, make_plan
+from bapo_megatron.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say, uncut_console
 
@@ -88,28 +88,19 @@ def command(
 
 def _read_architecture(model_path: Path, config_file: Path | None) -> HfConfig:
     """Read the model's config.json, ``config_file`` if given; nothing else of it is needed."""
+    path = config_file or model_path / "config.json"
+    if path.is_file():
+        return read_hf_config_file(path)
     if config_file is not None:
-        if not config_file.is_file():
-            raise ValueError(f"--model-config: no such file '{config_file}'; give a config.json")
-        return read_hf_config_file(config_file)
-    path = model_path / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model.path: '{model_path}' has no config.json; download that file of the model to it "
-            "(hf download OWNER/MODEL config.json --local-dir DIRECTORY), or give --model-config "
-            "FILE"
-        )
-    return read_hf_config_file(path)
+        raise ValueError(f"--model-config: no such file '{config_file}'; give a config.json")
+    raise ValueError(
+        f"model.path: '{model_path}' has no config.json; download that file of the model to it "
+        "(hf download OWNER/MODEL config.json --local-dir DIRECTORY), or give --model-config FILE"
+    )
 
 
 def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
-    """Build every stage on the meta device and compare.
-
-    Imports Megatron, and leaves this process unfit for a GPU.
-
-    Raises:
-        RuntimeError: A number differs: a defect of the plan.
-    """
+    """Build every stage on the meta device, which leaves this process unfit for a GPU; compare."""
     from bapo_megatron.policy.quiet import ignore_known_warnings
 
     ignore_known_warnings()  # before megatron is imported
@@ -125,13 +116,16 @@ def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
+    gpus, hours = plan.layout.gpus + plan.assumptions.rollout_gpus, plan.gpu_hours_per_step
     for part in (
         *_head(plan),
         _memory_table(plan),
         *_verdicts(plan),
         ESTIMATED,
-        _messages_table(plan),
+        _traffic_table(plan),
         _phases_table(plan),
+        f"GPU-hours of {gpus} GPUs: {_number(hours)} per step, {_number(hours * plan.steps)} in "
+        f"{plan.steps:,} steps",
         _layouts_table(plan),
         *_assumptions(plan),
     ):
@@ -192,25 +186,13 @@ def _verdicts(plan: Plan) -> list[str]:
     ]
 
 
-def _messages_table(plan: Plan) -> Table:
-    table = _table(
-        "Collectives of a step, as one GPU sends them",
-        *("collective", "over", "link", "operation", ">times", ">MB each", ">GB/step", "hidden by"),
-    )
-    for message in plan.messages:
-        collective = message.collective
-        table.add_row(
-            collective.name,
-            f"{collective.group} {collective.ranks}",
-            "node" if collective.within_node else "network",
-            collective.operation,
-            f"{message.per_step * collective.count:,.0f}",
-            _number(collective.tensor_bytes / 1e6),
-            _number(message.bytes_per_step / 1e9),
-            "" if collective.hidden_by == "nothing" else collective.hidden_by,
-        )
-    if not plan.messages:
-        table.add_row("none: one GPU")
+def _traffic_table(plan: Plan) -> Table:
+    node_gpus = plan.assumptions.node_gpus
+    table = _table("GB one GPU sends in a step", "group", ">ranks", "link", ">GB")
+    for group, sent_bytes in plan.sent_bytes.items():
+        link = "node" if plan.layout.within_node(group, node_gpus) else "network"
+        ranks = str(plan.layout.group_ranks[group])
+        table.add_row(group, ranks, link, _number(sent_bytes / 1e9))
     return table
 
 
@@ -234,32 +216,24 @@ def _layouts_table(plan: Plan) -> Table:
         *("", ">tensor", ">pipeline", ">virtual", ">context", ">data", "recompute", ">GB", "fits"),
         *(">bubble", ">training s"),
     )
-    for estimate in _shown_layouts(plan):
-        layout = estimate.layout
-        table.add_row(
-            "→" if estimate.is_configured else "",
-            f"{layout.tensor}{' seq' if layout.sequence else ''}",
-            *map(str, (layout.pipeline, layout.virtual, layout.context, layout.data)),
-            estimate.recompute,
-            _gb(estimate.memory_bytes),
-            "yes" if estimate.fits else "no",
-            f"{estimate.bubble_share:.0%}",
-            _number(estimate.training_s),
-        )
-    return table
-
-
-def _shown_layouts(plan: Plan) -> list[LayoutEstimate]:
-    """The fastest, each with its best number of chunks per stage, and the configured one."""
-    shown: list[LayoutEstimate] = []
     seen = set()
     for estimate in plan.layouts:
         layout = estimate.layout
         sizes = (layout.tensor, layout.pipeline, layout.context, layout.data)
-        if estimate.is_configured or (sizes not in seen and len(shown) < MAX_LAYOUTS):
-            shown.append(estimate)
+        # Of equal sizes the best number of chunks per stage.
+        if estimate.is_configured or (sizes not in seen and table.row_count < MAX_LAYOUTS):
+            table.add_row(
+                "→" if estimate.is_configured else "",
+                f"{layout.tensor}{' seq' if layout.sequence else ''}",
+                *map(str, (layout.pipeline, layout.virtual, layout.context, layout.data)),
+                estimate.recompute,
+                _gb(estimate.memory_bytes),
+                "yes" if estimate.fits else "no",
+                f"{estimate.bubble_share:.0%}",
+                _number(estimate.training_s),
+            )
         seen.add(sizes)
-    return shown
+    return table
 
 
 def _assumptions(plan: Plan) -> list[str]:

@@ -75,6 +75,21 @@ class Assumptions:
     rollout_tokens_per_s: float | None
     """Rate of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""
 
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one GPU without the reserve."""
+        return self.gpu_memory_bytes - self.reserve_bytes
+
+    @property
+    def reached_flops(self) -> float:
+        """Operations per second of one GPU."""
+        return self.peak_flops * self.mfu_share
+
+    @property
+    def reached_memory_bytes_per_s(self) -> float:
+        """Bandwidth of one GPU's memory."""
+        return self.memory_bytes_per_s * self.memory_share
+
     def link_bytes_per_s(self, *, within_node: bool) -> float:
         """Bandwidth that one GPU reaches, one direction."""
         link = self.node_link_bytes_per_s if within_node else self.network_bytes_per_s

@@ -4,11 +4,15 @@ Parameters are counted exactly: they are those of the model that Megatron builds
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.hf_config import HfConfig, check_division, padded_vocab_size
+
+Group = Literal["tensor", "context", "pipeline", "data"]
 
 MAX_VIRTUAL = 8
 """Limit of chunks per stage in listed layouts."""
@@ -51,28 +55,29 @@ class Layout:
         """Ranks that divide the tokens between matrix products."""
         return self.tensor if self.sequence else 1
 
-    @property
-    def chunks(self) -> int:
-        """Chunks of layers of the whole model."""
-        return self.pipeline * self.virtual
-
     def layers_per_chunk(self, hf: HfConfig) -> int:
         """Layers of each chunk."""
-        return hf.num_layers // self.chunks
+        return hf.num_layers // (self.pipeline * self.virtual)
 
-    def within_node(self, group: str, node_gpus: int) -> bool:
-        """Whether the ranks of a group (``tensor``, ``context``, …) share one node.
+    @property
+    def group_ranks(self) -> dict[Group, int]:
+        """Ranks of each group, where ``data`` has those that sum gradients: data × context."""
+        return {
+            "tensor": self.tensor,
+            "context": self.context,
+            "pipeline": self.pipeline,
+            "data": self.replicas,
+        }
 
-        They span as many ranks as the product of their own size and those of the groups before.
-        """
-        span = self.tensor
-        if group != "tensor":
-            span *= self.context
-        if group in ("data", "pipeline"):
-            span *= self.data
-        if group == "pipeline":
-            span *= self.pipeline
-        return span <= node_gpus
+    def within_node(self, group: Group, node_gpus: int) -> bool:
+        """Whether the ranks of a group share one node, counted from its first to its last."""
+        span = {
+            "tensor": self.tensor,
+            "context": self.tensor * self.context,
+            "data": self.tensor * self.replicas,
+            "pipeline": self.gpus,
+        }
+        return span[group] <= node_gpus
 
 
 def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
@@ -104,11 +109,8 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
     Tensor parallel stays within a node, since its messages are between the products of every layer;
     it is listed with sequence parallel, which costs nothing.
 
-    Args:
-        hf: The architecture.
-        gpus: GPUs to use, all of them.
-        node_gpus: GPUs of a node.
-        max_data: Samples of an update: more data-parallel ranks would have nothing to do.
+    ``max_data`` is the number of samples of an update: more data-parallel ranks would have nothing
+    to do.
     """
     divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
     for tensor, pipeline, context in product(divisors, repeat=3):
@@ -117,16 +119,9 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
             continue
         for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
             layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
-            if _allows(hf, layout):
+            with suppress(ValueError):  # the model cannot be divided so
+                check_division(hf, layout.parallel)
                 yield layout
-
-
-def _allows(hf: HfConfig, layout: Layout) -> bool:
-    try:
-        check_division(hf, layout.parallel)
-    except ValueError:
-        return False
-    return True
 
 
 def layer_parameters(hf: HfConfig, tensor: int) -> int:

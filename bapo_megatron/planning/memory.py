@@ -19,14 +19,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bapo_megatron.config.check import check_heads
-from bapo_megatron.config.megatron import MegatronConfig
-from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.planning.hardware import Assumptions, LayerKind
 from bapo_megatron.planning.layout import Layout, model_parameters, stage_parameters
-from bapo_megatron.planning.workload import Workload
-from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
+from bapo_megatron.planning.workload import Scenario, Workload
+from bapo_megatron.policy.hf_config import padded_vocab_size
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32_BYTES = 4
 
 
@@ -59,133 +55,76 @@ class StageMemory:
         return fixed + self.activations_bytes + max(self.logits_bytes, self.workspace_bytes)
 
 
-def plan_memory(
-    config: RunConfig,
-    hf: HfConfig,
-    layout: Layout,
-    megatron: MegatronConfig,
-    workload: Workload,
-    assumptions: Assumptions,
-) -> list[StageMemory]:
-    """Return the memory of a GPU of each pipeline stage.
-
-    Args:
-        config: The run.
-        hf: The model.
-        layout: How ranks divide it.
-        megatron: The section to plan with (other recomputation than the configured one, say).
-        workload: The step in this layout.
-        assumptions: Which layers run.
-    """
-    element_bytes = ELEMENT_BYTES[config.model.dtype]
-    shape = Shape(hf, layout, element_bytes, assumptions.layers)
-    chunk = chunk_bytes(shape, megatron.recompute, megatron.recompute_layers)
-    layers = layout.layers_per_chunk(hf)
+def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
+    """Return the memory of a GPU of each pipeline stage."""
+    layout, megatron, tokens = case.layout, case.config.megatron, work.max_micro_batch_tokens
+    chunk = chunk_bytes(case)
+    layers = layout.layers_per_chunk(case.hf)
     chunk *= max(0, layers - megatron.activation_offload_layers) / layers
-    if layout.pipeline > 1 and assumptions.layers == "local":
-        chunk += shape.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
-    returning = recomputed_bytes(shape, megatron.recompute, megatron.recompute_layers)
-    tokens = workload.max_micro_batch_tokens
+    if layout.pipeline > 1 and case.assumptions.layers == "local":
+        chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
+    passing = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
+    head_bytes = logits_bytes(case, tokens)
+    # Master weights, unless the weights are float32 themselves, and two moments.
+    copies = 3 if case.element_bytes < FLOAT32_BYTES else 2
+    state_bytes = FLOAT32_BYTES * copies * (1 - megatron.optimizer_offload_share)
     stages = []
     for stage in range(layout.pipeline):
-        parameters = stage_parameters(hf, layout, stage)
-        in_flight = chunks_in_flight(layout, stage, workload.micro_batches)
-        is_last = stage == layout.pipeline - 1
+        parameters = stage_parameters(case.hf, layout, stage)
+        in_flight = chunks_in_flight(layout, stage, work.micro_batches)
         stages.append(
             StageMemory(
                 stage=stage,
                 parameters=parameters,
-                weights_bytes=element_bytes * parameters,
+                weights_bytes=case.element_bytes * parameters,
                 gradients_bytes=FLOAT32_BYTES * parameters,
-                optimizer_bytes=_optimizer_bytes(parameters, element_bytes, layout, megatron),
+                optimizer_bytes=state_bytes * parameters / case.optimizer_ranks,
                 chunks_in_flight=in_flight,
                 activations_bytes=in_flight * chunk * tokens,
-                logits_bytes=(
-                    logits_bytes(shape, tokens, config.ops.logits_chunk_tokens) if is_last else 0.0
-                ),
-                workspace_bytes=(returning + workspace_bytes(shape)) * tokens,
+                logits_bytes=head_bytes if stage == layout.pipeline - 1 else 0.0,
+                workspace_bytes=passing,
             )
         )
     return stages
 
 
-def worst_stage(stages: list[StageMemory]) -> StageMemory:
-    """Return the stage that needs most."""
-    return max(stages, key=lambda stage: stage.total_bytes)
-
-
-def fits(stages: list[StageMemory], assumptions: Assumptions) -> bool:
-    """Return whether every stage leaves the reserve free."""
-    room = assumptions.gpu_memory_bytes - assumptions.reserve_bytes
-    return worst_stage(stages).total_bytes <= room
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model in a layout: everything that the bytes of one token depend on."""
-
-    hf: HfConfig
-    layout: Layout
-    element_bytes: int
-    layers: LayerKind
-
-    @property
-    def hidden_bytes(self) -> float:
-        """One hidden state of a token, where sequence parallel divides: e·h/s."""
-        return self.element_bytes * self.hf.hidden_size / self.layout.sequence_ranks
-
-    @property
-    def whole_hidden_bytes(self) -> int:
-        """One hidden state of a token as matrix products take it: e·h."""
-        return self.element_bytes * self.hf.hidden_size
-
-    def divided_bytes(self, channels: int) -> int:
-        """Bytes of channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
-        return self.element_bytes * channels // self.layout.tensor
-
-
-def chunk_bytes(
-    shape: Shape, recompute: Literal["none", "selective", "full"], recompute_layers: int
-) -> float:
+def chunk_bytes(case: Scenario) -> float:
     """Return what the layers of one chunk keep of a token between its two passes.
 
-    ``full`` keeps the input of each block of ``recompute_layers`` layers.
+    ``recompute: full`` keeps the input of each block of ``recompute_layers`` layers.
     """
-    layers = shape.layout.layers_per_chunk(shape.hf)
-    if recompute == "full":
-        return -(-layers // recompute_layers) * shape.hidden_bytes
-    return layers * layer_bytes(shape, recompute)
+    megatron, layers = case.config.megatron, case.layout.layers_per_chunk(case.hf)
+    if megatron.recompute == "full":
+        return -(-layers // megatron.recompute_layers) * case.hidden_bytes
+    return layers * layer_bytes(case, megatron.recompute)
 
 
-def recomputed_bytes(
-    shape: Shape, recompute: Literal["none", "selective", "full"], recompute_layers: int
-) -> float:
+def recomputed_bytes(case: Scenario) -> float:
     """Return what comes back of a token for a while in the backward pass: one block of layers."""
-    if recompute == "full":
-        block = min(recompute_layers, shape.layout.layers_per_chunk(shape.hf))
-        return block * layer_bytes(shape, "none")
-    if recompute == "selective":
-        return layer_bytes(shape, "none") - layer_bytes(shape, "selective")
-    return 0.0
+    megatron = case.config.megatron
+    if megatron.recompute == "full":
+        block = min(megatron.recompute_layers, case.layout.layers_per_chunk(case.hf))
+        return block * layer_bytes(case, "none")
+    return layer_bytes(case, "none") - layer_bytes(case, megatron.recompute)
 
 
-def layer_bytes(shape: Shape, recompute: Literal["none", "selective"]) -> float:
+def layer_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> float:
     """Return the bytes that one layer keeps of each token: the sum of ``layer_tensors``."""
-    return sum(layer_tensors(shape, recompute).values())
+    return sum(layer_tensors(case, recompute).values())
 
 
-def layer_tensors(shape: Shape, recompute: Literal["none", "selective"]) -> dict[str, float]:
+def layer_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> dict[str, float]:
     """Return the bytes that one layer keeps of each token, by what they are.
 
     The output of the QKV product lives on through the values, which are a part of it; queries and
     keys are kept once more after their rotation.
     """
-    hf = shape.hf
-    query = shape.divided_bytes(hf.num_heads * hf.head_dim)
-    key = shape.divided_bytes(hf.num_kv_heads * hf.head_dim)
-    mlp = shape.divided_bytes(hf.intermediate_size)
+    hf = case.hf
+    query = case.divided_bytes(hf.num_heads * hf.head_dim)
+    key = case.divided_bytes(hf.num_kv_heads * hf.head_dim)
+    mlp = case.divided_bytes(hf.intermediate_size)
     tensors = {
-        "norms and inputs of the two products": 2 * norm_bytes(shape),
+        "norms and inputs of the two products": 2 * norm_bytes(case),
         "queries, keys, values": query + 2 * key,
         "rotated queries, keys": query + key,
         "attention's output": query,
@@ -193,55 +132,55 @@ def layer_tensors(shape: Shape, recompute: Literal["none", "selective"]) -> dict
         "input of the down product": mlp,
     }
     if hf.qk_norm:
-        tensors["norms of queries and keys"] = _head_norm_bytes(shape)
-    if shape.layers == "local":
-        tensors["cosines and sines"] = 4 * shape.element_bytes * hf.head_dim
+        tensors["norms of queries and keys"] = _head_norm_bytes(case)
+    if case.assumptions.layers == "local":
+        tensors["cosines and sines"] = 4 * case.element_bytes * hf.head_dim
         tensors["silu(gate), up"] = 2 * mlp
         if recompute == "none":
             tensors["attention's output, by sequence"] = query
     if recompute == "none":
-        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // shape.layout.tensor)
+        tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // case.layout.tensor)
     return tensors
 
 
-def norm_bytes(shape: Shape) -> float:
+def norm_bytes(case: Scenario) -> float:
     """Return what a norm and the product after it keep of a token, over the hidden states.
 
     Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
     Local: the input in float32, the normalised value (for the norm's weight), the product's input.
     """
-    ranks = shape.layout.sequence_ranks
-    if shape.layers == "transformer-engine":
-        return 2 * shape.hidden_bytes + FLOAT32_BYTES / ranks
-    in_float32 = FLOAT32_BYTES * (shape.hf.hidden_size + 1) / ranks
-    return in_float32 + 2 * shape.hidden_bytes
+    ranks = case.layout.sequence_ranks
+    if case.assumptions.layers == "transformer-engine":
+        return 2 * case.hidden_bytes + FLOAT32_BYTES / ranks
+    in_float32 = FLOAT32_BYTES * (case.hf.hidden_size + 1) / ranks
+    return in_float32 + 2 * case.hidden_bytes
 
 
-def _head_norm_bytes(shape: Shape) -> float:
+def _head_norm_bytes(case: Scenario) -> float:
     """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output.
 
     Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
     kept. Local: input in float32, and output.
     """
-    num_heads = shape.hf.num_heads + shape.hf.num_kv_heads
-    heads = num_heads // shape.layout.tensor
-    kept = shape.divided_bytes(num_heads * shape.hf.head_dim) + FLOAT32_BYTES * heads
-    if shape.layers == "local":
-        kept += FLOAT32_BYTES * heads * shape.hf.head_dim
+    num_heads = case.hf.num_heads + case.hf.num_kv_heads
+    heads = num_heads // case.layout.tensor
+    kept = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
+    if case.assumptions.layers == "local":
+        kept += FLOAT32_BYTES * heads * case.hf.head_dim
     return kept
 
 
-def workspace_bytes(shape: Shape) -> float:
+def workspace_bytes(case: Scenario) -> float:
     """Return what the backward pass of one layer holds of a token beside what was kept.
 
     In the MLP: the gradients of the down product's input (f) and of gate and up (2f), the gathered
     input of the gate and up product and its gradient (h each), and the residual's gradient.
     """
-    mlp = shape.divided_bytes(shape.hf.intermediate_size)
-    return 3 * mlp + 2 * shape.whole_hidden_bytes + shape.hidden_bytes
+    mlp = case.divided_bytes(case.hf.intermediate_size)
+    return 3 * mlp + 2 * case.whole_hidden_bytes + case.hidden_bytes
 
 
-def logits_bytes(shape: Shape, tokens: int, chunk_tokens: int) -> float:
+def logits_bytes(case: Scenario, tokens: int) -> float:
     """Return what the last stage's head and loss hold for a micro-batch of ``tokens``.
 
     All logits at once: [N, V/t] in the model's type, in whose memory their gradient is made, beside
@@ -251,17 +190,17 @@ def logits_bytes(shape: Shape, tokens: int, chunk_tokens: int) -> float:
     Chunked (``ops.logits_chunk_tokens``): logits of a chunk, the gathered hidden states, their
     gradient in float32, and the parts of both that belong to the chunk.
     """
-    hidden, layout = shape.hf.hidden_size, shape.layout
-    row = shape.divided_bytes(padded_vocab_size(shape.hf.vocab_size, layout.tensor))
-    final_norm = tokens * norm_bytes(shape)
-    gathered = tokens * shape.whole_hidden_bytes if layout.sequence_ranks > 1 else 0
-    if chunk_tokens:
-        chunk = min(chunk_tokens, tokens)
-        gradient = FLOAT32_BYTES * tokens * hidden + tokens * shape.hidden_bytes
-        parts = chunk * (shape.whole_hidden_bytes + FLOAT32_BYTES * hidden)
+    hidden, layout = case.hf.hidden_size, case.layout
+    row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, layout.tensor))
+    final_norm = tokens * norm_bytes(case)
+    gathered = tokens * case.whole_hidden_bytes if layout.sequence_ranks > 1 else 0
+    if case.config.ops.logits_chunk_tokens:
+        chunk = min(case.config.ops.logits_chunk_tokens, tokens)
+        gradient = FLOAT32_BYTES * tokens * hidden + tokens * case.hidden_bytes
+        parts = chunk * (case.whole_hidden_bytes + FLOAT32_BYTES * hidden)
         return final_norm + gathered + gradient + parts + chunk * row
     weight_gradient = row * hidden
-    input_gradient = tokens * shape.whole_hidden_bytes
+    input_gradient = tokens * case.whole_hidden_bytes
     return final_norm + gathered + input_gradient + weight_gradient + tokens * row
 
 
@@ -277,16 +216,6 @@ def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     behind = layout.pipeline - 1 - stage
     warm_up = behind if layout.virtual == 1 else 2 * behind + (layout.virtual - 1) * layout.pipeline
     return min(warm_up + 1, micro_batches * layout.virtual)
-
-
-def _optimizer_bytes(
-    parameters: int, element_bytes: int, layout: Layout, megatron: MegatronConfig
-) -> float:
-    """Master weights (unless the weights are float32 themselves) and two moments, on the GPU."""
-    per_parameter = FLOAT32_BYTES * (3 if element_bytes < FLOAT32_BYTES else 2)
-    ranks = layout.replicas if megatron.distributed_optimizer else 1
-    on_gpu = 1 - megatron.optimizer_offload_share
-    return per_parameter * parameters / ranks * on_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,56 +236,44 @@ class RolloutMemory:
     """Sequences of the greatest length that fit."""
 
 
-def plan_rollout_memory(config: RunConfig, hf: HfConfig, assumptions: Assumptions) -> RolloutMemory:
+def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
     A server has ``rollout.server.tensor`` GPUs, or twice, four times, … as many where that leaves
-    no room for the longest sequence: servers that run elsewhere are sized there.
+    no room for the longest sequence: servers that run elsewhere are sized there. Its GPUs divide
+    weights, keys and values: 2 · layers · key channels · element bytes of each token.
 
     Raises:
         ValueError: The server cannot be divided so, or no node has room for one sequence.
     """
-    gpus = config.rollout.server.tensor
+    hf, server, assumptions = case.hf, case.config.rollout.server, case.assumptions
+    longest = case.config.data.max_prompt_tokens + case.config.rollout.max_response_tokens
+    running = assumptions.prompt_tokens + assumptions.response_tokens / 2
+    gpus = server.tensor
     check_heads(hf.division_fields, "rollout.server.tensor", gpus)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     while True:
-        memory = _server_memory(config, hf, assumptions, gpus)
-        if memory.kv_cache_tokens >= longest:
-            return memory
+        weights = case.element_bytes * model_parameters(hf) / gpus
+        per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * case.element_bytes / gpus
+        cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
+        tokens = int(cache // per_token)
+        if server.max_total_tokens is not None and server.max_total_tokens < tokens:
+            tokens = server.max_total_tokens
+            cache = tokens * per_token
+        if tokens >= longest:
+            return RolloutMemory(
+                gpus_per_server=gpus,
+                weights_bytes=weights,
+                kv_bytes_per_token=per_token,
+                kv_cache_bytes=cache,
+                kv_cache_tokens=tokens,
+                mean_sequences=int(tokens // running),
+                longest_sequences=tokens // longest,
+            )
         gpus *= 2
         if gpus > assumptions.node_gpus or hf.num_kv_heads % gpus:
             raise ValueError(
-                f"rollout.server.mem_fraction: {config.rollout.server.mem_fraction} of "
-                f"{gpus // 2} GPUs leaves room for the keys and values of "
-                f"{memory.kv_cache_tokens} tokens, fewer than one sequence of {longest}; raise it, "
-                "lower rollout.max_response_tokens, or plan with another --gpu"
+                f"rollout.server.mem_fraction: {server.mem_fraction} of {gpus // 2} GPUs leaves "
+                f"room for the keys and values of {tokens} tokens, fewer than one sequence of "
+                f"{longest}; raise it, lower rollout.max_response_tokens, or plan with another "
+                "--gpu"
             )
-
-
-def _server_memory(
-    config: RunConfig, hf: HfConfig, assumptions: Assumptions, gpus: int
-) -> RolloutMemory:
-    """Memory of a server of ``gpus`` GPUs, which divide weights, keys and values.
-
-    Keys and values of a token take 2 · layers · key channels · element bytes.
-    """
-    server = config.rollout.server
-    element_bytes = ELEMENT_BYTES[config.model.dtype]
-    weights = element_bytes * model_parameters(hf) / gpus
-    per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * element_bytes / gpus
-    cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
-    tokens = int(cache // per_token)
-    if server.max_total_tokens is not None and server.max_total_tokens < tokens:
-        tokens = server.max_total_tokens
-        cache = tokens * per_token
-    running = assumptions.prompt_tokens + assumptions.response_tokens / 2
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return RolloutMemory(
-        gpus_per_server=gpus,
-        weights_bytes=weights,
-        kv_bytes_per_token=per_token,
-        kv_cache_bytes=cache,
-        kv_cache_tokens=tokens,
-        mean_sequences=int(tokens // running),
-        longest_sequences=tokens // longest,
-    )

@@ -1,33 +1,20 @@
 """A plan: what a configuration needs and how long a step takes, beside every other layout."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.hardware import Assumptions, LayerKind, find_gpu, peak_flops
 from bapo_megatron.planning.layout import (
+    Group,
     Layout,
     configured_layout,
     model_parameters,
     possible_layouts,
 )
-from bapo_megatron.planning.memory import (
-    RolloutMemory,
-    StageMemory,
-    fits,
-    plan_memory,
-    plan_rollout_memory,
-    worst_stage,
-)
-from bapo_megatron.planning.timing import (
-    Collective,
-    Messages,
-    PhaseTime,
-    rollout_time,
-    training_time,
-    weight_sync_time,
-)
-from bapo_megatron.planning.workload import Workload, check_lengths, plan_workload
+from bapo_megatron.planning.memory import RolloutMemory, StageMemory, plan_memory, rollout_memory
+from bapo_megatron.planning.timing import PhaseTime, rollout_time, training_time, weight_sync_time
+from bapo_megatron.planning.workload import Scenario, Workload, forward_passes, plan_workload
 from bapo_megatron.policy.hf_config import HfConfig, check_division
 
 ESTIMATED = (
@@ -36,7 +23,6 @@ ESTIMATED = (
 )
 """Printed above the tables and written into the JSON."""
 
-PROMPT_TOKENS = 256
 RECOMPUTE_CHOICES = ("none", "full")
 """What other layouts are tried with, cheapest first: ``selective`` saves next to nothing where
 attention keeps no scores."""
@@ -44,24 +30,18 @@ attention keeps no scores."""
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Inputs beyond the configuration; None: a default that the plan states."""
+    """Options of the command, whose help tells what None stands for."""
 
     gpus: int | None = None
-    """Trainer GPUs; None: those of one replica."""
     gpu: str = "H100"
     gpu_memory_gb: float | None = None
-    """None: the GPU's own."""
     node_gpus: int = 8
     mfu_share: float = 0.4
     layers: LayerKind = "transformer-engine"
     prompt_tokens: int | None = None
-    """Mean; None: 256, or the longest allowed if that is less."""
     response_tokens: int | None = None
-    """Mean; None: half of the longest allowed."""
     rollout_gpus: int | None = None
-    """None: those of ``rollout.servers``, else as many as the trainer has."""
     rollout_tokens_per_s: float | None = None
-    """Rate of one rollout GPU; None: estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +61,6 @@ class LayoutEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMessages:
-    """One kind of collective over a step."""
-
-    collective: Collective
-    per_step: float
-    """How many times ``collective.count`` a step has."""
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Bytes that one GPU sends per step."""
-        return self.per_step * self.collective.bytes_sent
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that the command prints."""
 
@@ -110,8 +76,9 @@ class Plan:
     rollout: RolloutMemory
     rollout_tokens_per_s: float
     """Rate of one rollout GPU."""
-    messages: list[StepMessages]
     phases: list[PhaseTime]
+    steps: int
+    """Of the whole run."""
     bubble_share: float
     layouts: list[LayoutEstimate]
     """Those that fit first, each group from the fastest; the configured one is among them."""
@@ -120,12 +87,23 @@ class Plan:
     @property
     def worst_stage(self) -> StageMemory:
         """The stage that needs most memory."""
-        return worst_stage(self.stages)
+        return max(self.stages, key=lambda stage: stage.total_bytes)
 
     @property
     def step_s(self) -> float:
         """All phases, one after the other."""
         return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def sent_bytes(self) -> dict[Group, float]:
+        """What one GPU sends in a step to the others of each group."""
+        groups = self.layout.group_ranks
+        return {g: sum(phase.sent_bytes.get(g, 0.0) for phase in self.phases) for g in groups}
+
+    @property
+    def gpu_hours_per_step(self) -> float:
+        """Of trainer and rollout GPUs."""
+        return self.step_s * (self.layout.gpus + self.assumptions.rollout_gpus) / 3600
 
     def to_json_dict(self) -> dict[str, Any]:
         """Every figure, with those that are derived."""
@@ -133,22 +111,17 @@ class Plan:
         plan["estimated"] = ESTIMATED
         plan["gpus"] = self.layout.gpus
         plan["step_s"] = self.step_s
+        plan["sent_bytes"] = self.sent_bytes
+        plan["gpu_hours_per_step"] = self.gpu_hours_per_step
+        plan["gpu_hours_per_run"] = self.gpu_hours_per_step * self.steps
         plan["worst_stage"] = self.worst_stage.stage
         for stage, values in zip(self.stages, plan["stages"], strict=True):
             values["total_bytes"] = stage.total_bytes
-        for message, values in zip(self.messages, plan["messages"], strict=True):
-            values["collective"]["bytes_sent"] = message.collective.bytes_sent
-            values["bytes_per_step"] = message.bytes_per_step
         return plan
 
 
 def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
-    """Plan a run.
-
-    Args:
-        config: The run; no file that it names is read.
-        hf: Its model.
-        options: Hardware and mean lengths.
+    """Plan a run; no file that ``config`` names is read.
 
     Raises:
         ValueError: A layout that does not divide model or GPUs, lengths that do not fit a
@@ -157,12 +130,13 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     """
     layout = configured_layout(config.parallel, options.gpus)
     check_division(hf, config.parallel)
-    check_lengths(config, options.prompt_tokens, options.response_tokens)
     assumptions = make_assumptions(config, layout.gpus, options)
-    rollout = plan_rollout_memory(config, hf, assumptions)
-    messages, stages = _lay_out(config, hf, layout, assumptions, config.megatron.recompute)
-    training, bubble_share = training_time(messages, stages)
-    rollout_phase, rate = rollout_time(messages, rollout)
+    case = Scenario(config, hf, layout, assumptions, forward_passes(config.algorithm))
+    rollout = rollout_memory(case)
+    workload = plan_workload(case)
+    stages = plan_memory(case, workload)
+    training, bubble_share = training_time(case, workload, stages)
+    rollout_phase, rate = rollout_time(case, workload, rollout)
     return Plan(
         name=config.name,
         model_type=hf.model_type,
@@ -170,16 +144,16 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         layout=layout,
         recompute=config.megatron.recompute,
         assumptions=assumptions,
-        workload=messages.workload,
+        workload=workload,
         stages=stages,
-        fits=fits(stages, assumptions),
+        fits=max(stage.total_bytes for stage in stages) <= assumptions.usable_bytes,
         rollout=rollout,
         rollout_tokens_per_s=rate,
-        messages=[StepMessages(c, messages.per_step(c)) for c in messages.all()],
-        phases=[rollout_phase, *training, weight_sync_time(messages)],
+        phases=[rollout_phase, *training, weight_sync_time(case)],
+        steps=config.train.steps,
         bubble_share=bubble_share,
-        layouts=_rank_layouts(config, hf, layout, assumptions),
-        notes=_notes(config, layout, assumptions, rollout),
+        layouts=_rank_layouts(case),
+        notes=_notes(case, rollout),
     )
 
 
@@ -187,12 +161,24 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
     """Fill in what neither the configuration nor the options say.
 
     Raises:
-        ValueError: An unknown GPU, or one that cannot run the configured number format.
+        ValueError: An unknown GPU, or one that cannot run the configured number format; a mean
+            length above the longest, or a longest sequence above a micro-batch.
     """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    for option, mean, key, longest in (
+        ("--prompt-tokens", options.prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("--response-tokens", options.response_tokens, "rollout.max_response_tokens", response),
+    ):
+        if mean is not None and mean > longest:
+            raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
+    room = config.train.max_tokens_per_micro_batch * config.parallel.context
+    if room < prompt + response:
+        raise ValueError(
+            "train.max_tokens_per_micro_batch × parallel.context: must hold data.max_prompt_tokens "
+            f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
+        )
     gpu = find_gpu(options.gpu)
     memory_gb = gpu.memory_gb if options.gpu_memory_gb is None else options.gpu_memory_gb
-    prompt = min(PROMPT_TOKENS, config.data.max_prompt_tokens)
-    response = max(1, config.rollout.max_response_tokens // 2)
     servers = len(config.rollout.servers) * config.rollout.server.tensor
     return Assumptions(
         gpu=gpu.name,
@@ -204,63 +190,55 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         node_gpus=options.node_gpus,
         node_link_bytes_per_s=gpu.node_link_bytes_per_s,
         network_bytes_per_s=gpu.network_bytes_per_s,
-        prompt_tokens=options.prompt_tokens or prompt,
-        response_tokens=options.response_tokens or response,
+        prompt_tokens=options.prompt_tokens or min(256, prompt),
+        response_tokens=options.response_tokens or max(1, response // 2),
         rollout_gpus=options.rollout_gpus or servers or gpus,
         rollout_tokens_per_s=options.rollout_tokens_per_s,
     )
 
 
-def _lay_out(
-    config: RunConfig, hf: HfConfig, layout: Layout, assumptions: Assumptions, recompute: str
-) -> tuple[Messages, list[StageMemory]]:
-    megatron = config.megatron.model_copy(update={"recompute": recompute})
-    workload = plan_workload(config, hf, layout, assumptions)
-    stages = plan_memory(config, hf, layout, megatron, workload, assumptions)
-    return Messages(config, hf, layout, megatron, workload, assumptions), stages
-
-
-def _rank_layouts(
-    config: RunConfig, hf: HfConfig, configured: Layout, assumptions: Assumptions
-) -> list[LayoutEstimate]:
+def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:
     """Every layout of these GPUs with the least recomputation that fits, and the configured one."""
-    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
-    chosen = (configured, config.megatron.recompute)
+    config, assumptions = configured.config, configured.assumptions
+    chosen = (configured.layout, config.megatron.recompute)
 
     def estimate(layout: Layout, recompute: str) -> LayoutEstimate:
-        messages, stages = _lay_out(config, hf, layout, assumptions, recompute)
-        phases, bubble_share = training_time(messages, stages)
+        megatron = config.megatron.model_copy(update={"recompute": recompute})
+        other = config.model_copy(update={"megatron": megatron})
+        case = replace(configured, layout=layout, config=other)
+        workload = plan_workload(case)
+        stages = plan_memory(case, workload)
+        phases, bubble_share = training_time(case, workload, stages)
+        memory_bytes = max(stage.total_bytes for stage in stages)
         return LayoutEstimate(
             layout=layout,
             recompute=recompute,
-            memory_bytes=worst_stage(stages).total_bytes,
-            fits=fits(stages, assumptions),
-            micro_batches=messages.workload.micro_batches,
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= assumptions.usable_bytes,
+            micro_batches=workload.micro_batches,
             bubble_share=bubble_share,
             training_s=sum(phase.seconds for phase in phases),
             is_configured=(layout, recompute) == chosen,
         )
 
     found = {}
+    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    max_data = samples // config.algorithm.updates_per_batch
     for layout in possible_layouts(
-        hf,
-        configured.gpus,
-        node_gpus=assumptions.node_gpus,
-        max_data=samples // config.algorithm.updates_per_batch,
+        configured.hf, configured.layout.gpus, node_gpus=assumptions.node_gpus, max_data=max_data
     ):
         for recompute in RECOMPUTE_CHOICES:
             tried = estimate(layout, recompute)
-            if tried.fits or recompute == RECOMPUTE_CHOICES[-1]:
-                found[layout, recompute] = tried
+            if tried.fits:
                 break
+        found[layout, tried.recompute] = tried
     found[chosen] = estimate(*chosen)
     return sorted(found.values(), key=lambda e: (not e.fits, e.training_s, e.memory_bytes))
 
 
-def _notes(
-    config: RunConfig, layout: Layout, assumptions: Assumptions, rollout: RolloutMemory
-) -> list[str]:
+def _notes(case: Scenario, rollout: RolloutMemory) -> list[str]:
     """Caveats that no figure shows."""
+    config, layout, assumptions = case.config, case.layout, case.assumptions
     notes = []
     if rollout.gpus_per_server != config.rollout.server.tensor:
         notes.append(

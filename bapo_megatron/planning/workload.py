@@ -9,10 +9,57 @@ from dataclasses import dataclass
 
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.check import packing_multiples
-from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.planning.hardware import Assumptions
-from bapo_megatron.planning.layout import Layout
+from bapo_megatron.planning.layout import Group, Layout
 from bapo_megatron.policy.hf_config import HfConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run in one layout on the hardware assumed."""
+
+    config: RunConfig
+    """With the recomputation to plan with."""
+    hf: HfConfig
+    layout: Layout
+    assumptions: Assumptions
+    forward_passes_per_step: int
+    """``forward_passes`` of the run."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and activations."""
+        return 4 if self.config.model.dtype == "float32" else 2
+
+    @property
+    def whole_hidden_bytes(self) -> int:
+        """One hidden state of a token as matrix products take it: e·h."""
+        return self.element_bytes * self.hf.hidden_size
+
+    @property
+    def hidden_bytes(self) -> float:
+        """One hidden state of a token, where sequence parallel divides: e·h/s."""
+        return self.whole_hidden_bytes / self.layout.sequence_ranks
+
+    def divided_bytes(self, channels: int) -> int:
+        """Bytes of channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
+        return self.element_bytes * channels // self.layout.tensor
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether the backward pass repeats the forward pass of every layer."""
+        return self.config.megatron.recompute == "full"
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that divide the optimizer's state and work."""
+        return self.layout.replicas if self.config.megatron.distributed_optimizer else 1
+
+    def link_bytes_per_s(self, group: Group) -> float:
+        """Bandwidth between the ranks of a group."""
+        within_node = self.layout.within_node(group, self.assumptions.node_gpus)
+        return self.assumptions.link_bytes_per_s(within_node=within_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +72,6 @@ class Workload:
     response_tokens_per_step: int
     updates_per_step: int
     """Optimizer updates: updates_per_batch × epochs."""
-    samples_per_update: int
     tokens_per_update: int
     micro_batches: int
     """Per data-parallel rank and update."""
@@ -33,7 +79,7 @@ class Workload:
     """Mean, on one rank."""
     max_micro_batch_tokens: int
     """Limit of one rank: memory must hold so many."""
-    forward_passes_per_step: float
+    forward_passes_per_step: int
     """Forward-only passes over an update's samples: for the bounds, and for ``behaviour:
     recomputed``."""
     forward_flops_per_update: float
@@ -44,45 +90,24 @@ class Workload:
     """The part of it in the output layer."""
 
 
-def check_lengths(
-    config: RunConfig, prompt_tokens: int | None, response_tokens: int | None
-) -> None:
-    """Refuse lengths that do not fit; None is a mean that nobody asked for.
-
-    Raises:
-        ValueError: A mean above the longest, or a longest sequence above a micro-batch.
-    """
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    for option, mean, key, longest in (
-        ("--prompt-tokens", prompt_tokens, "data.max_prompt_tokens", prompt),
-        ("--response-tokens", response_tokens, "rollout.max_response_tokens", response),
-    ):
-        if mean is not None and mean > longest:
-            raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
-    room = config.train.max_tokens_per_micro_batch * config.parallel.context
-    if room < prompt + response:
-        raise ValueError(
-            "train.max_tokens_per_micro_batch × parallel.context: must hold data.max_prompt_tokens "
-            f"+ rollout.max_response_tokens = {prompt + response}, got {room}; raise it"
-        )
-
-
-def plan_workload(
-    config: RunConfig, hf: HfConfig, layout: Layout, assumptions: Assumptions
-) -> Workload:
-    """Count what a step of a configuration is made of in a layout."""
-    rollout, algorithm = config.rollout, config.algorithm
-    samples = rollout.groups_per_step * rollout.samples_per_group
-    samples_per_update = samples // algorithm.updates_per_batch
+def plan_workload(case: Scenario) -> Workload:
+    """Count what a step is made of."""
+    config, layout, assumptions = case.config, case.layout, case.assumptions
+    samples = config.rollout.groups_per_step * config.rollout.samples_per_group
+    samples_per_update = samples // config.algorithm.updates_per_batch
     prompt, response = assumptions.prompt_tokens, assumptions.response_tokens
     length = prompt + response
-    capacity = _rank_tokens(config, layout)
+    # Other layouts than the configured one keep the micro-batch over all context-parallel ranks, so
+    # that the longest sequence fits them as well.
+    total = config.train.max_tokens_per_micro_batch * config.parallel.context
+    multiple = packing_multiples(layout.parallel, config.megatron).total // layout.context
+    capacity = math.ceil(total / layout.context / multiple) * multiple
     per_micro_batch = max(1, capacity * layout.context // length)
     micro_batches = math.ceil(samples_per_update / (per_micro_batch * layout.data))
     if layout.virtual > 1:  # the interleaved schedule runs them in rounds of one per stage
         micro_batches = math.ceil(micro_batches / layout.pipeline) * layout.pipeline
     mean_tokens = samples_per_update * length / (micro_batches * layout.data * layout.context)
-    flops = hf.sequence_flops
+    hf, flops = case.hf, case.hf.sequence_flops
     # The mean of (prompt + response)², the response uniform between 0 and twice its mean.
     mean_square = prompt**2 + 2 * prompt * response + 4 / 3 * response**2
     attention = samples_per_update * flops.per_pair * mean_square
@@ -90,35 +115,22 @@ def plan_workload(
         samples_per_step=samples,
         tokens_per_step=samples * length,
         response_tokens_per_step=samples * response,
-        updates_per_step=algorithm.updates_per_batch * algorithm.epochs,
-        samples_per_update=samples_per_update,
+        updates_per_step=config.algorithm.updates_per_batch * config.algorithm.epochs,
         tokens_per_update=samples_per_update * length,
         micro_batches=micro_batches,
         micro_batch_tokens=math.ceil(mean_tokens),
         max_micro_batch_tokens=capacity,
-        forward_passes_per_step=_forward_passes(config),
+        forward_passes_per_step=case.forward_passes_per_step,
         forward_flops_per_update=samples_per_update * flops.per_token * length + attention,
         attention_flops_per_update=attention,
         head_flops_per_update=2.0 * samples_per_update * length * hf.vocab_size * hf.hidden_size,
     )
 
 
-def _rank_tokens(config: RunConfig, layout: Layout) -> int:
-    """Return the tokens of the largest micro-batch on one rank.
-
-    Other layouts than the configured one keep the micro-batch over all context-parallel ranks, so
-    that the longest sequence fits them as well.
-    """
-    total = config.train.max_tokens_per_micro_batch * config.parallel.context
-    multiple = packing_multiples(layout.parallel, config.megatron).total // layout.context
-    return math.ceil(total / layout.context / multiple) * multiple
-
-
-def _forward_passes(config: RunConfig) -> float:
+def forward_passes(algorithm: AlgorithmConfig) -> int:
     """Forward-only passes of a step, each over the samples of one update (``trainer.step``)."""
-    algorithm = config.algorithm
     collects = load_objective(algorithm).collects
     passes = algorithm.updates_per_batch * algorithm.epochs if collects else 0
     if algorithm.behaviour == "recomputed":  # the first update finds its log-probs there
         passes += algorithm.updates_per_batch - (1 if collects else 0)
-    return float(passes)
+    return passes

@@ -17,8 +17,6 @@ from bapo_megatron.types import (
     StepMetrics,
 )
 
-_ROUNDING = 1e-9
-
 BEFORE_TRAINING = -1
 """The step (from 0) of an evaluation before the first one; no step is finished then."""
 
@@ -42,30 +40,17 @@ _EVAL_FIELDS = (
 def step_metrics(
     batch: RolloutBatch, updates: dict[str, float], lr: float, phase_s: dict[str, float]
 ) -> StepMetrics:
-    """All metrics of one step.
-
-    Args:
-        batch: The samples that were trained on.
-        updates: Metrics of its updates (``trainer.records``).
-        lr: Learning rate of the step's first update.
-        phase_s: Seconds by phase.
-    """
-    values = {
-        **_rollout_metrics(batch),
-        **_source_metrics(batch),
-        **_age_metrics(batch),
-        **updates,
-        "train/lr": lr,
-    }
+    """All metrics of one step; ``updates`` are those of its updates, ``lr`` of the first one."""
+    values = _rollout_metrics(batch) | _source_metrics(batch) | _age_metrics(batch) | updates
+    values["train/lr"] = lr
     values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
     total_s = sum(phase_s.values())
     if total_s > 0:
         tokens = sum(sample.num_sampled for sample in batch.samples)
         values["throughput/tokens_per_s"] = tokens / total_s
     if batch.stats.generation_s > 0:
-        values["throughput/generated_tokens_per_s"] = (
-            batch.stats.generated_tokens / batch.stats.generation_s
-        )
+        rate = batch.stats.generated_tokens / batch.stats.generation_s
+        values["throughput/generated_tokens_per_s"] = rate
     return StepMetrics(batch.step, values)
 
 
@@ -136,7 +121,7 @@ def is_solved(group: Group) -> bool:
         sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
         for sample in group.samples
     )
-    return min(scores) >= 1.0 - _ROUNDING
+    return min(scores) >= 1.0 - 1e-9  # up to rounding
 
 
 def _component_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -29,13 +29,24 @@ _COLUMNS = (
 """Heading, metric and format of the terminal's columns."""
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path, *, may_be_torn: bool = False) -> list[dict[str, float]]:
     """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
+
+    ``may_be_torn``: a kill may have cut the last line, which is left out unless it has its end.
 
     Raises:
         ValueError: A line is not a JSON object; the message names file and line.
     """
-    return _parse(path, path.read_text())
+    text = path.read_text()
+    if may_be_torn:
+        text = text.rpartition("\n")[0]
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
+    return rows
 
 
 class MetricsSinks:
@@ -54,8 +65,7 @@ class MetricsSinks:
         path = run_dir / "metrics.jsonl"
         kept = []
         if first_step and path.exists():
-            # A kill may have torn the last line; its step is made again.
-            earlier = _parse(path, path.read_text().rpartition("\n")[0])
+            earlier = read_metrics(path, may_be_torn=True)  # its step is made again
             kept = [json.dumps(row) + "\n" for row in earlier if row["step"] <= first_step]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
@@ -120,16 +130,6 @@ class MetricsSinks:
             row = f"[bold]step{blank}  {heads}      time[/bold]\n{row}"
         self._lines += 1
         return row
-
-
-def _parse(path: Path, text: str) -> list[dict[str, float]]:
-    rows: list[dict[str, float]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
-    return rows
 
 
 def _width(heading: str) -> int:

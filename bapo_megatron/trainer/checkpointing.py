@@ -4,14 +4,13 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
-from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
+from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
     BestCheckpoint,
@@ -24,7 +23,6 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
-from bapo_megatron.trainer.summary import RunSummary
 from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
@@ -34,7 +32,9 @@ class Progress:
 
     next_step: int = 0
     updates: int = 0
+    """Optimizer updates, without skipped ones."""
     generated_tokens: float = 0.0
+    """Response tokens generated for training, in a replay: by the earlier run."""
     generation_s: float = 0.0
     exits: dict[str, int] = field(default_factory=dict)
     """Bound searches by exit."""
@@ -42,7 +42,10 @@ class Progress:
     answer_found_before: float | None = None
     accuracy_after: float | None = None
     answer_found_after: float | None = None
+    """avg and share of well-formed answers, right or wrong, of the first evaluation set at the
+    start of this run and now; None without an evaluation."""
     num_prompts: int = 0
+    """Of the first evaluation set."""
     best: BestCheckpoint | None = None
     """By ``checkpoint.best``; on rank 0."""
 
@@ -62,72 +65,23 @@ class Progress:
         """Keep the scores of the first evaluation set before training and the newest after it."""
         first = results[0]
         if step == BEFORE_TRAINING:
-            self.accuracy_before, self.answer_found_before = (
-                first.avg_at_k,
-                first.answer_found_share,
-            )
+            self.accuracy_before = first.avg_at_k
+            self.answer_found_before = first.answer_found_share
         else:
             self.accuracy_after = first.avg_at_k
             self.answer_found_after = first.answer_found_share
         self.num_prompts = first.num_prompts
 
-    def summary(self, config: RunConfig, phase_s: dict[str, float]) -> RunSummary:
-        """Return the totals of the run; ``phase_s`` is of this process only."""
-        rate: float | None = None
-        if config.replay.dumps is None:
-            rate = self.generated_tokens / self.generation_s if self.generation_s > 0 else 0.0
-        searched = sum(self.exits.values())
-        moved = searched - self.exits.get("start", 0)
-        return RunSummary(
-            name=config.name,
-            seed=config.seed,
-            steps=self.next_step,
-            updates=self.updates,
-            accuracy_before=self.accuracy_before,
-            accuracy_after=self.accuracy_after,
-            answer_found_before=self.answer_found_before,
-            answer_found_after=self.answer_found_after,
-            num_prompts=self.num_prompts,
-            generated_tokens=int(self.generated_tokens),
-            generated_tokens_per_s=rate,
-            search_moved_share=moved / searched if searched else None,
-            phase_s=phase_s,
-        )
-
-
-def save_run(
-    saver: CheckpointSaver,
-    policy: MegatronPolicy,
-    source: RolloutSource | None,
-    progress: Progress,
-    *,
-    is_best: bool,
-) -> None:
-    """Save weights, optimizer, RNG, data position, unfinished samples and totals.
-
-    With ``is_best`` as the one that ``progress.best`` names.
-
-    A collective over all ranks; complete or absent, whenever it is interrupted.
-    """
-    extra: dict[str, Any] = {}
-    if source is not None:
-        extra = {"progress": asdict(progress), "rollout": source.state()}
-    saver.save(progress.next_step, policy, extra, progress.best if is_best else None)
-
 
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
     """Continue from the newest checkpoint; start from the beginning where there is none yet.
 
-    Args:
-        root: Directory of the run's checkpoints.
-        policy: Receives the weights and the optimizer's state.
-        source: Receives the data position; None on all ranks but the first, which decides which
-            checkpoint is the newest: not every node sees a change of ``latest`` at once.
+    ``source`` is given on the first rank only, which decides which checkpoint under ``root`` is the
+    newest: not every node sees a change of ``latest`` at once.
     """
     newest = find_latest(root) if source is not None else None
-    name = broadcast_bytes(
-        (newest.name if newest else "").encode() if source is not None else None, policy.groups
-    ).decode()
+    own = None if source is None else (newest.name if newest else "").encode()
+    name = broadcast_bytes(own, policy.groups).decode()
     if not name:
         if source is not None:
             say(f"{root}: no checkpoint yet, starting at step 1")
@@ -165,13 +119,8 @@ def take_best(
 ) -> bool:
     """Note the checkpoint of ``progress.next_step`` as the best one, if it is.
 
-    A collective over all ranks; call it after every evaluation. The first of equal ones stays.
-
-    Args:
-        progress: Holds the best one so far, on rank 0.
-        metric: ``checkpoint.best``.
-        evaluated: The evaluation's metrics, on rank 0.
-        groups: This rank's groups.
+    A collective over all ranks; call it after every evaluation. Rank 0 gives the metrics, and
+    ``progress`` holds the best one so far there. The first of equal ones stays.
 
     Returns:
         Whether it is, on every rank: then it must be saved.

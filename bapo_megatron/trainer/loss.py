@@ -50,9 +50,9 @@ class Collected:
 
     micro_batches: tuple[MicroBatch, ...]
     """This rank's, with what the objective asked for."""
-    decision: Tensor | None
+    decision: Tensor | None = None
     """[D] float64, equal on all ranks."""
-    faults: Tensor
+    faults: Tensor | None = None
     """[2] int64: tokens of this rank that train and whose collected values are not finite; and
     those to which the objective gave a statistic that is not."""
 
@@ -82,8 +82,6 @@ class PolicyOutput:
     ) -> None:
         """Choose the kernels; ``head`` is given where the model returns hidden states.
 
-        Logits are divided by ``temperature``, the sampling temperature of the rollouts.
-
         Raises:
             ValueError: ``ops.backend`` names kernels that this machine does not have.
         """
@@ -92,6 +90,7 @@ class PolicyOutput:
         self.chunk_tokens = ops.logits_chunk_tokens
         self.vocab_size = vocab_size
         self.temperature = temperature
+        """That of the sampling, by which logits are divided."""
         self._tensor_group = groups.tensor
 
     @classmethod
@@ -170,13 +169,7 @@ class LossStage:
         """Form what the objective must know of these tokens of this rank and of all others.
 
         A collective over the data-parallel group: one integer all-reduce, another one where the
-        objective selects tokens.
-
-        Args:
-            policy: ℓ and H of each micro-batch.
-            micro_batches: This rank's micro-batches.
-            context: The update's place in the run.
-            num_samples: B.
+        objective selects tokens. ``policy`` has ℓ and H of each micro-batch; ``num_samples`` is B.
         """
         objective, kernels = self.objective, self._output.kernels
         # A rank without any token takes part with zeros.
@@ -225,11 +218,8 @@ class LossStage:
     ) -> tuple[Tensor, TokenReport]:
         """Return the loss of one micro-batch over the global denominators, and its report.
 
-        Args:
-            output: Logits [N, V], overwritten by their gradient; or hidden states.
-            micro_batch: The tokens, with what was collected.
-            decision: The decision for the update, where the objective made one.
-            context: The update's place in the run.
+        ``output`` has logits [N, V], which their gradient overwrites, or hidden states; micro-batch
+        and ``decision`` are those that ``collect`` made, if it did.
         """
         made, head = self._output, self._output.head
         policy = made.differentiable(output, micro_batch) if head is None else None
@@ -271,34 +261,35 @@ class LossStage:
             known[index] = replace(known[index], selected_T=selected_T)
             count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
         dist.all_reduce(count_B, group=self._data_group)
+        kind, constant = self._config.loss_aggregation, self._config.token_sum_norm_constant
         for index, batch in tokens.items():
             kept_T = known[index].selected_T
             assert kept_T is not None
-            weight_T = token_weights(
-                kept_T,
-                count_B[batch.response],
-                self._config.loss_aggregation,
-                count_B,
-                self._config.token_sum_norm_constant,
-            )
+            tokens_T = count_B[batch.response]
+            weight_T = token_weights(kept_T, tokens_T, kind, count_B, constant)
             known[index] = replace(known[index], loss_weight_T=weight_T)
 
     def _measure(self, token_loss: _MicroBatchLoss, policy: TokenLogprobs) -> tuple[Tensor, Tensor]:
         """Sums and maxima over the tokens with mask 1."""
         safe = token_loss.safe
         if len(policy.logprob_T) == 0:
-            return self.numbers.nothing(self._device)
+            num_sums, num_maxima = len(self.numbers.sum_names), len(self.numbers.max_names)
+            zeros = torch.zeros(num_sums + num_maxima, dtype=torch.float64, device=self._device)
+            return zeros[:num_sums], zeros[num_sums:]
         tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
-        age_T, same_weights_T = safe.ages()
-        mismatch_T = (policy.logprob_T - safe.micro_batch.rollout_logprob_T).abs_()
+        own, context = safe.micro_batch, safe.context
+        mismatch_T = (policy.logprob_T - own.rollout_logprob_T).abs_()
+        if context.rollout_version is None:
+            same_weights_T = torch.zeros_like(safe.trains_T)
+        else:
+            same_weights_T = (own.version_T == context.rollout_version) & safe.trains_T
         positive_T, negative_T = tokens.advantage > 0, tokens.advantage < 0
-        limits = self.objective.bounds(tokens)
         held_T = tokens.ratio
-        if limits is not None:
+        if (limits := self.objective.bounds(tokens)) is not None:
             low, high = limits
             held_T = torch.where(negative_T, held_T.clamp(min=low), held_T.clamp(max=high))
         kept_T = tokens.mask > 0
-        is_selection = safe.micro_batch.selected_T is not None
+        is_selection = own.selected_T is not None
         counts_T = kept_T & (token_loss.weight_T != 0)
         view = TokenView(
             tokens=tokens,
@@ -310,13 +301,13 @@ class LossStage:
             derivative_T=token_loss.derivative_T,
             finite_loss_T=token_loss.finite_T,
             contribution_T=tokens.advantage.abs() * held_T,
-            age_T=age_T,
+            age_T=(context.num_updates - own.version_T).float(),
             mismatch_T=torch.where(same_weights_T, mismatch_T, 0.0),
             same_weights_T=same_weights_T,
             positive_T=positive_T & counts_T,
             negative_T=negative_T & counts_T,
             correction_T=safe.correction_T,
-            importance_T=safe.micro_batch.importance_T,
+            importance_T=own.importance_T,
         )
         return self.numbers.measure(view, self.objective.report(tokens))
 
@@ -338,17 +329,14 @@ class _SafeTokens:
         self.correction_T: Tensor | None = None
         if config.correction.kind != "none":
             self.correction_T = limit_weights(own.importance_T, config.correction)
-        self._context = context
+        self.context = context
         self._finite_T = self.trains_T & is_finite(own.behaviour_logprob_T + own.advantage_T)
         behaviour_T = torch.where(self._finite_T, own.behaviour_logprob_T, SAFE_LOGPROB)
+        has_rollout_T = self._finite_T & is_finite(own.rollout_logprob_T)
         self._known = TokenBatch(
             logprob=behaviour_T,
             behaviour_logprob=behaviour_T,
-            rollout_logprob=torch.where(
-                self._finite_T & is_finite(own.rollout_logprob_T),
-                own.rollout_logprob_T,
-                behaviour_T,
-            ),
+            rollout_logprob=torch.where(has_rollout_T, own.rollout_logprob_T, behaviour_T),
             ratio=behaviour_T,
             advantage=own.advantage_T,
             reward=own.reward_T,
@@ -374,10 +362,7 @@ class _SafeTokens:
         *,
         kernels: Kernels | None,
     ) -> TokenBatch:
-        """Return the tokens ``part``, with these ℓ and H of the policy.
-
-        Without kernels the ratio is left to ``differentiate``.
-        """
+        """Return tokens with these ℓ and H; without kernels ``differentiate`` makes the ratio."""
         is_whole = part.indices(len(logprob_T))[:2] == (0, len(self._known))
         known = self._known if is_whole else self._known.select(part)
         finite_T = self.finite(logprob_T, entropy_T, part)
@@ -396,14 +381,6 @@ class _SafeTokens:
             entropy=entropy_T,
             collected_entropy=collected_T,
         )
-
-    def ages(self) -> tuple[Tensor, Tensor]:
-        """Age of each token [T], and which were sampled by the weights that the policy has."""
-        own, context = self.micro_batch, self._context
-        age_T = (context.num_updates - own.version_T).float()
-        if context.rollout_version is None:
-            return age_T, torch.zeros_like(self.trains_T)
-        return age_T, (own.version_T == context.rollout_version) & self.trains_T
 
 
 class _MicroBatchLoss:

@@ -18,7 +18,7 @@ from bapo_megatron.distributed import gather_objects
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.loss import PolicyOutput
-from bapo_megatron.trainer.split import Layout
+from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import MicroBatch, Sample
 from bapo_megatron.weight_sync.verify import TEMPERATURE, TokenScores
 
@@ -33,19 +33,11 @@ def with_recomputed_behaviour(
 ) -> tuple[MicroBatch, ...]:
     """Replace μ by the trainer's log-probs and, with a correction, weigh tokens by importance.
 
-    With ``kind: sequence`` a collective over the context-parallel ranks, which hold parts of the
-    same responses.
+    ``logprobs`` [T] are those of each micro-batch at the start of the step. With ``kind: sequence``
+    it is a collective over the context-parallel ranks, which hold parts of the same responses.
 
-    Args:
-        micro_batches: This rank's micro-batches of one update.
-        logprobs: [T] log-probs at the start of the step, for each of them.
-        correction: The correction section.
-        num_samples: B.
-        context_group: Ranks that divide every sequence.
-
-    Returns:
-        The micro-batches. With a correction, an engine's log-prob that is not finite stays μ: the
-        token has no weight, and is reported as any whose μ is not finite.
+    With a correction, an engine's log-prob that is not finite stays μ: the token has no weight, and
+    is reported as any whose μ is not finite.
     """
     if correction.kind == "none":
         return tuple(
@@ -79,29 +71,21 @@ def with_recomputed_behaviour(
 class ProbeScorer:
     """Scores samples with the current weights, for ``weight_sync.verify``."""
 
-    def __init__(self, policy: MegatronPolicy, ops: OpsConfig, layout: Layout) -> None:
+    def __init__(self, policy: MegatronPolicy, ops: OpsConfig, shape: SplitShape) -> None:
         """Choose the kernels; ``ops`` is the section that the policy was built with."""
         self._policy = policy
-        self._layout = layout
+        self._shape = shape
         self._output = PolicyOutput.of(policy, ops, TEMPERATURE)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores] | None:
-        """Score every response token; a collective over all ranks.
-
-        Returns:
-            The parts of all ranks on rank 0; None elsewhere.
-        """
+        """Score every response token on all ranks; rank 0 gets the parts of all, others None."""
         nothing_B = np.zeros(len(samples), dtype=np.float32)
-        _, micro_batches = self._layout.pack(samples, range(len(samples)), nothing_B, nothing_B)
+        _, micro_batches = self._shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
         policy = self._policy.forward_only(micro_batches, self._output.read)
         own = [
-            TokenScores(
-                micro_batch.sample_T.numpy(),
-                micro_batch.position_T.numpy(),
-                logprob_T.cpu().numpy(),
-            )
+            TokenScores(mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
             # No log-probs on any stage but the last.
-            for micro_batch, (logprob_T, _) in zip(micro_batches, policy, strict=False)
+            for mb, (logprob_T, _) in zip(micro_batches, policy, strict=False)
         ]
         gathered = gather_objects(own, self._policy.groups)
         return None if gathered is None else [part for parts in gathered for part in parts]

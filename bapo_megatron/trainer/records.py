@@ -94,7 +94,7 @@ def _kl_behaviour(view: TokenView) -> Tensor:
 
 
 def _correction(view: TokenView) -> Tensor:
-    assert view.correction_T is not None, "CORRECTION_COUNTS are those of a correction"
+    assert view.correction_T is not None, "only measured with a correction"
     return view.correction_T
 
 
@@ -107,8 +107,12 @@ COUNTS: dict[str, Value] = {
     "mismatch_tokens": lambda v: v.same_weights_T,
     "nonfinite_tokens": lambda v: ~v.finite_T,
     "nonfinite_losses": lambda v: ~v.finite_loss_T,
+    "corrected_tokens": lambda v: v.trains_T,
+    "correction_capped": lambda v: (_correction(v) < v.importance_T) & (_correction(v) != 0),
+    "correction_masked": lambda v: _correction(v) == 0,
 }
-"""Conditions, bool [T], by name; counted over the tokens with m = 1."""
+"""Conditions, bool [T], by name; counted over the tokens with m = 1. What begins with
+``correct`` needs ``algorithm.correction``, also in ``SUMS``."""
 
 SUMS: dict[str, Value] = {
     "policy_loss": lambda v: torch.where(v.counts_T, v.weight_T * v.loss_T, 0.0),
@@ -118,18 +122,9 @@ SUMS: dict[str, Value] = {
     "kl_behaviour": _kl_behaviour,
     "staleness": lambda v: v.age_T,
     "mismatch_abs": lambda v: v.mismatch_T,
+    "correction_weight": _correction,
 }
 """Values, float32 [T], by name; summed over the tokens with m = 1."""
-
-CORRECTION_COUNTS: dict[str, Value] = {
-    "corrected_tokens": lambda v: v.trains_T,
-    "correction_capped": lambda v: (_correction(v) < v.importance_T) & (_correction(v) != 0),
-    "correction_masked": lambda v: _correction(v) == 0,
-}
-"""Further ``COUNTS``, with ``algorithm.correction``."""
-
-CORRECTION_SUMS: dict[str, Value] = {"correction_weight": _correction}
-"""Further ``SUMS``, with ``algorithm.correction``."""
 
 MAXIMA: dict[str, tuple[Value, str]] = {
     "rollout/staleness_max": (lambda v: v.age_T, "tokens"),
@@ -189,8 +184,10 @@ class Numbers:
                 f"algorithm.objective: it reports '{min(taken)}', a metric of the trainer; choose "
                 "another name"
             )
-        self._counts = COUNTS | CORRECTION_COUNTS if corrects else COUNTS
-        self._sums = SUMS | CORRECTION_SUMS if corrects else SUMS
+        self._counts, self._sums = (
+            {name: v for name, v in kind.items() if corrects or not name.startswith("correct")}
+            for kind in (COUNTS, SUMS)
+        )
         self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
         self._report_names = tuple(report_names)
         reports = (f"{_REPORT}{name}" for name in report_names)
@@ -200,10 +197,7 @@ class Numbers:
         """[M]."""
 
     def measure(self, view: TokenView, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the sums [S] and maxima [M] of a micro-batch, float64 on the device."""
-        if len(view.trains_T) == 0:
-            return self.nothing(view.trains_T.device)
-
+        """Return the sums [S] and maxima [M] of one token or more, float64 on the device."""
         # Conditions of one kind go through one operation: launches are what this costs.
         counts = _stack([value(view) for value in self._counts.values()]) & view.trains_T
         sums = _stack([value(view) for value in self._sums.values()])
@@ -217,13 +211,6 @@ class Numbers:
             kept = torch.where(view.counts_T, reported, 0.0)
             parts.append(kept.sum(dim=1, dtype=torch.float64))
         return torch.cat(parts), torch.where(view.trains_T, maxima, 0.0).amax(dim=1).double()
-
-    def nothing(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the sums and maxima of no token."""
-        return (
-            torch.zeros(len(self.sum_names), dtype=torch.float64, device=device),
-            torch.zeros(len(self.max_names), dtype=torch.float64, device=device),
-        )
 
 
 def _stack(values: list[Tensor]) -> Tensor:
@@ -247,16 +234,19 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         values["loss/policy"] = sums["policy_loss"] / len(made)
         values["policy/grad_norm"] = math.fsum(r.grad_norm for r in made) / len(made)
         values["policy/grad_norm_max"] = max(result.grad_norm for result in made)
-    reports = {
-        name.removeprefix(_REPORT): (name, "tokens") for name in sums if name.startswith(_REPORT)
-    }
+    reported = [name for name in sums if name.startswith(_REPORT)]
+    reports = {name.removeprefix(_REPORT): (name, "tokens") for name in reported}
     for metric, (numerator, divisors) in (QUOTIENTS | reports).items():
         names = (divisors,) if isinstance(divisors, str) else divisors
         divisor = math.fsum(sums.get(name, 0.0) for name in names)
         if divisor > 0:
             values[metric] = sums[numerator] / divisor
     values |= {m: maxima[m] for m, (_, count) in MAXIMA.items() if sums.get(count, 0.0) > 0}
-    return values | _decision_means([d for result in results for d in result.decisions])
+    decided: dict[str, list[float]] = {}
+    for decision in (d for result in results for d in result.decisions):
+        for name, value in decision.items():
+            decided.setdefault(name, []).append(value)
+    return values | {name: math.fsum(found) / len(found) for name, found in decided.items()}
 
 
 def _merge(
@@ -269,29 +259,22 @@ def _merge(
     return merged
 
 
-def _decision_means(decisions: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for decision in decisions:
-        for name, value in decision.items():
-            values.setdefault(name, []).append(value)
-    return {name: math.fsum(found) / len(found) for name, found in values.items()}
-
-
 COLUMNS = ("logprob", "behaviour_logprob", "advantage", "entropy", "mask")
 """One float32 per token each: ℓ and H of the loss pass, μ, A, m. ``bounds`` reads the file."""
 
 
+@dataclass(frozen=True, slots=True)
 class TokenDump:
     """Writes ``step_<n>_update_<m>.parquet`` with the tokens of all ranks of an update."""
 
-    def __init__(self, directory: Path, every_steps: int) -> None:
-        """Write nothing yet; the directory is created by the first dump."""
-        self._directory = directory
-        self._every_steps = every_steps
+    directory: Path
+    """Created by the first dump."""
+    every_steps: int
+    """0: no step is due."""
 
     def is_due(self, step: int) -> bool:
         """Whether the tokens of ``step`` are written: every N-th."""
-        return self._every_steps > 0 and (step + 1) % self._every_steps == 0
+        return self.every_steps > 0 and (step + 1) % self.every_steps == 0
 
     def write(
         self,
@@ -311,10 +294,14 @@ class TokenDump:
         """
         if not groups.is_last_stage or not tokens:
             return
-        parts = [_columns(micro_batch.to(groups.device), report) for micro_batch, report in tokens]
-        own = torch.cat(parts, dim=1).cpu().numpy()
+        parts = []
+        for micro_batch, report in tokens:
+            own, (logprob_T, entropy_T) = micro_batch.to(groups.device), report.policy
+            behaviour_T, advantage_T = own.behaviour_logprob_T, own.advantage_T
+            values = (logprob_T, behaviour_T, advantage_T, entropy_T, own.mask_T)  # COLUMNS
+            parts.append(torch.stack(values).float())
         gathered: list[Any] = [None] * dist.get_world_size(groups.data)
-        dist.all_gather_object(gathered, own, group=groups.data)
+        dist.all_gather_object(gathered, torch.cat(parts, dim=1).cpu().numpy(), group=groups.data)
         if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
             return
         columns = np.concatenate(gathered, axis=1)
@@ -322,17 +309,4 @@ class TokenDump:
         content = io.BytesIO()
         pq.write_table(table, content, compression="zstd")
         name = f"step_{step:06d}_update_{update:03d}.parquet"
-        atomic_write_bytes(self._directory / name, content.getvalue())
-
-
-def _columns(micro_batch: MicroBatch, report: TokenReport) -> Tensor:
-    """Return the columns of a micro-batch, [5, T]."""
-    return torch.stack(
-        [
-            report.policy.logprob_T,
-            micro_batch.behaviour_logprob_T,
-            micro_batch.advantage_T,
-            report.policy.entropy_T,
-            micro_batch.mask_T,
-        ]
-    ).float()
+        atomic_write_bytes(self.directory / name, content.getvalue())

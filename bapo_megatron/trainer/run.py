@@ -4,12 +4,11 @@ Rank 0 owns what talks to the outside: the rollout source, the sinks, the files 
 other ranks take part in the collectives.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from dataclasses import asdict
+from typing import Any, NoReturn, Self
 
 import torch
 from rich.console import Console
@@ -37,14 +36,15 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, uncut_console
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.trainer.checkpointing import Progress, load_run, save_run, take_best
+from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
-from bapo_megatron.trainer.split import make_layout
+from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.summary import report_run
 from bapo_megatron.types import (
     EncodedBatch,
     EvalResult,
@@ -77,14 +77,14 @@ class Run:
         self.config = config
         self.policy = policy
         self.timer = PhaseTimer()
-        layout = make_layout(policy, config.parallel, config.megatron, config.train)
+        shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
-            policy,
-            config.algorithm,
-            config.ops,
+            policy=policy,
+            config=config.algorithm,
+            ops=config.ops,
             temperature=config.rollout.temperature,
             staleness=config.rollout.staleness,
-            layout=layout,
+            shape=shape,
             masked_reasons=_masked_reasons(config),
             dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
         )
@@ -102,13 +102,13 @@ class Run:
         self._sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
-            ProbeScorer(policy, config.ops, layout).score,
+            ProbeScorer(policy, config.ops, shape).score,
             groups.device,
         )
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig) -> Iterator[Run]:
+    def open(cls, config: RunConfig) -> Iterator[Self]:
         """Check the configuration, start what generates, build the policy; end it all at exit.
 
         The server starts first and warms up while the model is built.
@@ -173,7 +173,8 @@ class Run:
             )
             self._stack.callback(self._sinks.close)
             if self.config.log.console:
-                Console().print(f"loss stage: {self.trainer.kernels_name} kernels", highlight=False)
+                kernels = self.trainer.output.kernels.name
+                Console().print(f"loss stage: {kernels} kernels", highlight=False)
         with self.timer.phase("weight_sync"):
             self.push_weights()
             self._pushes.clear()  # no part of a step
@@ -231,10 +232,6 @@ class Run:
         """Save everything, if this run saves anything, and raise ``failure``.
 
         It saves also where the newest checkpoint has the same steps: samples have come since.
-
-        Raises:
-            RolloutError: ``failure``, or the collector is gone, and the samples with it.
-            OSError: ``failure``, or the checkpoint cannot be written.
         """
         if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
             self._save()
@@ -242,15 +239,22 @@ class Run:
         raise failure
 
     def _save(self, *, is_best: bool = False) -> None:
-        save_run(self.saver, self.policy, self._source, self.progress, is_best=is_best)
+        """Save weights, optimizer, RNG, data position, unfinished samples and totals.
+
+        A collective over all ranks; complete or absent, whenever it is interrupted. ``is_best``
+        makes it the one that ``progress.best`` names.
+        """
+        extra: dict[str, Any] = {}
+        if self._source is not None:
+            extra = {"progress": asdict(self.progress), "rollout": self._source.state()}
+        best = self.progress.best if is_best else None
+        self.saver.save(self.progress.next_step, self.policy, extra, best)
 
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.
 
-        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first.
-
-        Args:
-            again: Also where they got these before.
+        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first. With
+        ``again`` servers get them also where they have them already.
         """
         if self.config.replay.dumps is not None:
             return
@@ -324,12 +328,8 @@ class Run:
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.policy.export_hf(self.config.run_dir / "hf")
-        if self._source is None:
-            return
-        summary = self.progress.summary(self.config, self.timer.total_s)
-        summary.write(self.config.run_dir / "summary.json")
-        if self.config.log.console:
-            summary.print(uncut_console())
+        if self._source is not None:
+            report_run(self.config, self.progress, self.timer.total_s)
 
     def _evaluate(self, step: int) -> list[EvalResult]:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
@@ -369,11 +369,7 @@ def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
 
 
 def _claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory; refuse to overwrite an earlier run.
-
-    Raises:
-        ValueError: It holds a run and ``resume`` is not set.
-    """
+    """Make the run directory; refuse to overwrite an earlier run unless ``resume`` is set."""
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0

@@ -43,7 +43,7 @@ class SplitUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SplitShape:
     """How samples are divided over ranks and micro-batches, and which part is this rank's."""
 
     rules: PackingRules
@@ -59,11 +59,7 @@ class Layout:
         loss_weight_B: np.ndarray,
         masks_B: Sequence[np.ndarray] | None = None,
     ) -> tuple[UpdatePlan, tuple[MicroBatch, ...]]:
-        """Pack the samples ``indices``; the arguments are those of ``build_micro_batch``.
-
-        Returns:
-            The packing of all ranks, and this rank's micro-batches.
-        """
+        """Return the packing of ``indices`` over all ranks, and this rank's micro-batches."""
         packing = plan_update(samples, indices, self.rules)
         micro_batches = build_micro_batches(
             samples,
@@ -79,9 +75,9 @@ class Layout:
         return packing, tuple(micro_batches)
 
 
-def make_layout(
+def split_shape(
     policy: MegatronPolicy, parallel: ParallelConfig, megatron: MegatronConfig, train: TrainConfig
-) -> Layout:
+) -> SplitShape:
     """Return how samples become the micro-batches of this rank."""
     groups = policy.groups
     multiples = packing_multiples(parallel, megatron)
@@ -94,7 +90,7 @@ def make_layout(
         # The interleaved schedule runs micro-batches in rounds of one per stage.
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
-    return Layout(rules, groups.data_rank, groups.context_rank, groups.context_size)
+    return SplitShape(rules, groups.data_rank, groups.context_rank, groups.context_size)
 
 
 def split_step(
@@ -102,7 +98,7 @@ def split_step(
     advantages: Advantages,
     config: AlgorithmConfig,
     staleness: StalenessConfig,
-    layout: Layout,
+    shape: SplitShape,
     *,
     masked_reasons: Set[FinishReason] = frozenset(),
 ) -> tuple[SplitUpdate, ...]:
@@ -116,7 +112,13 @@ def split_step(
             do not divide into ``updates_per_batch`` equal parts.
     """
     samples = batch.samples
-    advantage_B = _advantages(batch, advantages)
+    sizes = {len(group.samples) for group in batch.groups}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"step {batch.step}: groups have {sorted(sizes)} samples; all groups of a batch need "
+            "the same number, so collect the batch again with one samples_per_group"
+        )
+    advantage_B = advantages.compute(batch.groups).flatten().numpy()
     masks_B = [
         trainable_mask(sample.versions, batch.version, staleness)
         & (sample.finish_reason not in masked_reasons)
@@ -131,7 +133,7 @@ def split_step(
             updates.append(SplitUpdate(counts))
             continue
         loss_weight_B = _loss_weights(trained_B, indices, config)
-        packing, micro_batches = layout.pack(samples, trains, advantage_B, loss_weight_B, masks_B)
+        packing, micro_batches = shape.pack(samples, trains, advantage_B, loss_weight_B, masks_B)
         updates.append(
             SplitUpdate(
                 counts,
@@ -149,22 +151,8 @@ def split_step(
     return tuple(updates)
 
 
-def _advantages(batch: RolloutBatch, advantages: Advantages) -> np.ndarray:
-    """Advantage of every sample [B], float32, relative to its group."""
-    sizes = {len(group.samples) for group in batch.groups}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"step {batch.step}: groups have {sorted(sizes)} samples; all groups of a batch need "
-            "the same number, so collect the batch again with one samples_per_group"
-        )
-    return advantages.compute(batch.groups).flatten().numpy()
-
-
 def _counts(
-    samples: Sequence[Sample],
-    indices: list[int],
-    advantage_B: np.ndarray,
-    trained_B: np.ndarray,
+    samples: Sequence[Sample], indices: list[int], advantage_B: np.ndarray, trained_B: np.ndarray
 ) -> dict[str, float]:
     """Sampled and masked tokens, and responses and their tokens by the sign of the advantage."""
     length_R = np.array([samples[i].num_sampled for i in indices])
@@ -182,13 +170,8 @@ def _counts(
 def _loss_weights(trained_B: np.ndarray, indices: list[int], config: AlgorithmConfig) -> np.ndarray:
     """Weight of each token that trains [B], from Σm of each sample; 0 outside the update."""
     trained_R = torch.from_numpy(trained_B[indices])
-    weight_R = token_weights(
-        (trained_R > 0).float(),
-        trained_R,
-        config.loss_aggregation,
-        trained_R,
-        config.token_sum_norm_constant,
-    )
+    kind, constant = config.loss_aggregation, config.token_sum_norm_constant
+    weight_R = token_weights((trained_R > 0).float(), trained_R, kind, trained_R, constant)
     weight_B = np.zeros(len(trained_B), dtype=np.float32)
     weight_B[indices] = weight_R.numpy()
     return weight_B

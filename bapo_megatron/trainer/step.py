@@ -9,8 +9,6 @@ update are read, and once at the end of the step for its metrics.
 Shape legend: S = sums, M = maxima, K = decisions of the update, D = entries of a decision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -30,226 +28,11 @@ from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.trainer.loss import Collected, LossStage, PolicyOutput, UpdateContext
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.records import TokenDump, TokenReport
-from bapo_megatron.trainer.split import Layout, SplitUpdate, split_step
+from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, UpdateResult
 
 Tokens = tuple[tuple[MicroBatch, TokenReport], ...]
 """This rank's tokens of an update, for a dump."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """One update; what it measured stays on the device until the end of the step."""
-
-    sums: dict[str, float]
-    """What the host knew by itself."""
-    measurement: Measurement | None = None
-    """None where no update was made."""
-    grad_norm: float = 0.0
-
-
-class BatchTrainer:
-    """Runs a batch's optimizer updates in order."""
-
-    def __init__(
-        self,
-        policy: MegatronPolicy,
-        config: AlgorithmConfig,
-        ops: OpsConfig,
-        *,
-        temperature: float,
-        staleness: StalenessConfig,
-        layout: Layout,
-        masked_reasons: Set[FinishReason] = frozenset(),
-        dump: TokenDump | None = None,
-    ) -> None:
-        """Prepare for batches.
-
-        Args:
-            policy: The model and its optimizer; built with the ``logits_chunk_tokens`` of ``ops``.
-            config: The algorithm section.
-            ops: The ops section.
-            temperature: Sampling temperature of the rollouts; logits are divided by it.
-            staleness: Which tokens are too old to train.
-            layout: How samples become this rank's micro-batches.
-            masked_reasons: Responses that ended for one of these do not train.
-            dump: Writes the tokens of some steps; None: of none.
-
-        Raises:
-            UserCodeError: The objective or the advantage cannot be used.
-        """
-        self._policy = policy
-        self._config = config
-        self._groups = policy.groups
-        self._advantages = Advantages(config.advantage)
-        self._staleness = staleness
-        self._layout = layout
-        self._masked_reasons = masked_reasons
-        self._dump = dump
-        self._output = PolicyOutput.of(policy, ops, temperature)
-        self._stage = LossStage(config, self._output, policy.groups)
-
-    @property
-    def kernels_name(self) -> str:
-        """Which kernels the loss stage runs: ``cpu``, ``cuda`` or ``reference``."""
-        return self._output.kernels.name
-
-    def train(self, batch: RolloutBatch) -> list[UpdateResult]:
-        """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
-
-        Raises:
-            ValueError: The batch does not fit the configuration, the objective refuses an update,
-                or, with ``on_nonfinite: raise``, a value is not finite; it is named with its place.
-        """
-        updates = split_step(
-            batch,
-            self._advantages,
-            self._config,
-            self._staleness,
-            self._layout,
-            masked_reasons=self._masked_reasons,
-        )
-        updates_before = self._policy.num_updates
-        first_pass: list[TokenLogprobs] | None = None
-        if self._config.behaviour == "recomputed":
-            num_samples = len(batch.samples)
-            passes = [self._recompute_behaviour(update, num_samples) for update in updates]
-            updates = tuple(update for update, _ in passes)
-            # That pass ran with the weights of the first update.
-            first_pass = passes[0][1]
-            del passes
-        outcomes = []
-        for number in range(self._config.epochs * len(updates)):
-            update = updates[number % len(updates)]
-            # Counted from the batch's version, so that ages are those of the run that made it.
-            made = self._policy.num_updates - updates_before
-            same_weights = self._policy.num_updates == batch.version
-            context = UpdateContext(
-                num_updates=batch.version + made,
-                rollout_version=batch.version if same_weights else None,
-            )
-            known = first_pass if number == 0 else None
-            outcome, tokens = self._update(batch, update, context, known)
-            outcomes.append(outcome)
-            if self._dump is not None and self._dump.is_due(batch.step):
-                with fail_together(self._groups):
-                    self._dump.write(tokens, batch.step, number, self._groups)
-        return self._read(outcomes)
-
-    def _recompute_behaviour(
-        self, update: SplitUpdate, num_samples: int
-    ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
-        """Replace μ by the trainer's own log-probs at the start of the step; returns these too."""
-        policy = self._policy.forward_only(update.micro_batches, self._output.read)
-        if not update.micro_batches or not self._groups.is_last_stage:
-            return update, policy
-        micro_batches = with_recomputed_behaviour(
-            update.micro_batches,
-            [logprob_T for logprob_T, _ in policy],
-            self._config.correction,
-            num_samples=num_samples,
-            context_group=self._groups.context,
-        )
-        return replace(update, micro_batches=micro_batches), policy
-
-    def _update(
-        self,
-        batch: RolloutBatch,
-        update: SplitUpdate,
-        context: UpdateContext,
-        policy: list[TokenLogprobs] | None,
-    ) -> tuple[_Outcome, Tokens]:
-        """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
-        stage = self._stage
-        trains_all = self._config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
-        if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
-            return _Outcome(update.counts), ()
-        collected = self._collect(update, context, policy, num_samples=len(batch.samples))
-        micro_batches = update.micro_batches if collected is None else collected.micro_batches
-        decision = None if collected is None else collected.decision
-
-        def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
-            return stage.loss(output, micro_batch, decision=decision, context=context)
-
-        reports = self._policy.forward_backward(micro_batches, loss_fn)
-        measurement = reduce_reports(
-            reports,
-            None if collected is None else collected.faults,
-            stage,
-            self._groups,
-            num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
-        )
-        made = self._policy.optimizer_step(find_faults(measurement, stage))
-        if not made.applied:
-            return _Outcome(self._skip(batch, update, reports, measurement, made)), ()
-        tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
-        return _Outcome(update.counts | update.packing, measurement, made.grad_norm), tokens
-
-    def _collect(
-        self,
-        update: SplitUpdate,
-        context: UpdateContext,
-        policy: list[TokenLogprobs] | None,
-        *,
-        num_samples: int,
-    ) -> Collected | None:
-        """Return what the objective must know of the whole update; None where that is nothing."""
-        if not self._stage.collects:
-            return None
-        if policy is None:
-            policy = self._policy.forward_only(update.micro_batches, self._output.read)
-        if not self._groups.is_last_stage:
-            return None
-        return self._stage.collect(policy, update.micro_batches, context, num_samples=num_samples)
-
-    def _skip(
-        self,
-        batch: RolloutBatch,
-        update: SplitUpdate,
-        reports: list[TokenReport],
-        measurement: Measurement,
-        made: OptimizerStep,
-    ) -> dict[str, float]:
-        """Return the sums of an update that was not made, or raise, as configured."""
-        nonfinite_tokens, nonfinite_losses, refused_decisions = made.faults
-        if nonfinite_tokens == 0 and refused_decisions > 0:
-            raise ValueError(f"step {batch.step}: {_explain_refusal(measurement, self._stage)}")
-        if self._config.on_nonfinite == "skip_update":
-            if nonfinite_tokens > 0:
-                return update.counts | {"nonfinite_tokens": nonfinite_tokens}
-            return update.counts | update.packing
-        if nonfinite_tokens > 0:
-            found = _describe_nonfinite(batch, update, reports)
-            place = first_message(found, self._groups) or (
-                "the log-probs of the collection pass are not finite, those of the loss pass are"
-            )
-            raise ValueError(
-                f"step {batch.step}: {place} ({nonfinite_tokens:.0f} such tokens in the update); "
-                "set algorithm.on_nonfinite=skip_update to leave such updates out"
-            )
-        if nonfinite_losses > 0:
-            raise ValueError(
-                f"step {batch.step}: algorithm.objective '{self._config.objective}' gave "
-                f"{nonfinite_losses:.0f} tokens with finite values a loss or gradient "
-                "that is NaN or infinite; guard its divisions, logarithms and exponentials"
-            )
-        raise ValueError(
-            f"step {batch.step}: the gradient norm is {made.grad_norm} although every "
-            "log-prob is finite; lower optimizer.lr, or set "
-            "algorithm.on_nonfinite=skip_update to go on without such updates"
-        )
-
-    def _read(self, outcomes: list[_Outcome]) -> list[UpdateResult]:
-        """Bring the measurements of a step to the host, in one copy."""
-        made = [outcome.measurement for outcome in outcomes if outcome.measurement is not None]
-        measured = iter(read_measurements(made, self._stage))
-        results = []
-        for outcome in outcomes:
-            result = UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
-            if outcome.measurement is not None:
-                result = replace(next(measured), grad_norm=outcome.grad_norm)
-            results.append(replace(result, sums=result.sums | outcome.sums))
-        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +49,179 @@ class Measurement:
     """[K, D] float64."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One update; what it measured stays on the device until the end of the step."""
+
+    sums: dict[str, float]
+    """What the host knew by itself."""
+    measurement: Measurement | None = None
+    """None where no update was made."""
+    grad_norm: float = 0.0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class BatchTrainer:
+    """Runs a batch's optimizer updates in order.
+
+    Raises:
+        UserCodeError: The objective or the advantage cannot be used.
+    """
+
+    policy: MegatronPolicy
+    """Built with the ``logits_chunk_tokens`` of ``ops``."""
+    config: AlgorithmConfig
+    ops: OpsConfig
+    temperature: float
+    """That of the rollouts, by which logits are divided."""
+    staleness: StalenessConfig
+    shape: SplitShape
+    masked_reasons: Set[FinishReason] = frozenset()
+    """Responses that ended for one of these do not train."""
+    dump: TokenDump | None = None
+
+    def __post_init__(self) -> None:
+        self._groups = self.policy.groups
+        self._advantages = Advantages(self.config.advantage)
+        self.output = PolicyOutput.of(self.policy, self.ops, self.temperature)
+        self._stage = LossStage(self.config, self.output, self._groups)
+
+    def train(self, batch: RolloutBatch) -> list[UpdateResult]:
+        """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
+
+        Raises:
+            ValueError: The batch does not fit the configuration, the objective refuses an update,
+                or, with ``on_nonfinite: raise``, a value is not finite; it is named with its place.
+        """
+        masked = self.masked_reasons
+        updates = split_step(
+            batch, self._advantages, self.config, self.staleness, self.shape, masked_reasons=masked
+        )
+        updates_before = self.policy.num_updates
+        first_pass: list[TokenLogprobs] | None = None
+        if self.config.behaviour == "recomputed":
+            passes = [self._recompute_behaviour(u, len(batch.samples)) for u in updates]
+            updates = tuple(update for update, _ in passes)
+            first_pass = passes[0][1]  # it ran with the weights of the first update
+            del passes
+        outcomes = []
+        for number in range(self.config.epochs * len(updates)):
+            update = updates[number % len(updates)]
+            # Counted from the batch's version, so that ages are those of the run that made it.
+            made = self.policy.num_updates - updates_before
+            same_weights = self.policy.num_updates == batch.version
+            context = UpdateContext(
+                num_updates=batch.version + made,
+                rollout_version=batch.version if same_weights else None,
+            )
+            outcome, tokens = self._update(batch, update, context, None if number else first_pass)
+            outcomes.append(outcome)
+            if self.dump is not None and self.dump.is_due(batch.step):
+                with fail_together(self._groups):
+                    self.dump.write(tokens, batch.step, number, self._groups)
+        # One copy brings the measurements of the step to the host.
+        measurements = [o.measurement for o in outcomes if o.measurement is not None]
+        measured = iter(read_measurements(measurements, self._stage))
+        results = []
+        for outcome in outcomes:
+            result = UpdateResult({}, {}, (), grad_norm=0.0, skipped=True)
+            if outcome.measurement is not None:
+                result = replace(next(measured), grad_norm=outcome.grad_norm)
+            results.append(replace(result, sums=result.sums | outcome.sums))
+        return results
+
+    def _recompute_behaviour(
+        self, update: SplitUpdate, num_samples: int
+    ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
+        """Replace μ by the trainer's own log-probs at the start of the step; returns these too."""
+        policy = self.policy.forward_only(update.micro_batches, self.output.read)
+        if not update.micro_batches or not self._groups.is_last_stage:
+            return update, policy
+        micro_batches = with_recomputed_behaviour(
+            update.micro_batches,
+            [logprob_T for logprob_T, _ in policy],
+            self.config.correction,
+            num_samples=num_samples,
+            context_group=self._groups.context,
+        )
+        return replace(update, micro_batches=micro_batches), policy
+
+    def _update(
+        self,
+        batch: RolloutBatch,
+        update: SplitUpdate,
+        context: UpdateContext,
+        policy: list[TokenLogprobs] | None,
+    ) -> tuple[_Outcome, Tokens]:
+        """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
+        stage = self._stage
+        trains_all = self.config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
+        if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
+            return _Outcome(update.counts), ()
+        collected = Collected(update.micro_batches)
+        if stage.collects:
+            if policy is None:
+                policy = self.policy.forward_only(update.micro_batches, self.output.read)
+            if self._groups.is_last_stage:
+                size = len(batch.samples)
+                collected = stage.collect(policy, update.micro_batches, context, num_samples=size)
+        micro_batches, decision = collected.micro_batches, collected.decision
+
+        def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
+            return stage.loss(output, micro_batch, decision=decision, context=context)
+
+        reports = self.policy.forward_backward(micro_batches, loss_fn)
+        measurement = reduce_reports(
+            reports,
+            collected.faults,
+            stage,
+            self._groups,
+            num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
+        )
+        made = self.policy.optimizer_step(find_faults(measurement, stage))
+        if not made.applied:
+            return _Outcome(self._skip(batch, update, reports, measurement, made)), ()
+        tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
+        return _Outcome(update.counts | update.packing, measurement, made.grad_norm), tokens
+
+    def _skip(
+        self,
+        batch: RolloutBatch,
+        update: SplitUpdate,
+        reports: list[TokenReport],
+        measurement: Measurement,
+        made: OptimizerStep,
+    ) -> dict[str, float]:
+        """Return the sums of an update that was not made, or raise, as configured."""
+        nonfinite_tokens, nonfinite_losses, refused_decisions = made.faults
+        if nonfinite_tokens == 0 and refused_decisions > 0:
+            raise ValueError(f"step {batch.step}: {_explain_refusal(measurement, self._stage)}")
+        if self.config.on_nonfinite == "skip_update":
+            if nonfinite_tokens > 0:
+                return update.counts | {"nonfinite_tokens": nonfinite_tokens}
+            return update.counts | update.packing
+        if nonfinite_tokens > 0:
+            found = _describe_nonfinite(batch, update, reports)
+            place = first_message(found, self._groups) or (
+                "the log-probs of the collection pass are not finite, those of the loss pass are"
+            )
+            raise ValueError(
+                f"step {batch.step}: {place} ({nonfinite_tokens:.0f} such tokens in the update); "
+                "set algorithm.on_nonfinite=skip_update to leave such updates out"
+            )
+        if nonfinite_losses > 0:
+            raise ValueError(
+                f"step {batch.step}: algorithm.objective '{self.config.objective}' gave "
+                f"{nonfinite_losses:.0f} tokens with finite values a loss or gradient "
+                "that is NaN or infinite; guard its divisions, logarithms and exponentials"
+            )
+        raise ValueError(
+            f"step {batch.step}: the gradient norm is {made.grad_norm} although every "
+            "log-prob is finite; lower optimizer.lr, or set "
+            "algorithm.on_nonfinite=skip_update to go on without such updates"
+        )
+
+
 def reduce_reports(
     reports: list[TokenReport],
     collected: Tensor | None,
@@ -276,13 +232,12 @@ def reduce_reports(
 ) -> Measurement:
     """Add up the reports over micro-batches and data-parallel ranks, and tell all stages.
 
-    A collective of all ranks. Only those of the last pipeline stage have reports; the other stages
-    must know of faults as well.
+    A collective of all ranks: those of the last pipeline stage have a report of each micro-batch,
+    the others [], but must know of faults as well.
 
     Args:
-        reports: One per micro-batch on ranks of the last stage, elsewhere [].
-        collected: The faults that this rank found before the loss; None where there was no
-            collection pass.
+        reports: This rank's.
+        collected: ``Collected.faults`` of this rank; None where there was no collection pass.
         stage: Names what the reports hold.
         groups: This rank's groups.
         num_decisions: K; with 1 all reports hold the same decision, else each has its own.

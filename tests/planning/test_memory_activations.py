@@ -8,7 +8,6 @@ import pytest
 
 from bapo_megatron.planning.layout import Layout
 from bapo_megatron.planning.memory import (
-    Shape,
     chunk_bytes,
     chunks_in_flight,
     layer_bytes,
@@ -20,6 +19,7 @@ from bapo_megatron.planning.memory import (
 )
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from tests.planning.cases import IN_FLIGHT, LENGTHS, MODELS, SAVED, layout_of, small_model
+from tests.planning.runs import scenario
 
 TOKENS = sum(LENGTHS)
 
@@ -27,14 +27,14 @@ TOKENS = sum(LENGTHS)
 def planned(case: str) -> tuple[float, float, float]:
     """Bytes of four layers, of everything kept, and of the peak."""
     family, dtype, parallel, megatron = SAVED[case]
-    shape = Shape(
-        small_model(family, 4), layout_of(parallel), 4 if dtype == "float32" else 2, "local"
+    model = {"path": "x", "dtype": dtype}
+    run = scenario(
+        small_model(family, 4), layout_of(parallel), "local", model=model, megatron=megatron
     )
-    recompute, block = megatron.get("recompute", "none"), megatron.get("recompute_layers", 1)
-    layers = chunk_bytes(shape, recompute, block) * TOKENS
-    passing = (recomputed_bytes(shape, recompute, block) + workspace_bytes(shape)) * TOKENS
-    peak = layers + max(passing, logits_bytes(shape, TOKENS, 0))
-    return layers, layers + norm_bytes(shape) * TOKENS, peak
+    layers = chunk_bytes(run) * TOKENS
+    passing = (recomputed_bytes(run) + workspace_bytes(run)) * TOKENS
+    peak = layers + max(passing, logits_bytes(run, TOKENS))
+    return layers, layers + norm_bytes(run) * TOKENS, peak
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -62,9 +62,10 @@ def test_the_peak_of_the_backward_pass_is_planned_to_ten_percent(
 
 def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
     hf = read_hf_config_file(MODELS / "deepseek-r1-distill-qwen-7b.json")
-    shape = Shape(hf, Layout(tensor=4, sequence=True), 2, "transformer-engine")
+    layout = Layout(tensor=4, sequence=True)
+    run = scenario(hf, layout)
     # Per token and rank: 28 heads of 128 channels and 4 key/value heads over 4 ranks.
-    assert layer_tensors(shape, "none") == {
+    assert layer_tensors(run, "none") == {
         "norms and inputs of the two products": 2 * (2 * 2 * 3584 / 4 + 1),
         "queries, keys, values": 2 * (896 + 128 + 128),
         "rotated queries, keys": 2 * (896 + 128),
@@ -73,25 +74,27 @@ def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
         "input of the down product": 2 * 4736,
         "log-sums of attention": 4 * 7,
     }
-    assert layer_bytes(shape, "none") == 41_758
-    assert layer_bytes(shape, "selective") == 41_758 - 28
-    assert chunk_bytes(shape, "none", 1) == 28 * 41_758
-    assert chunk_bytes(shape, "full", 4) == 7 * 2 * 3584 / 4
+    assert layer_bytes(run, "none") == 41_758
+    assert layer_bytes(run, "selective") == 41_758 - 28
+    assert chunk_bytes(run) == 28 * 41_758
+    by_four = scenario(hf, layout, megatron={"recompute": "full", "recompute_layers": 4})
+    assert chunk_bytes(by_four) == 7 * 2 * 3584 / 4
 
 
 def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> None:
     hf = read_hf_config_file(MODELS / "deepseek-r1-distill-qwen-32b.json")
-    shape = Shape(hf, Layout(tensor=8, sequence=True), 2, "transformer-engine")
+    layout = Layout(tensor=8, sequence=True)
+    run = scenario(hf, layout, ops={"logits_chunk_tokens": 1024})
     columns, hidden = 19_008, 5120
     for tokens in (8192, 65536):
-        chunked = logits_bytes(shape, tokens, 1024)
+        chunked = logits_bytes(run, tokens)
         hidden_states = (
             tokens * (2 * 2 * hidden / 8 + 4 / 8)  # final norm: input, output, 1/rms
             + tokens * 2 * hidden  # gathered
             + tokens * (4 * hidden + 2 * hidden / 8)  # gradient, summed and divided
         )
         assert chunked - hidden_states == 1024 * (2 * columns + 2 * hidden + 4 * hidden)
-    assert logits_bytes(shape, 65536, 0) > 65536 * 2 * columns
+    assert logits_bytes(scenario(hf, layout), 65536) > 65536 * 2 * columns
 
 
 def test_chunks_in_flight_are_those_of_megatron_s_schedules(measured: dict[str, Any]) -> None:

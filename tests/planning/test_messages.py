@@ -1,4 +1,4 @@
-"""Collectives of a plan against those that Megatron's model calls, and against rings by hand."""
+"""Bytes of a plan against the collectives that Megatron's model calls, and against hand counts."""
 
 from __future__ import annotations
 
@@ -6,106 +6,97 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.planning.plan import PlanOptions, make_assumptions
-from bapo_megatron.planning.timing import Messages, sent_bytes
-from bapo_megatron.planning.workload import plan_workload
+from bapo_megatron.planning.plan import PlanOptions, make_plan
+from bapo_megatron.planning.timing import (
+    context_bytes,
+    data_bytes,
+    pipeline_bytes,
+    tensor_bytes,
+)
+from bapo_megatron.planning.workload import Scenario
 from tests.planning.cases import LENGTHS, MESSAGES, layout_of, small_model
-from tests.planning.runs import run_config
+from tests.planning.runs import run_config, scenario
+
+TOKENS = sum(LENGTHS)
 
 
-def planned(parallel: dict[str, Any], **settings: Any) -> Messages:
-    """The messages of one micro-batch of the small model."""
-    tokens = sum(LENGTHS)
-    config = run_config(
-        parallel=parallel,
-        data={"max_prompt_tokens": 1},
-        rollout={"max_response_tokens": tokens, "groups_per_step": 1, "samples_per_group": 2},
-        train={"max_tokens_per_micro_batch": 2 * tokens},
-        **settings,
-    )
-    options = PlanOptions(prompt_tokens=1, response_tokens=tokens // 2 - 1)
-    layout, hf = layout_of(parallel), small_model("qwen2", 4)
-    assumptions = make_assumptions(config, layout.gpus, options)
-    workload = plan_workload(config, hf, layout, assumptions)
-    assert (workload.micro_batches, workload.micro_batch_tokens) == (1, tokens // layout.context)
-    return Messages(config, hf, layout, config.megatron, workload, assumptions)
+def run_of(parallel: dict[str, Any], **megatron: Any) -> Scenario:
+    """The small model of four layers: h = 256, 64 key channels, bfloat16."""
+    return scenario(small_model("qwen2", 4), layout_of(parallel), megatron=megatron)
 
 
-def volume(messages: Messages, phase: str, operation: str) -> float:
+def sent(measured: dict[str, Any], case: str, *passes: str) -> float:
+    """What each of two ranks in a ring sends for the collectives that Megatron's model called."""
+    share = {"all-gather": 1 / 2, "reduce-scatter": 1 / 2, "all-reduce": 2 / 2}
     return sum(
-        c.count * c.tensor_bytes
-        for c in messages.all()
-        if (c.phase, c.operation) == (phase, operation) and not c.name.startswith("loss")
+        share[key.split()[1]] * sum(sizes)
+        for key, sizes in measured["messages"][case].items()
+        if key.split()[0] in passes
     )
-
-
-@pytest.mark.parametrize("case", ["tensor", "sequence"])
-def test_tensor_parallel_moves_what_megatron_s_model_moves(
-    case: str, measured: dict[str, Any]
-) -> None:
-    messages = planned(MESSAGES[case])
-    for key, sizes in measured["messages"][case].items():
-        assert volume(messages, *key.split()) == sum(sizes), key
-    assert {f"{c.phase} {c.operation}" for c in messages.all() if c.phase != "update"} - {
-        "forward all-gather",  # the loss stage's, which the model does not have
-        "sync all-gather",
-    } <= set(measured["messages"][case])
-
-
-def test_context_parallel_moves_keys_and_values(measured: dict[str, Any]) -> None:
-    messages, sizes = planned(MESSAGES["context"]), measured["messages"]["context"]
-    assert volume(messages, "forward", "all-gather") == sum(sizes["forward all-gather"])
-    # A ring passes keys and values round again, which our own attention does not.
-    gradients = sum(sizes["backward reduce-scatter"])
-    assert volume(messages, "backward", "all-gather") == 2 * gradients
-
-
-def test_a_ring_sends_all_but_its_own_part_once_or_twice() -> None:
-    assert sent_bytes("all-gather", 800, 4) == 600
-    assert sent_bytes("reduce-scatter", 800, 4) == 600
-    assert sent_bytes("all-reduce", 800, 4) == 1200
-    assert sent_bytes("send", 800, 2) == 800
-
-
-def test_nothing_is_sent_by_a_single_gpu() -> None:
-    assert planned({}).all() == []
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "expected_bytes"),
+    ("case", "forward", "both"),
     [
-        # 37 + 1 and 16 + 1 bins of four numbers, and four counters
-        ({}, 8 * (4 * (38 + 17) + 4)),
-        # 17 + 1 and 5 + 1 bins; Eq. 5 sees the dual clip as another bin
-        ({"bapo": {"preset": "recipe"}}, 8 * (4 * (18 + 6) + 4)),
-        ({"bapo": {"preset": "recipe", "contribution": "gradient"}}, 8 * (4 * (18 + 7) + 4)),
-        ({"objective": "tests.algorithm.own_objectives:HighEntropy"}, 8 * 64),
-        # an integer for each of the two responses
-        ({"objective": "tests.algorithm.own_objectives:Gspo"}, 8 * 2),
-        ({"objective": "clip"}, None),
+        # Nine sums (two in each of four layers, the embedding's) of 512 tokens · 256 · 2 bytes, an
+        # all-reduce each over two ranks; as many of gradients.
+        ("tensor", 9 * 262_144, 18 * 262_144),
+        # The same; inputs are gathered once more for the backward pass, half a hidden state each.
+        ("sequence", 9 * 262_144, 22.5 * 262_144),
     ],
 )
-def test_what_an_objective_sums_up_is_a_message(
-    algorithm: dict[str, Any], expected_bytes: int | None
+def test_tensor_parallel_sends_what_megatron_s_model_sends(
+    case: str, forward: float, both: float, measured: dict[str, Any]
 ) -> None:
-    messages = planned({"context": 2}, algorithm=algorithm).all()
-    sizes = [message.tensor_bytes for message in messages if message.name == "objective: table"]
-    assert sizes == ([] if expected_bytes is None else [expected_bytes])
+    run = run_of(MESSAGES[case])
+    assert tensor_bytes(run, TOKENS, trains=False) == forward == sent(measured, case, "forward")
+    assert tensor_bytes(run, TOKENS, trains=True) == both
+    assert sent(measured, case, "forward", "backward") == both
 
 
-def test_full_recomputation_repeats_the_messages_within_layers() -> None:
-    parallel = {"tensor": 2, "sequence": True}
-    kept = planned(parallel)
-    again = planned(parallel, megatron={"recompute": "full"})
-    for first, second in zip(kept.all(), again.all(), strict=True):
-        more = again.per_step(second) - kept.per_step(first)
-        within = first.name.startswith("layers") and first.phase == "forward"
-        assert more == (1 if within else 0), first.name
+def test_context_parallel_sends_keys_and_values(measured: dict[str, Any]) -> None:
+    # Keys and values of 64 channels each, of the 256 tokens of a rank: 65,536 bytes in 4 layers.
+    once = context_bytes(run_of(MESSAGES["context"]), TOKENS // 2)
+    assert once == 4 * 65_536
+    assert once == sum(measured["messages"]["context"]["forward all-gather"]) / 2
+    # A ring passes keys and values round again, which our own attention does not.
+    sizes = measured["messages"]["context"]["backward reduce-scatter"]
+    assert once == sum(sizes) / 2
+
+
+def test_full_recomputation_repeats_the_sums_of_layers() -> None:
+    kept, again = run_of({"tensor": 2}), run_of({"tensor": 2}, recompute="full")
+    more = tensor_bytes(again, TOKENS, trains=True) - tensor_bytes(kept, TOKENS, trains=True)
+    assert more == 8 * 262_144
+    assert tensor_bytes(again, TOKENS, trains=False) == tensor_bytes(kept, TOKENS, trains=False)
+
+
+def test_a_pipeline_sends_hidden_states_for_each_chunk() -> None:
+    assert pipeline_bytes(run_of({"tensor": 2}), TOKENS) == 0
+    assert pipeline_bytes(run_of({"pipeline": 2}), TOKENS) == 262_144
+    divided = {"pipeline": 2, "virtual_pipeline": 2, "tensor": 2, "sequence": True}
+    assert pipeline_bytes(run_of(divided), TOKENS) == 2 * 131_072
+
+
+def test_data_parallel_sends_gradients_and_updated_weights() -> None:
+    # 4 + 2 bytes of 1000 parameters, 3/4 of them to other ranks; an all-reduce sends 2 · 4 bytes.
+    assert data_bytes(run_of({"context": 4}), 1000) == 4500
+    assert data_bytes(run_of({"context": 4}, distributed_optimizer=False), 1000) == 6000
+    assert data_bytes(run_of({}), 1000) == 0
 
 
 def test_overlap_hides_the_messages_of_data_parallel() -> None:
-    settings = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    hidden = {c.name: c.hidden_by for c in planned({"context": 2}, megatron=settings).all()}
-    shown = {c.name: c.hidden_by for c in planned({"context": 2}).all()}
-    assert (hidden["gradients"], hidden["weights"]) == ("backward", "forward")
-    assert (shown["gradients"], shown["weights"]) == ("nothing", "nothing")
+    def exposed_s(**megatron: Any) -> float:
+        config = run_config(parallel={"context": 2}, megatron=megatron)
+        phases = make_plan(config, small_model("qwen2", 4), PlanOptions()).phases
+        (optimizer,) = (phase for phase in phases if phase.name == "optimizer")
+        assert optimizer.sent_bytes["data"] > 0
+        return optimizer.messages_s
+
+    assert exposed_s() > 0
+    assert exposed_s(overlap_grad_reduce=True, overlap_param_gather=True) == 0
+
+
+def test_a_single_gpu_sends_nothing() -> None:
+    plan = make_plan(run_config(), small_model("qwen2", 4), PlanOptions())
+    assert plan.sent_bytes == {"tensor": 0, "context": 0, "pipeline": 0, "data": 0}

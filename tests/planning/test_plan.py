@@ -131,7 +131,7 @@ def test_layouts_use_all_gpus_divide_the_model_and_fill_every_combination() -> N
     }
     virtual = {e.layout.virtual for e in plan.layouts if e.layout.pipeline == 4}
     assert virtual == {1, 7}
-    assert all(hf.num_layers % e.layout.chunks == 0 for e in plan.layouts)
+    assert all(hf.num_layers % (e.layout.pipeline * e.layout.virtual) == 0 for e in plan.layouts)
 
 
 def test_layouts_that_fit_come_first_and_the_fastest_of_them_leads() -> None:

@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 
 from bapo_megatron.planning.memory import plan_memory
-from bapo_megatron.planning.plan import PlanOptions, make_assumptions
 from bapo_megatron.planning.workload import plan_workload
 from tests.planning.cases import STATE, layout_of, small_model
-from tests.planning.runs import run_config
+from tests.planning.runs import scenario
 
 
 @pytest.mark.parametrize("case", STATE)
 def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
     dtype, parallel, megatron = STATE[case]
-    config = run_config(model={"path": "x", "dtype": dtype}, parallel=parallel, megatron=megatron)
-    hf, layout = small_model("qwen2", 4), layout_of(parallel)
-    assumptions = make_assumptions(config, layout.gpus, PlanOptions())
-    workload = plan_workload(config, hf, layout, assumptions)
-    (memory,) = plan_memory(config, hf, layout, config.megatron, workload, assumptions)
+    run = scenario(
+        small_model("qwen2", 4),
+        layout_of(parallel),
+        model={"path": "x", "dtype": dtype},
+        parallel=parallel,
+        megatron=megatron,
+    )
+    (memory,) = plan_memory(run, plan_workload(run))
     found = measured["state"][case]
     assert memory.weights_bytes == found["weights"]
     # Buffers are padded to multiples of 128 elements, and each parameter in them to 64.

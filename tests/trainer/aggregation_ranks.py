@@ -18,7 +18,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.trainer.split import make_layout
+from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
@@ -160,12 +160,12 @@ def _one_update(
         }
     )
     trainer = BatchTrainer(
-        policy,
-        config,
-        ops,
+        policy=policy,
+        config=config,
+        ops=ops,
         temperature=0.7,
         staleness=staleness,
-        layout=make_layout(
+        shape=split_shape(
             policy, parallel, MegatronConfig(), TrainConfig(max_tokens_per_micro_batch=budget)
         ),
     )

@@ -10,7 +10,7 @@ import torch
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.tiny.model import build_tokenizer
-from bapo_megatron.trainer.split import Layout
+from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -25,7 +25,7 @@ from tests.policy.tiny_models import load_reference, make_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-ONE_RANK = Layout(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
+ONE_RANK = SplitShape(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
 """Everything on one rank, in micro-batches of 4,096 tokens."""
 
 DUMP_SHAPES = {

@@ -241,6 +241,7 @@ def test_the_collection_pass_counts_what_is_not_finite(
     policy = TokenLogprobs(batch["logprob_T"], batch["entropy_T"])
     micro_batch = micro_batch_of(batch)
     collected = stage.collect([policy], [micro_batch], CONTEXT, num_samples=1)
+    assert collected.faults is not None
     assert collected.faults[0].item() == 1
     assert collected.decision is not None
     assert bool(torch.isfinite(collected.decision).all())

@@ -23,7 +23,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.recompute import ProbeScorer
-from bapo_megatron.trainer.split import make_layout
+from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync
@@ -244,7 +244,7 @@ def _parallel(groups: ProcessGroups) -> ParallelConfig:
 
 
 def layout_of(policy: MegatronPolicy, groups: ProcessGroups) -> Any:
-    return make_layout(
+    return split_shape(
         policy,
         _parallel(groups),
         MegatronConfig(),
