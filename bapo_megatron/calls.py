@@ -131,7 +131,8 @@ def decode_reply(line: bytes) -> Reply:
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
     """Make a record of its JSON values, or raise ValueError where they do not fit its fields."""
-    record: ResponseT = _adapter(kind).validate_python(values)
+    hashable: Any = kind  # what mypy does not know of ``type[ResponseT]``
+    record: ResponseT = _adapter(hashable).validate_python(values)
     return record
 
 

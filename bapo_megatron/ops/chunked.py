@@ -280,9 +280,16 @@ class _ChunkedLoss(torch.autograd.Function):
             logprob_T[chunk], entropy_T[chunk] = logprob_C, entropy_C
             gradient = token_loss(logprob_C, entropy_C, chunk)
             loss += gradient.loss
-            softmax = (max_C, log_sum_C, entropy_C)
             chunks.kernels.logits_backward_(
-                grad_CV, None, chunks.target_T[chunk], *softmax, *gradient[1:], *chunks.columns
+                grad_CV,
+                None,
+                chunks.target_T[chunk],
+                max_C,
+                log_sum_C,
+                entropy_C,
+                gradient.logprob_T,
+                gradient.entropy_T,
+                *chunks.columns,
             )
             if grad_weight_VH is not None:
                 _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)

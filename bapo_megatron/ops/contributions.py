@@ -85,8 +85,18 @@ class BoundSearch:
         """
         tokens = (logprob_T, behaviour_logprob_T, advantage_T, mask_T)
         table_K = torch.zeros(self.grid.num_slots, dtype=torch.int64, device=logprob_T.device)
-        values = [values_T.detach().contiguous() for values_T in tokens]
-        self._kernels.contributions_(table_K, self._grid_bytes, *values, self.config.weight)
+        logprob_T, behaviour_logprob_T, advantage_T, mask_T = (
+            values_T.detach().contiguous() for values_T in tokens
+        )
+        self._kernels.contributions_(
+            table_K,
+            self._grid_bytes,
+            logprob_T,
+            behaviour_logprob_T,
+            advantage_T,
+            mask_T,
+            self.config.weight,
+        )
         return table_K
 
     def bounds(self, table_K: Tensor) -> Tensor:
