@@ -18,7 +18,7 @@ from bapo_megatron.config.check import packing_multiples
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, TrainConfig
-from bapo_megatron.data.micro_batch import build_micro_batches
+from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, UpdatePlan, plan_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -65,18 +65,11 @@ class Layout:
             The packing of all ranks, and this rank's micro-batches.
         """
         packing = plan_update(samples, indices, self.rules)
-        micro_batches = build_micro_batches(
-            samples,
-            packing,
-            self.rules,
-            data_rank=self.data_rank,
-            context_rank=self.context_rank,
-            context_size=self.context_size,
-            advantages_B=advantage_B,
-            loss_weights_B=loss_weight_B,
-            masks_B=masks_B,
+        whole = (
+            build_micro_batch(samples, own, advantage_B, loss_weight_B, self.rules, masks_B)
+            for own in packing.ranks[self.data_rank]
         )
-        return packing, tuple(micro_batches)
+        return packing, tuple(shard_context(m, self.context_rank, self.context_size) for m in whole)
 
 
 def make_layout(

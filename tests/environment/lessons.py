@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.environment.base import Task, Turn
 from bapo_megatron.tiny.model import TinyQwen2, save_model
@@ -30,7 +31,7 @@ def teach_two_turns(model_dir: Path, seed: int) -> None:
     Its solutions stay as careless as they were; what the calculator writes has no loss.
     """
     tokenizer = load_tokenizer(model_dir)
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DataConfig())
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     model = TinyQwen2(config, seed)
     model.load_state_dict(load_file(model_dir / "model.safetensors"))
