@@ -103,7 +103,6 @@ def test_system_prompt_and_suffix_surround_the_question(tokenizer):
     question = [{"role": "user", "content": "1+1?"}]
     assert renderer.text(question) == wanted
     assert question == [{"role": "user", "content": "1+1?"}]
-    assert question == [{"role": "user", "content": "1+1?"}]
 
 
 def test_token_ids_are_those_of_the_tokenizer_s_own_rendering(tokenizer):
