@@ -35,6 +35,19 @@ class ParallelConfig(Section):
     timeout_s: float = Field(7200.0, gt=0)
     """How long ranks wait for each other; for a batch or an evaluation, as long as rank 0 does."""
 
+    @model_validator(mode="after")
+    def _sizes_go_together(self) -> Self:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"virtual_pipeline needs pipeline > 1, got {self.virtual_pipeline} with 1; set it "
+                "to 1, or raise pipeline"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence needs tensor > 1, got 1; set sequence to false, or raise tensor"
+            )
+        return self
+
 
 class MegatronConfig(Section):
     """Trades of memory, communication and time; up to rounding only ``fp8`` changes results."""

@@ -110,7 +110,7 @@ def _rank_tokens(config: RunConfig, layout: Layout) -> int:
     that the longest sequence fits them as well.
     """
     total = config.train.max_tokens_per_micro_batch * config.parallel.context
-    multiple = packing_multiples(layout.parallel, config.megatron).total // layout.context
+    multiple = packing_multiples(layout.parallel, config.megatron)[1] // layout.context
     return math.ceil(total / layout.context / multiple) * multiple
 
 

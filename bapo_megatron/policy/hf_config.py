@@ -11,7 +11,7 @@ from typing import Any
 
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
+from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
 
 
@@ -83,17 +83,7 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
             f"parallel.tensor: must divide the model's {hf.intermediate_size} intermediate "
             f"channels, got {parallel.tensor}; choose a divisor"
         )
-    check_layers(hf.division_fields, parallel, MegatronConfig())
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError(
-            "parallel.virtual_pipeline: needs parallel.pipeline > 1, got "
-            f"{parallel.virtual_pipeline} with 1; set it to 1, or raise parallel.pipeline"
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError(
-            "parallel.sequence: needs parallel.tensor > 1, got 1; "
-            "set parallel.sequence=false, or raise parallel.tensor"
-        )
+    check_layers(hf.division_fields, parallel)
 
 
 VOCAB_MULTIPLE = 128

@@ -77,13 +77,13 @@ def make_layout(
 ) -> Layout:
     """Return how samples become the micro-batches of this rank."""
     groups = policy.groups
-    multiples = packing_multiples(parallel, megatron)
+    sequence_multiple, total_multiple = packing_multiples(parallel, megatron)
     rules = PackingRules(
         data_size=groups.data_size,
         max_tokens=train.max_tokens_per_micro_batch * parallel.context,
         flops=policy.hf.sequence_flops,
-        sequence_multiple=multiples.per_sequence,
-        total_multiple=multiples.total,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
         # The interleaved schedule runs micro-batches in rounds of one per stage.
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )

@@ -271,6 +271,15 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "the correction compares the trainer's log-probs with the engine's; set behaviour: "
             "recomputed, or correction.kind: none",
         ),
+        (
+            "parallel: {virtual_pipeline: 2}",
+            "'parallel' virtual_pipeline needs pipeline > 1, got 2 with 1; set it to 1, or raise "
+            "pipeline",
+        ),
+        (
+            "parallel: {sequence: true}",
+            "'parallel' sequence needs tensor > 1, got 1; set sequence to false, or raise tensor",
+        ),
         ("run_dir: ${nope}", "Interpolation key 'nope' not found; correct this key"),
         (
             "inherit: [base.yaml]",
