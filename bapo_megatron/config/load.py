@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -27,18 +27,12 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
 
+_Layer = tuple[str, Any]
+"""One source of settings: the file or override, as messages name it, and an OmegaConf mapping."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one line."""
-
-
-class _Layer(NamedTuple):
-    """One source of settings."""
-
-    place: str
-    """The file, or the override, as error messages name it."""
-    settings: Any
-    """An OmegaConf mapping."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -56,40 +50,44 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: A file is missing or no YAML, a key is unknown or missing, or a value breaks a
             rule; one line that names the file or override, the key and the value.
     """
-    layers = [*_read_files(path, []), *(_parse_override(override) for override in overrides)]
+    layers = [*_read_files(path, []), *map(_parse_override, overrides)]
     merged = OmegaConf.create()
     try:
-        for layer in layers:
-            _make_way(merged, OmegaConf.to_container(layer.settings))
-            merged = OmegaConf.merge(merged, layer.settings)
-        settings = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        for _, settings in layers:
+            _make_way(merged, OmegaConf.to_container(settings))
+            merged = OmegaConf.merge(merged, settings)
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         remedy = "correct this key"
         if isinstance(error, InterpolationKeyError) and not any(
-            _holds(layer.settings, ["name"]) for layer in layers
+            _holds(settings, ["name"]) for _, settings in layers
         ):
             remedy = "this is a base for other files: give one that inherits it and has a name"
         raise ConfigError(f"{path}: {_problem(error)}; {remedy}") from error
 
     def place_of(location: Sequence[int | str]) -> str:
-        holding = (layer.place for layer in reversed(layers) if _holds(layer.settings, location))
+        holding = (place for place, settings in reversed(layers) if _holds(settings, location))
         return next(holding, str(path))
 
-    return _validate(RunConfig, settings, place_of)
+    return parse_section(RunConfig, resolved, place_of)
 
 
-def parse_section(section: type[SectionT], given: dict[str, Any], place: str) -> SectionT:
-    """Validate one section from values that stand in no file, such as command-line options.
+def parse_section(
+    section: type[SectionT], given: Any, place: str | Callable[[Sequence[int | str]], str]
+) -> SectionT:
+    """Validate one section from its keys; what is not given has its default.
 
-    Args:
-        section: The section's class.
-        given: Its keys; what is not given has its default.
-        place: Where the values come from, for messages.
+    ``place``: for messages, where the values come from, such as command-line options, or where the
+    value with this path does.
 
     Raises:
         ConfigError: As by ``load_config``.
     """
-    return _validate(section, given, lambda location: place)
+    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
+    try:
+        return section.model_validate_json(json.dumps(given), strict=True)
+    except ValidationError as error:
+        raise ConfigError(explain(error, section, place)) from error
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -130,13 +128,12 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
         raise ConfigError(
             f"{path}: must be a mapping of keys, got a list; write 'key: value' lines"
         )
-    layer = _Layer(str(path), settings)
     base = settings.pop("inherit", None)
     if base is None:
-        return [layer]
+        return [(str(path), settings)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: 'inherit' must be one file name, got {base}; name one file")
-    return [*_read_files(path.parent / base, [*inheriting, path]), layer]
+    return [*_read_files(path.parent / base, [*inheriting, path]), (str(path), settings)]
 
 
 def _parse_override(override: str) -> _Layer:
@@ -147,7 +144,7 @@ def _parse_override(override: str) -> _Layer:
     if not match["value"].strip():
         override = f"{match['key']}=''"
     try:
-        return _Layer(place, OmegaConf.from_dotlist([override]))
+        return place, OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{place}: the value is no YAML ({_problem(error)}); quote it, or close its brackets"
@@ -181,13 +178,3 @@ def _problem(error: Exception) -> str:
     """YAML's own words, or the first line of the error."""
     text = getattr(error, "problem", None) or str(error).partition("\n")[0]
     return " ".join(str(text).split())
-
-
-def _validate(
-    section: type[SectionT], settings: Any, place_of: Callable[[Sequence[int | str]], str]
-) -> SectionT:
-    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
-    try:
-        return section.model_validate_json(json.dumps(settings), strict=True)
-    except ValidationError as error:
-        raise ConfigError(explain(error, section, place_of)) from error
