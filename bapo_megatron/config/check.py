@@ -90,7 +90,7 @@ def check_generate_config(config: RunConfig) -> None:
 def check_data(config: RunConfig) -> None:
     """Check what reading and rendering the prompts needs; see ``check_config``."""
     if config.data.train is not None or not config.eval.sets:
-        _check_train_sets(config.data, "without eval.sets")
+        _check_sets(config.data, "data.train", config.data.train, "without eval.sets")
     _check_sets(config.data, "eval.sets", config.eval.sets)
 
 
@@ -229,8 +229,8 @@ def _check_replay(dumps: Path, steps: int) -> None:
 
 
 def _check_generation(hf_config: dict[str, Any], config: RunConfig, needed: str) -> None:
-    """Training samples can be generated and scored; ``needed`` as in ``_check_train_sets``."""
-    _check_train_sets(config.data, needed)
+    """Training samples can be generated and scored; ``needed`` as in ``_check_sets``."""
+    _check_sets(config.data, "data.train", config.data.train, needed)
     limit, overlong = config.rollout.max_response_tokens, config.reward.overlong
     _check_positions(hf_config, config, "rollout", limit)
     check_rewards(config.reward.functions)
@@ -303,18 +303,18 @@ def _check_weight_sync(rollout: RolloutConfig, parallel: ParallelConfig) -> None
         )
 
 
-def _check_train_sets(data: DataConfig, needed: str) -> None:
-    """There are training sets (``needed`` says when) that can be read."""
-    if data.train is None:
-        raise ConfigError(f"data.train: needed {needed}, got null; set data.train.path=FILE")
-    _check_sets(data, "data.train", data.train)
+def _check_sets(
+    data: DataConfig,
+    key: str,
+    sets: DatasetConfig | Sequence[DatasetConfig] | None,
+    needed: str = "",
+) -> None:
+    """There are sets, the chat template and all files exist, and the names of the sets differ.
 
-
-def _check_sets(data: DataConfig, key: str, sets: DatasetConfig | Sequence[DatasetConfig]) -> None:
-    """The chat template and the files of all sets exist, and the names of the sets differ.
-
-    A set of the Hub is looked for when it is read.
+    ``needed`` says when there must be sets. One of the Hub is looked for when it is read.
     """
+    if sets is None:
+        raise ConfigError(f"{key}: needed {needed}, got null; set {key}.path=FILE")
     if data.chat_template is not None and not data.chat_template.is_file():
         raise ConfigError(f"data.chat_template: no such file '{data.chat_template}'; {_RELATIVE}")
     by_key = (

@@ -1,13 +1,12 @@
 """Configuration of the rewards (docs/rewards.md)."""
 
-import ipaddress
 import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from bapo_megatron.config.section import Section, built_in_or_own
+from bapo_megatron.config.section import Section, built_in_or_own, is_loopback
 
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
@@ -74,7 +73,7 @@ class RewardFunctionConfig(Section):
                 "url must hold no password, since it is logged; name a variable with a token: "
                 "http.token_variable"
             )
-        if self.http.token_variable and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if self.http.token_variable and parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ValueError(
                 "url must be https, or on this machine, with http.token_variable, got "
                 f"'{self.url}': the token would cross the network unencrypted; use https"
@@ -154,10 +153,3 @@ class RewardConfig(Section):
     overlong: OverlongConfig | None = None
     format: FormatConfig | None = None
     repetition: RepetitionConfig | None = None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

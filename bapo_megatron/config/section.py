@@ -1,5 +1,6 @@
 """The base of every section of the configuration, and what several sections share."""
 
+import ipaddress
 import re
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -29,3 +30,11 @@ def built_in_or_own(built_in: tuple[str, ...], kind: str, remedy: str = "") -> A
         raise ValueError(f"must be {wanted}, got '{name}'{remedy}")
 
     return AfterValidator(check)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is this machine's loopback, by address or by name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer, Message
@@ -102,7 +102,7 @@ def load_eval_set(
         DataError: A row cannot be read, or a prompt is too long.
         OSError: A file cannot be opened.
     """
-    loaded = load_set(dataset, renderer, max_prompt_tokens)
+    loaded = load_set(dataset, renderer, DataConfig(max_prompt_tokens=max_prompt_tokens))
     report = loaded.report
     if report.num_too_long:
         raise DataError(
@@ -114,17 +114,7 @@ def load_eval_set(
 
 def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]:
     """Read and render every training set, in the order of the configuration; see ``load_set``."""
-    return [
-        load_set(
-            dataset,
-            renderer,
-            data.max_prompt_tokens,
-            on_bad_row=data.on_bad_row,
-            on_duplicate=data.on_duplicate,
-            weight=dataset.weight,
-        )
-        for dataset in data.train_sets
-    ]
+    return [load_set(dataset, renderer, data, dataset.weight) for dataset in data.train_sets]
 
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
@@ -155,30 +145,21 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
 
 
 def load_set(
-    dataset: DatasetConfig,
-    renderer: ChatRenderer,
-    max_prompt_tokens: int,
-    *,
-    on_bad_row: Literal["raise", "skip"] = "raise",
-    on_duplicate: Literal["keep", "drop"] = "keep",
-    weight: float = 1.0,
+    dataset: DatasetConfig, renderer: ChatRenderer, data: DataConfig, weight: float = 1.0
 ) -> PromptSet:
-    """Read and render the prompts of a set, in its order.
-
-    Longer prompts than ``max_prompt_tokens`` are left out; ``on_bad_row`` says what becomes of a
-    row that cannot be used, ``on_duplicate`` of one whose rendered prompt an earlier one has.
+    """Read and render the prompts of a set, in its order, by the rules of ``data``.
 
     Raises:
-        DataError: A row cannot be used (``raise``), or no prompt is left.
+        DataError: A row cannot be used (``on_bad_row: raise``), or no prompt is left.
         OSError: A file cannot be opened.
     """
     report = SetReport(
         str(dataset.path or dataset.hub),
         dataset.row_format,
-        max_prompt_tokens=max_prompt_tokens,
-        duplicates_dropped=on_duplicate == "drop",
+        max_prompt_tokens=data.max_prompt_tokens,
+        duplicates_dropped=data.on_duplicate == "drop",
     )
-    rows = list(_read(dataset, renderer, report, skips_bad=on_bad_row == "skip"))
+    rows = list(_read(dataset, renderer, report, skips_bad=data.on_bad_row == "skip"))
     texts = list(dict.fromkeys(text for _, text, _, _ in rows))
     token_ids_of = dict(zip(texts, renderer.token_ids(texts), strict=True))
     report.longest_tokens = max(map(len, token_ids_of.values()), default=0)
@@ -187,7 +168,7 @@ def load_set(
     contradictions: dict[str, str] = {}
     for prompt_id, text, answer, rest in rows:
         token_ids = token_ids_of[text]
-        if len(token_ids) > max_prompt_tokens:
+        if len(token_ids) > report.max_prompt_tokens:
             report.num_too_long += 1
             continue
         prompt = Prompt(prompt_id, token_ids, answer, text, dataset.label, rest)

@@ -276,20 +276,22 @@ def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | 
             "columns", dataset.prompt_column or "prompt", dataset.answer_column or "answer"
         )
     has_answer = fields.get("answer") is not None
-    math_format = RowFormat("math", "problem", "answer")
-    if not has_answer:
-        math_format = RowFormat("math", "problem", "solution", boxed_answer)
-    verl = RowFormat("verl", "prompt", "reward_model.ground_truth")
-    gsm8k = RowFormat("gsm8k", "question", "answer", worked_answer)
+    formats = {
+        "verl": RowFormat("verl", "prompt", "reward_model.ground_truth"),
+        "gsm8k": RowFormat("gsm8k", "question", "answer", worked_answer),
+        "math": RowFormat("math", "problem", "solution", boxed_answer),
+    }
+    if has_answer:
+        formats["math"] = RowFormat("math", "problem", "answer")
     if dataset.row_format != "auto":
-        return {"verl": verl, "gsm8k": gsm8k, "math": math_format}[dataset.row_format]
+        return formats[dataset.row_format]
     truth = fields.get("reward_model")
     if "prompt" in fields and isinstance(truth, dict) and "ground_truth" in truth:
-        return verl
+        return formats["verl"]
     if "question" in fields and _marked_answer(fields.get("answer")):
-        return gsm8k
+        return formats["gsm8k"]
     if "problem" in fields and (has_answer or "solution" in fields):
-        return math_format
+        return formats["math"]
     question = next((name for name in ("prompt", "question") if name in fields), None)
     if question and "answer" in fields:
         return RowFormat("columns", question, "answer")

@@ -19,8 +19,8 @@ def load(tokenizer):
     """Loads a set with the given settings; prompts keep their questions."""
 
     def load_file(path, max_prompt_tokens=4096, **settings):
-        renderer = ChatRenderer(tokenizer, DataConfig())
-        loaded = load_set(DatasetConfig(path=path, **settings), renderer, max_prompt_tokens)
+        data = DataConfig(max_prompt_tokens=max_prompt_tokens)
+        loaded = load_set(DatasetConfig(path=path, **settings), ChatRenderer(tokenizer, data), data)
         log_warnings([loaded])
         return list(loaded.prompts)
 

@@ -23,9 +23,8 @@ GOOD = {"prompt": "x", "answer": "1"}
 
 
 def load_one(path, tokenizer, max_prompt_tokens=4096, **rules):
-    return load_set(
-        DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig()), max_prompt_tokens, **rules
-    )
+    data = DataConfig(max_prompt_tokens=max_prompt_tokens, **rules)
+    return load_set(DatasetConfig(path=path), ChatRenderer(tokenizer, data), data)
 
 
 def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
