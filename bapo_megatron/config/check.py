@@ -26,13 +26,10 @@ _RELATIVE = "paths are relative to the current directory"
 
 
 def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
-    """Check what training needs.
+    """Check what training on ``world_size`` ranks needs.
 
-    Args:
-        config: A validated configuration.
-        world_size: Number of trainer ranks.
-        owns_files: Whether this process reads prompts and batches (rank 0); the other ranks need
-            the model only, and may be on nodes without the rest.
+    ``owns_files``: whether this process reads prompts and batches (rank 0); the other ranks need
+    the model only, and may be on nodes without the rest.
     """
     # Megatron takes any package of this name for NVIDIA's.
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):

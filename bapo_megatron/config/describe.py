@@ -97,20 +97,17 @@ def _yaml(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def explain(
-    error: ValidationError,
-    root: type[BaseModel],
-    place_of: str | Callable[[Sequence[int | str]], str],
-) -> str:
-    """Describe the error that most likely caused the others: place, key, rule, value, remedy.
+Place = str | Callable[[Sequence[int | str]], str]
+"""The file or option that holds the values, or a function to find it by the path of a key."""
 
-    ``place_of``: the file or option that holds the values of ``root``, or the one with this path.
-    """
+
+def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
+    """Describe the error that most likely caused the others: place, key, rule, value, remedy."""
     # A misspelt key also leaves the right one missing: report what is there before what is not.
     rank = {"extra_forbidden": 0, "missing": 2}
     details = min(error.errors(), key=lambda entry: rank.get(entry["type"], 1))
     location = tuple(part for part in details["loc"] if part not in (SET_TAG, LIST_TAG))
-    place = place_of if isinstance(place_of, str) else place_of(location)
+    place = place if isinstance(place, str) else place(location)
     key = _dotted(location)
     if details["type"] == "extra_forbidden":
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"

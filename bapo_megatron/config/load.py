@@ -9,7 +9,7 @@ relative to the current working directory.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from bapo_megatron.config.describe import explain
+from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
 from bapo_megatron.files import atomic_write_text
@@ -36,15 +36,10 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate the configuration of a run.
+    """Read and validate the configuration of a run; every default is filled in.
 
-    Args:
-        path: The YAML file.
-        overrides: ``dotted.key=value`` with the value in YAML (``rollout.servers=[http://a:1]``);
-            nothing after the ``=`` is the empty text.
-
-    Returns:
-        The frozen configuration with every default filled in.
+    An override is ``dotted.key=value`` with the value in YAML (``rollout.servers=[http://a:1]``);
+    nothing after the ``=`` is the empty text.
 
     Raises:
         ConfigError: A file is missing or no YAML, a key is unknown or missing, or a value breaks a
@@ -72,13 +67,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_section(RunConfig, resolved, place_of)
 
 
-def parse_section(
-    section: type[SectionT], given: Any, place: str | Callable[[Sequence[int | str]], str]
-) -> SectionT:
+def parse_section(section: type[SectionT], given: Any, place: Place) -> SectionT:
     """Validate one section from its keys; what is not given has its default.
-
-    ``place``: for messages, where the values come from, such as command-line options, or where the
-    value with this path does.
 
     Raises:
         ConfigError: As by ``load_config``.

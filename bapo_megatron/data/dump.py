@@ -145,11 +145,7 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
 
 
 def step_of(encoded: EncodedBatch) -> int:
-    """Return the step that a dump belongs to, without reading its samples.
-
-    Raises:
-        DumpError: It is cut short, or not a dump of this format.
-    """
+    """Return the step of a dump without reading its samples; raises as ``decode_batch``."""
     step: int = _open(encoded)[1]["step"]
     return step
 

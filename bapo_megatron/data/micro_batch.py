@@ -142,10 +142,7 @@ def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
 def context_positions(length: int, rank: int, size: int) -> np.ndarray:
     """Return the positions of a sequence that a rank holds, ascending, [length / size] int64.
 
-    Args:
-        length: Tokens of the sequence; a multiple of 2 · ``size``, or anything for ``size`` 1.
-        rank: Context-parallel rank.
-        size: Context-parallel size, C.
+    ``length`` is a multiple of 2 · ``size``, or anything for ``size`` 1.
     """
     if size == 1:
         return np.arange(length, dtype=np.int64)

@@ -97,17 +97,12 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
 def plan_update(
     samples: Sequence[Sample], sample_indices: Sequence[int], rules: PackingRules
 ) -> UpdatePlan:
-    """Divide the samples of one update over ranks and micro-batches, balanced by operations.
+    """Divide some of the [B] samples over ranks and micro-batches, balanced by operations.
 
     The number of micro-batches is the smallest that a bisection finds. Samples go, longest first,
     to the micro-batch with the least to compute that has room (LPT); micro-batches of about equal
     cost then stand at the same position k on all ranks, the heavier ones on the ranks that have the
     least to compute so far.
-
-    Args:
-        samples: All samples of the batch, [B].
-        sample_indices: The update's samples; at least one.
-        rules: What the layout asks for.
 
     Raises:
         ValueError: A sample alone exceeds the budget.

@@ -8,10 +8,11 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
-from bapo_megatron.data.chat import ChatRenderer, Message
+from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.rows import DataError, RowFormat, read_rows, recognise
 from bapo_megatron.types import Prompt
 
@@ -197,14 +198,11 @@ def _read(
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield prompt id, rendered text, answer and the other columns of each good row."""
     row_format: RowFormat | None = None
-    text_of: dict[str, str] = {}
 
-    def render(question: str | list[Message]) -> str:
-        """Each distinct question is rendered once."""
-        key = json.dumps(question)
-        if key not in text_of:
-            text_of[key] = renderer.text(question)
-        return text_of[key]
+    @cache
+    def render(question: str) -> str:
+        """The text of a question given as JSON: each distinct one is rendered once."""
+        return renderer.text(json.loads(question))
 
     seen: set[str] = set()
     dropped: set[str] = set()
@@ -220,7 +218,9 @@ def _read(
                     "format; set prompt_column and answer_column (docs/data.md)"
                 )
             report.row_format = row_format.name
-            text, answer, rest = row_format.read(row, dataset.row_columns, dropped, render)
+            text, answer, rest = row_format.read(
+                row, dataset.row_columns, dropped, lambda question: render(json.dumps(question))
+            )
         except DataError as error:
             if not skips_bad:
                 raise

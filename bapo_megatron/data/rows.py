@@ -186,11 +186,7 @@ def parse_answer(value: Any) -> str:
 
 
 def worked_answer(value: Any) -> str:
-    """Return the answer behind the ``####`` that ends a worked solution of GSM8K.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the answer behind the ``####`` that ends a worked solution, or raise ValueError."""
     if not _marked_answer(value):
         raise ValueError(f"must be a text that ends in '#### answer', got {_quoted(value)}")
     return parse_answer(value)
@@ -268,8 +264,7 @@ class RowFormat:
 def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | None:
     """Find the format of a set by its settings and the columns of a row.
 
-    Returns:
-        The format; None where ``row_format`` is ``auto`` and the columns are of no known one.
+    None where ``row_format`` is ``auto`` and the columns are of no known one.
     """
     if dataset.row_format == "columns" or dataset.prompt_column or dataset.answer_column:
         return RowFormat(
