@@ -1,6 +1,5 @@
 """``bapo-megatron config``."""
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from bapo_megatron.commands.options import OverridesArgument, load
-from bapo_megatron.config.check import check_config
 from bapo_megatron.config.describe import KeyInfo, describe_keys
 from bapo_megatron.config.load import dump_yaml
-from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.load import check_training
 
 
 def command(
@@ -35,7 +33,10 @@ def command(
         raise typer.BadParameter("--key lists keys of any run; leave out CONFIG")
     run_config = load(config, overrides)
     typer.echo(dump_yaml(run_config), nl=False)
-    _check(run_config)
+    # Neither servers nor a number of ranks are needed.
+    layout = run_config.parallel
+    replica_size = layout.tensor * layout.pipeline * layout.context
+    check_training(run_config, int(os.environ.get("WORLD_SIZE", replica_size)))
 
 
 def _list_keys(text: str) -> None:
@@ -56,18 +57,3 @@ def _table(keys: Sequence[KeyInfo]) -> Table:
     for key in keys:
         table.add_row(*map(escape, key))
     return table
-
-
-def _check(config: RunConfig) -> None:
-    """The checks of ``train`` that need neither servers nor a number of ranks."""
-    from bapo_megatron.algorithm.advantage import Advantages
-    from bapo_megatron.algorithm.load_objective import load_objective
-    from bapo_megatron.engine.load import load_kind
-
-    layout = config.parallel
-    replica_size = math.prod((layout.tensor, layout.pipeline, layout.context))
-    check_config(config, int(os.environ.get("WORLD_SIZE", replica_size)))
-    if config.replay.dumps is None:
-        load_kind(config.rollout.engine).check(config)
-    load_objective(config.algorithm)
-    Advantages(config.algorithm.advantage)
