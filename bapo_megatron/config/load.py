@@ -21,14 +21,10 @@ from pydantic import ValidationError
 from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
-from bapo_megatron.files import atomic_write_text
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
-
-_Layer = tuple[str, Any]
-"""One source of settings: the file or override, as messages name it, and an OmegaConf mapping."""
 
 
 class ConfigError(ValueError):
@@ -87,13 +83,8 @@ def dump_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(json.loads(escaped), sort_keys=False, allow_unicode=True)
 
 
-def save_resolved(config: RunConfig, path: Path) -> None:
-    """Write ``dump_yaml`` to a file, atomically."""
-    atomic_write_text(path, dump_yaml(config))
-
-
-def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
-    """The layers of a file: what it inherits from, most basic first, then its own."""
+def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]:
+    """Files and their OmegaConf mappings: what a file inherits from, most basic first, then it."""
     if path.resolve() in [other.resolve() for other in inheriting]:
         chain = " -> ".join(str(other) for other in [*inheriting, path])
         raise ConfigError(f"{path}: inherits from itself ({chain}); remove one 'inherit'")
@@ -126,7 +117,7 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
     return [*_read_files(path.parent / base, [*inheriting, path]), (str(path), settings)]
 
 
-def _parse_override(override: str) -> _Layer:
+def _parse_override(override: str) -> tuple[str, Any]:
     place = f"override '{override}'"
     match = _OVERRIDE.fullmatch(override)
     if match is None:

@@ -23,8 +23,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size: ranks that share every layer."""
     sequence: bool = False
-    """Sequence parallel: tensor-parallel ranks also divide the work between matrix products (needs
-    tensor > 1)."""
+    """Sequence parallel: ranks also divide the work between matrix products (needs tensor > 1)."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel size: stages of successive layers."""
     virtual_pipeline: int = Field(1, ge=1)

@@ -11,8 +11,7 @@ sampled, K = its version spans, W = spans that an environment wrote.
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -146,7 +145,7 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
 
 def step_of(encoded: EncodedBatch) -> int:
     """Return the step of a dump without reading its samples; raises as ``decode_batch``."""
-    step: int = _open(encoded)[1]["step"]
+    step: int = _open(encoded, reads=False)[1]["step"]
     return step
 
 
@@ -156,11 +155,7 @@ def texts_path(path: Path) -> Path:
 
 
 def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
-    """Write what people read of a batch beside its dump ``path``, one text per sample, in order.
-
-    Raises:
-        OSError: The file cannot be written; nothing is left behind.
-    """
+    """Write what people read of a batch beside its dump ``path``: one text per sample, in order."""
     columns = {
         name: pa.array([getattr(text, name) for text in texts], kind)
         for name, kind in _TEXT_COLUMNS.items()
@@ -170,12 +165,7 @@ def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
 
 
 def read_texts(path: Path) -> tuple[SampleText, ...]:
-    """Read the texts that ``write_texts`` wrote beside the dump ``path``.
-
-    Raises:
-        DumpError: The file is damaged, or does not hold the texts of a dump.
-        OSError: There is none.
-    """
+    """Read what ``write_texts`` wrote; raises ``DumpError``, or ``OSError`` where there is none."""
     _, rows = _read_rows(read_encoded(texts_path(path)), _TEXT_COLUMNS, holds_texts=True)
     return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
 
@@ -203,12 +193,22 @@ def _list_column(rows: Sequence[Any], kind: Any) -> Any:
     return pa.ListArray.from_arrays(offsets, pa.array(flat, kind.value_type))
 
 
-def _open(encoded: EncodedBatch, *, holds_texts: bool = False) -> tuple[Any, dict[str, Any]]:
-    """The parquet file, and what its metadata say about all of it."""
+def _open(
+    encoded: EncodedBatch, *, holds_texts: bool = False, reads: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """The table, unless it is not read, and what its metadata say about all of it."""
     name, key = encoded.name, METADATA_KEY.decode()
-    with _readable(name):
+    try:
         content = pa.BufferReader(encoded.content)
         file = pq.ParquetFile(content, page_checksum_verification=True)
+        # Without Arrow's threads: one that lets go of the content, a Python object, while the
+        # interpreter ends (a short command) aborts the process. They are no faster.
+        table = file.read(use_threads=False) if reads else None
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DumpError(
+            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
+        ) from error
     metadata = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
     if metadata is None:
         raise DumpError(
@@ -232,18 +232,7 @@ def _open(encoded: EncodedBatch, *, holds_texts: bool = False) -> tuple[Any, dic
         raise DumpError(f"{name}: a dump where its texts should be; move it to {above}")
     if not holds_texts and "version" not in about:
         raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
-    return file, about
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DumpError(
-            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
-        ) from error
+    return table, about
 
 
 def _read_rows(
@@ -251,11 +240,7 @@ def _read_rows(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the metadata say about all rows, and the columns ``kinds`` of each row."""
     name = encoded.name
-    file, about = _open(encoded, holds_texts=holds_texts)
-    with _readable(name):
-        # Without Arrow's threads: one that lets go of the content, a Python object, while the
-        # interpreter ends (a short command) aborts the process. They are no faster.
-        table = file.read(use_threads=False)
+    table, about = _open(encoded, holds_texts=holds_texts)
     columns: dict[str, Sequence[Any]] = {}
     for column, kind in kinds.items():
         if about["format"] == _BEFORE_ENVIRONMENTS and column in _SINCE_ENVIRONMENTS:

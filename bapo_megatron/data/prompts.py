@@ -97,12 +97,7 @@ class PromptSet:
 def load_eval_set(
     dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
 ) -> PromptSet:
-    """Read and render an evaluation set, of which no prompt may be left out.
-
-    Raises:
-        DataError: A row cannot be read, or a prompt is too long.
-        OSError: A file cannot be opened.
-    """
+    """Read and render an evaluation set, of which no prompt may be left out; see ``load_set``."""
     loaded = load_set(dataset, renderer, DataConfig(max_prompt_tokens=max_prompt_tokens))
     report = loaded.report
     if report.num_too_long:
@@ -140,8 +135,7 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
                 f"training set '{prompt_set.name}': {len(shared)} of {len(own)} prompts are in an "
                 f"earlier set too, the first: {own[shared[0]]} is {prompt_id} of '{name}'"
             )
-        for text, prompt_id in own.items():
-            first_of.setdefault(text, (prompt_set.name, prompt_id))
+        first_of = {text: (prompt_set.name, own[text]) for text in own} | first_of
     return lines
 
 

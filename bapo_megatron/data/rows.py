@@ -169,8 +169,8 @@ def parse_answer(value: Any) -> str:
         ValueError: There is no answer, or it is neither text nor a number.
     """
     if isinstance(value, str):
-        accepted = _list_of_texts(value)
-        if accepted is not None:
+        accepted = _parse_json(value) if value.lstrip().startswith('["') else None
+        if isinstance(accepted, list) and all(isinstance(each, str) for each in accepted):
             return parse_answer(accepted)
         answer = _marked_answer(value) or value.strip()
         if not answer:
@@ -343,14 +343,6 @@ def _quoted(value: Any) -> str:
     """A value for a message: as JSON, cut where it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
-
-
-def _list_of_texts(text: str) -> list[str] | None:
-    """The texts of a JSON list of texts; None for anything else, such as the interval [1, 2]."""
-    values = _parse_json(text) if text.lstrip().startswith('["') else None
-    if isinstance(values, list) and all(isinstance(value, str) for value in values):
-        return values
-    return None
 
 
 def _marked_answer(solution: Any) -> str:

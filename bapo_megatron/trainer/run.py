@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from rich.console import Console
 
-from bapo_megatron.config.load import save_resolved
+from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
@@ -27,6 +27,7 @@ from bapo_megatron.distributed import (
 )
 from bapo_megatron.engine.load import check_training
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
@@ -373,7 +374,7 @@ def _claim_run_dir(config: RunConfig) -> None:
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    save_resolved(config, run_dir / "config.yaml")
+    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
 
 
 def _open_source(config: RunConfig, progress: ProgressLine) -> RolloutSource:
