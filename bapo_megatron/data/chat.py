@@ -76,7 +76,8 @@ class ChatRenderer:
         self._special = tuple(token.content for token in added if token.special)
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
         own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        for name in data.chat_template_arguments:
+        self._arguments = data.chat_template_arguments
+        for name in self._arguments:
             if name in own:
                 raise ValueError(
                     f"data.chat_template_arguments: must not hold '{name}', which the program sets "
@@ -88,7 +89,9 @@ class ChatRenderer:
                     f"does not mention '{name}'; correct the name, or leave it out"
                 )
         try:
-            self._apply_template([{"role": "user", "content": "1 + 1?"}])
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "1 + 1?"}], tokenize=False, **self._arguments
+            )
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
@@ -179,13 +182,9 @@ class ChatRenderer:
 
     def _render(self, messages: list[Message], *, asks: bool = True) -> str:
         try:
-            return self._apply_template(messages, asks=asks)
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=asks, **self._arguments
+            )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"is refused by the chat template ({error})") from error
-
-    def _apply_template(self, messages: list[Message], *, asks: bool = True) -> str:
-        arguments = self._data.chat_template_arguments
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, **arguments
-        )
         return text

@@ -17,7 +17,6 @@ from bapo_megatron.types import Prompt
 
 _MIN_WORDS = 8
 """A shorter question without its instructions says too little: "3 + 4" is no theorem."""
-
 _SAME_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _LATEX_SPACING = re.compile(
     r"\\(?:[,;:!>()\[\] ]|"
