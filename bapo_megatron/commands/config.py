@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from bapo_megatron.commands.options import OverridesArgument, load
-from bapo_megatron.config.check import check_config
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import dump_yaml
+from bapo_megatron.engine.load import check_training
 
 
 def command(
@@ -32,18 +32,10 @@ def command(
         raise typer.BadParameter("--key lists keys of any run; leave out CONFIG")
     run_config = load(config, overrides)
     typer.echo(dump_yaml(run_config), nl=False)
-    # What train checks too, but servers and, without torchrun, the number of ranks.
-    from bapo_megatron.algorithm.advantage import Advantages
-    from bapo_megatron.algorithm.load_objective import load_objective
-    from bapo_megatron.engine.load import load_kind
-
+    # Neither servers nor a number of ranks are needed.
     layout = run_config.parallel
     replica_size = layout.tensor * layout.pipeline * layout.context
-    check_config(run_config, int(os.environ.get("WORLD_SIZE", replica_size)))
-    if run_config.replay.dumps is None:
-        load_kind(run_config.rollout.engine).check(run_config)
-    load_objective(run_config.algorithm)
-    Advantages(run_config.algorithm.advantage)
+    check_training(run_config, int(os.environ.get("WORLD_SIZE", replica_size)))
 
 
 def _list_keys(text: str) -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.chat import ChatRenderer, load_tokenizer, make_renderer
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
@@ -111,7 +111,7 @@ def inspect_data(config: RunConfig, num_rows: int) -> tuple[dict[str, Any], list
         OSError: A file cannot be read.
     """
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-    renderer = make_renderer(tokenizer, config.data)
+    renderer = ChatRenderer(tokenizer, config.data)
     train_sets = load_train_sets(config.data, renderer)
     eval_sets = [
         load_eval_set(dataset, renderer, config.data.max_prompt_tokens)

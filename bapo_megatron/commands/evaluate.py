@@ -10,7 +10,7 @@ from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.commands.regrade import regrade, run_graded
 from bapo_megatron.config.check import check_eval_config
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.chat import load_tokenizer, make_renderer
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.evaluation.report import SetCost, describe_cost, print_results, write_results
 from bapo_megatron.evaluation.samples import iterate_samples, read_samples
@@ -77,7 +77,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     check_eval_config(config)
     load_kind(config.rollout.engine).check(config)
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-    renderer = make_renderer(tokenizer, config.data)
+    renderer = ChatRenderer(tokenizer, config.data)
     sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
     files = fingerprint(config.model.path)
     model = f"{config.model.path.name} ({config.model.dtype}, files {files})"

@@ -13,54 +13,47 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig
+from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""File formats of prompts."""
-FP8_MULTIPLE = 128
-"""Tokens of a micro-batch on one rank with 8-bit products: their scaling blocks have 128 rows."""
 _RELATIVE = "paths are relative to the current directory"
-_SET_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_BEST = re.compile(r"eval/(?P<name>[A-Za-z0-9._-]+)/(?P<score>[a-z0-9_]+)")
 
 
 def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
-    """Check what training needs.
+    """Check what training on ``world_size`` ranks needs.
 
-    Args:
-        config: A validated configuration.
-        world_size: Number of trainer ranks.
-        owns_files: Whether this process reads prompts and batches (rank 0); the other ranks need
-            the model only, and may be on nodes without the rest.
+    ``owns_files``: whether this process reads prompts and batches (rank 0); the other ranks need
+    the model only, and may be on nodes without the rest.
     """
-    _check_apex()
-    check_parallel(config.parallel, world_size)
+    # Megatron takes any package of this name for NVIDIA's.
+    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
+        raise ConfigError(
+            "apex: the installed package is not NVIDIA's (the package index has an unrelated one "
+            "of this name), or lacks its CUDA extensions, got no module 'amp_C'; pip uninstall "
+            "apex, or build NVIDIA's (docs/launch.md)"
+        )
     hf_config = check_model(config.model)
-    check_heads(hf_config, "parallel.tensor", config.parallel.tensor)
-    check_layers(hf_config, config.parallel, config.megatron)
-    _check_optimizer(config)
+    _check_layout(hf_config, config, world_size)
+    _check_updates(config)
     if not owns_files:
         return
-    _check_wandb(config.log.wandb_project)
+    if config.log.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"log.wandb_project: is '{config.log.wandb_project}' but wandb is not installed; "
+            "pip install wandb, or leave the project empty"
+        )
     if config.replay.dumps is not None:
         _check_replay(config.replay.dumps, config.train.steps)
     else:
-        _check_batch(config)
-        _check_lag(config)
-        _check_train_data(config.data, "unless replay is set")
-        _check_chat_template(config.data)
+        _check_generation(hf_config, config, "unless replay is set")
         _check_budget(config)
-        _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
         _check_weight_sync(config.rollout, config.parallel)
-        check_rewards(config.reward.functions)
-        check_shaping(config.reward, config.rollout.max_response_tokens)
     if config.eval.every_steps and not config.eval.sets:
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
@@ -74,13 +67,11 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
 
 def check_eval_config(config: RunConfig) -> None:
     """Check what an evaluation without training needs; see ``check_config``."""
-    hf_config = check_model(config.model)
-    _check_chat_template(config.data)
     if not config.eval.sets:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
-    _check_eval(hf_config, config)
+    _check_eval(check_model(config.model), config)
 
 
 def check_generate_config(config: RunConfig) -> None:
@@ -90,61 +81,14 @@ def check_generate_config(config: RunConfig) -> None:
             f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
             "exist already; set replay.dumps=null"
         )
-    _check_train_data(config.data, "to generate")
-    _check_chat_template(config.data)
-    hf_config = check_model(config.model)
-    _check_positions(hf_config, config, "rollout", config.rollout.max_response_tokens)
-    check_rewards(config.reward.functions)
-    check_shaping(config.reward, config.rollout.max_response_tokens)
+    _check_generation(check_model(config.model), config, "to generate")
 
 
 def check_data(config: RunConfig) -> None:
     """Check what reading and rendering the prompts needs; see ``check_config``."""
-    _check_chat_template(config.data)
     if config.data.train is not None or not config.eval.sets:
-        _check_train_data(config.data, "without eval.sets")
-    for number, dataset in enumerate(config.eval.sets):
-        _check_dataset(dataset, f"eval.sets[{number}]")
-
-
-def _check_apex() -> None:
-    """Megatron takes any package of this name for NVIDIA's."""
-    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
-        raise ConfigError(
-            "apex: the installed package is not NVIDIA's (the package index has an unrelated one "
-            "of this name), or lacks its CUDA extensions, got no module 'amp_C'; pip uninstall "
-            "apex, or build NVIDIA's (docs/launch.md)"
-        )
-
-
-def _check_wandb(project: str) -> None:
-    if project and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"log.wandb_project: is '{project}' but wandb is not installed; "
-            "pip install wandb, or leave the project empty"
-        )
-
-
-def check_parallel(parallel: ParallelConfig, world_size: int) -> None:
-    """Check that the sizes go together, and divide ``world_size`` ranks."""
-    names = [n for n in ("tensor", "pipeline", "context") if getattr(parallel, n) > 1]
-    replica_size = math.prod(getattr(parallel, name) for name in names)
-    if world_size % replica_size:
-        raise ConfigError(
-            f"{' × '.join(f'parallel.{name}' for name in names)}: must divide the number of ranks, "
-            f"got {replica_size} with {world_size} ranks; start a multiple of {replica_size} "
-            f"ranks, or change {'it' if len(names) == 1 else 'them'}"
-        )
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError(
-            "parallel.virtual_pipeline: needs parallel.pipeline > 1, got "
-            f"{parallel.virtual_pipeline} with 1; set it to 1, or raise parallel.pipeline"
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError(
-            "parallel.sequence: needs parallel.tensor > 1, got 1; "
-            "set parallel.sequence=false, or raise parallel.tensor"
-        )
+        _check_sets(config.data, "data.train", config.data.train, "without eval.sets")
+    _check_sets(config.data, "eval.sets", config.eval.sets)
 
 
 def check_model(model: ModelConfig) -> dict[str, Any]:
@@ -161,17 +105,13 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
     ):
         if not any(model.path.glob(pattern)):
             raise ConfigError(f"model.path: '{model.path}' has no {pattern}; {remedy}")
-    config_file = model.path / "config.json"
+    place, problem = f"model.path: '{model.path / 'config.json'}'", "must hold a JSON object"
     try:
-        hf_config = json.loads(config_file.read_text())
+        hf_config = json.loads((model.path / "config.json").read_text())
     except ValueError as error:
-        raise ConfigError(
-            f"model.path: '{config_file}' is not valid JSON ({error}); download the model again"
-        ) from error
+        hf_config, problem = None, f"is not valid JSON ({error})"
     if not isinstance(hf_config, dict):
-        raise ConfigError(
-            f"model.path: '{config_file}' must hold a JSON object; download the model again"
-        )
+        raise ConfigError(f"{place} {problem}; download the model again")
     return hf_config
 
 
@@ -189,42 +129,79 @@ def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
             )
 
 
-def check_layers(
-    hf_config: dict[str, Any], parallel: ParallelConfig, megatron: MegatronConfig
-) -> None:
-    """The layers of ``config.json`` can be divided over the pipeline's stages and chunks."""
-    layers = hf_config.get("num_hidden_layers")
+def check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
+    """Check that the layers of ``config.json`` can be divided over stages and chunks."""
+    layers = hf_config.get("num_hidden_layers") or 0
     parts = parallel.pipeline * parallel.virtual_pipeline
-    if isinstance(layers, int) and layers % parts:
+    if layers % parts:
         raise ConfigError(
             f"parallel.pipeline: pipeline × virtual_pipeline = {parts} must divide the model's "
             f"{layers} layers; choose other sizes"
         )
-    offloaded = megatron.activation_offload_layers
+
+
+def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int) -> None:
+    """The ranks and the model can be divided as ``parallel`` says."""
+    parallel, offloaded = config.parallel, config.megatron.activation_offload_layers
+    names = [n for n in ("tensor", "pipeline", "context") if getattr(parallel, n) > 1]
+    replica_size = math.prod(getattr(parallel, name) for name in names)
+    if world_size % replica_size:
+        raise ConfigError(
+            f"{' × '.join(f'parallel.{name}' for name in names)}: must divide the number of ranks, "
+            f"got {replica_size} with {world_size} ranks; start a multiple of {replica_size} "
+            f"ranks, or change {'it' if len(names) == 1 else 'them'}"
+        )
+    check_heads(hf_config, "parallel.tensor", parallel.tensor)
+    check_layers(hf_config, parallel)
     if offloaded and parallel.pipeline > 1:
         raise ConfigError(
             "megatron.activation_offload_layers: needs parallel.pipeline = 1, got "
             f"{parallel.pipeline}; set one of them to its default"
         )
-    if isinstance(layers, int) and offloaded >= layers:
+    layers = hf_config.get("num_hidden_layers")
+    if layers and offloaded >= layers:
         raise ConfigError(
             f"megatron.activation_offload_layers: must be below the model's {layers} layers, got "
             f"{offloaded}; lower it"
         )
 
 
-def _check_optimizer(config: RunConfig) -> None:
-    optimizer, algorithm = config.optimizer, config.algorithm
+def _check_updates(config: RunConfig) -> None:
+    """Learning rate, batches and ages of tokens go with the run's updates."""
+    optimizer, algorithm, rollout = config.optimizer, config.algorithm, config.rollout
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"optimizer.min_lr: must be at most optimizer.lr = {optimizer.lr}, got "
             f"{optimizer.min_lr}; lower it"
         )
-    updates = config.train.steps * algorithm.updates_per_batch * algorithm.epochs
+    updates_per_step = algorithm.updates_per_batch * algorithm.epochs
+    updates = config.train.steps * updates_per_step
     if optimizer.warmup_updates > updates:
         raise ConfigError(
             f"optimizer.warmup_updates: must be at most the run's {updates} updates "
             f"(steps × updates per batch × epochs), got {optimizer.warmup_updates}; lower it"
+        )
+    if config.replay.dumps is not None:
+        return
+    if rollout.groups_per_step % algorithm.updates_per_batch:
+        groups = rollout.groups_per_step
+        raise ConfigError(
+            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got "
+            f"{algorithm.updates_per_batch} with {groups} groups; choose a divisor of {groups}"
+        )
+    if rollout.fixed_lag is None:
+        return
+    if config.replay.batches:
+        raise ConfigError(
+            f"replay.batches: must be 0 with rollout.fixed_lag, got {config.replay.batches}: "
+            "groups of earlier batches are older; leave one of them out"
+        )
+    age, max_age = rollout.fixed_lag * updates_per_step, rollout.staleness.max_age
+    if max_age is not None and max_age < age:
+        raise ConfigError(
+            "rollout.staleness.max_age: must be at least the age that rollout.fixed_lag gives to "
+            f"every token, {age} updates (fixed lag × updates per batch × epochs), got {max_age}; "
+            "raise it, or leave one of them out"
         )
 
 
@@ -248,43 +225,26 @@ def _check_replay(dumps: Path, steps: int) -> None:
         )
 
 
-def _check_batch(config: RunConfig) -> None:
-    groups, updates = config.rollout.groups_per_step, config.algorithm.updates_per_batch
-    if groups % updates:
+def _check_generation(hf_config: dict[str, Any], config: RunConfig, needed: str) -> None:
+    """Training samples can be generated and scored; ``needed`` as in ``_check_sets``."""
+    _check_sets(config.data, "data.train", config.data.train, needed)
+    limit, overlong = config.rollout.max_response_tokens, config.reward.overlong
+    _check_positions(hf_config, config, "rollout", limit)
+    check_rewards(config.reward.functions)
+    if overlong is not None and overlong.buffer_tokens > limit:
         raise ConfigError(
-            "algorithm.updates_per_batch: must divide rollout.groups_per_step, got "
-            f"{updates} with {groups} groups; choose a divisor of {groups}"
-        )
-
-
-def _check_lag(config: RunConfig) -> None:
-    """Nothing contradicts the age that ``rollout.fixed_lag`` gives to every token."""
-    lag, max_age = config.rollout.fixed_lag, config.rollout.staleness.max_age
-    if lag is None:
-        return
-    if config.replay.batches:
-        raise ConfigError(
-            f"replay.batches: must be 0 with rollout.fixed_lag, got {config.replay.batches}: "
-            "groups of earlier batches are older; leave one of them out"
-        )
-    age = lag * config.algorithm.updates_per_batch * config.algorithm.epochs
-    if max_age is not None and max_age < age:
-        raise ConfigError(
-            "rollout.staleness.max_age: must be at least the age that rollout.fixed_lag gives to "
-            f"every token, {age} updates (fixed lag × updates per batch × epochs), got {max_age}; "
-            "raise it, or leave one of them out"
+            "reward.overlong.buffer_tokens: must be at most rollout.max_response_tokens = "
+            f"{limit}, got {overlong.buffer_tokens}; lower it"
         )
 
 
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    multiples = packing_multiples(config.parallel, config.megatron)
-    padded = -(-needed // multiples.per_sequence) * multiples.per_sequence
+    per_sequence, total = packing_multiples(config.parallel, config.megatron)
     ranks, given = config.parallel.context, config.train.max_tokens_per_micro_batch
-    budget = ranks * given
-    if budget - budget % multiples.total < padded:
-        in_multiples = f" in multiples of {multiples.total}" if multiples.total > 1 else ""
+    if ranks * given // total * total < -(-needed // per_sequence) * per_sequence:
+        in_multiples = f" in multiples of {total}" if total > 1 else ""
         over_ranks = f" over {ranks} context-parallel ranks" if ranks > 1 else ""
         raise ConfigError(
             "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
@@ -293,24 +253,18 @@ def _check_budget(config: RunConfig) -> None:
         )
 
 
-class PackingMultiples(NamedTuple):
-    """Lengths are padded to multiples of these; tokens are those of all context-parallel ranks."""
+def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> tuple[int, int]:
+    """Return the multiples that sequences and, a multiple of it, micro-batches are padded to.
 
-    per_sequence: int
-    """Each sequence; divides ``total``."""
-    total: int
-    """Each micro-batch."""
-
-
-def packing_multiples(parallel: ParallelConfig, megatron: MegatronConfig) -> PackingMultiples:
-    """Return what TP × CP × sequence parallelism and 8-bit products need."""
+    Tokens are those of all context-parallel ranks.
+    """
     # Context-parallel ranks hold two chunks of every sequence each.
     per_sequence = 2 * parallel.context if parallel.context > 1 else 1
+    # The scaling blocks of 8-bit products have 128 rows.
     per_rank = math.lcm(
-        parallel.tensor if parallel.sequence else 1,
-        FP8_MULTIPLE if megatron.fp8 != "none" else 1,
+        parallel.tensor if parallel.sequence else 1, 128 if megatron.fp8 != "none" else 1
     )
-    return PackingMultiples(per_sequence, math.lcm(per_sequence, per_rank * parallel.context))
+    return per_sequence, math.lcm(per_sequence, per_rank * parallel.context)
 
 
 def _check_positions(
@@ -346,44 +300,46 @@ def _check_weight_sync(rollout: RolloutConfig, parallel: ParallelConfig) -> None
         )
 
 
-def _check_train_data(data: DataConfig, needed: str) -> None:
-    """There are training sets (``needed`` says when); their files exist and their names differ."""
-    sets = data.train_sets
-    if not sets:
-        raise ConfigError(f"data.train: needed {needed}, got null; set data.train.path=FILE")
-    for number, dataset in enumerate(sets):
-        key = f"data.train[{number}]" if isinstance(data.train, tuple) else "data.train"
-        _check_dataset(dataset, key)
-    refuse_twice("data.train", [dataset.label for dataset in sets])
+def _check_sets(
+    data: DataConfig,
+    key: str,
+    sets: DatasetConfig | Sequence[DatasetConfig] | None,
+    needed: str = "",
+) -> None:
+    """There are sets, the chat template and all files exist, and the names of the sets differ.
+
+    ``needed`` says when there must be sets. One of the Hub is looked for when it is read.
+    """
+    if sets is None:
+        raise ConfigError(f"{key}: needed {needed}, got null; set {key}.path=FILE")
+    if data.chat_template is not None and not data.chat_template.is_file():
+        raise ConfigError(f"data.chat_template: no such file '{data.chat_template}'; {_RELATIVE}")
+    by_key = (
+        {key: sets}
+        if isinstance(sets, DatasetConfig)
+        else {f"{key}[{number}]": dataset for number, dataset in enumerate(sets)}
+    )
+    suffixes = (".jsonl", ".json", ".parquet")
+    for place, dataset in by_key.items():
+        files = dataset.files()
+        if dataset.path is not None and not files:
+            raise ConfigError(f"{place}.path: no file matches '{dataset.path}'; {_RELATIVE}")
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"{place}.path: no such file '{file}'; {_RELATIVE}")
+            if file.suffix not in suffixes:
+                raise ConfigError(
+                    f"{place}.path: must end in {', '.join(suffixes)}, got '{file}'; "
+                    "convert the file"
+                )
+    check_unique(key, [dataset.label for dataset in by_key.values()])
 
 
-def _check_dataset(dataset: DatasetConfig, key: str) -> None:
-    """The files exist and are of a known format; a set of the Hub is looked for when it is read."""
-    if dataset.path is None:
-        return
-    files = dataset.files()
-    if not files:
-        raise ConfigError(f"{key}.path: no file matches '{dataset.path}'; {_RELATIVE}")
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{key}.path: no such file '{file}'; {_RELATIVE}")
-        if file.suffix not in DATA_SUFFIXES:
-            raise ConfigError(
-                f"{key}.path: must end in {', '.join(DATA_SUFFIXES)}, got '{file}'; "
-                "convert the file"
-            )
-
-
-def refuse_twice(key: str, names: Sequence[str]) -> None:
+def check_unique(key: str, names: Sequence[str]) -> None:
     """Check that no name occurs twice."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ConfigError(f"{key}: must differ, got '{name}' {count} times; keep or rename one")
-
-
-def _check_chat_template(data: DataConfig) -> None:
-    if data.chat_template is not None and not data.chat_template.is_file():
-        raise ConfigError(f"data.chat_template: no such file '{data.chat_template}'; {_RELATIVE}")
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.functions") -> None:
@@ -400,15 +356,6 @@ def check_rewards(functions: Sequence[RewardFunctionConfig], key: str = "reward.
             )
 
 
-def check_shaping(reward: RewardConfig, max_response_tokens: int) -> None:
-    """Check that the buffer of the soft penalty fits the longest response."""
-    if reward.overlong is not None and reward.overlong.buffer_tokens > max_response_tokens:
-        raise ConfigError(
-            "reward.overlong.buffer_tokens: must be at most rollout.max_response_tokens = "
-            f"{max_response_tokens}, got {reward.overlong.buffer_tokens}; lower it"
-        )
-
-
 def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
     """Every set can be read, sampled, named and scored."""
     evaluation = config.eval
@@ -416,10 +363,10 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
         check_rewards(config.reward.functions)
     else:
         check_rewards(evaluation.functions, "eval.functions")
+    _check_sets(config.data, "eval.sets", evaluation.sets)
     for number, dataset in enumerate(evaluation.sets):
         key = f"eval.sets[{number}]"
-        _check_dataset(dataset, key)
-        if not _SET_NAME.fullmatch(dataset.label):
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", dataset.label):
             raise ConfigError(
                 f"{key}.name: must consist of letters, digits, '.', '_' and '-', since it is part "
                 f"of file and metric names, got '{dataset.label}'; give another name"
@@ -435,25 +382,24 @@ def _check_eval(hf_config: dict[str, Any], config: RunConfig) -> None:
             )
         section = key if dataset.max_response_tokens is not None else "eval"
         _check_positions(hf_config, config, section, sampling.max_response_tokens)
-    refuse_twice("eval.sets", [dataset.label for dataset in evaluation.sets])
 
 
 def _check_best(config: RunConfig) -> None:
     """``checkpoint.best`` is a score of an evaluation that the run makes."""
     evaluation, best = config.eval, config.checkpoint.best
-    match = _BEST.fullmatch(best)
-    by_name = {dataset.label: dataset for dataset in evaluation.sets}
-    if match is None or match["name"] not in by_name:
+    by_place = {f"eval/{dataset.label}": dataset for dataset in evaluation.sets}
+    place, _, score = best.rpartition("/")
+    if place not in by_place:
+        names = ", ".join(dataset.label for dataset in evaluation.sets) or "none"
         raise ConfigError(
             "checkpoint.best: must be eval/<set>/<score>, such as eval/aime24/avg_at_k, with one "
-            f"of eval.sets ({', '.join(by_name) or 'none'}), got '{best}'; correct it, or leave it "
-            "empty"
+            f"of eval.sets ({names}), got '{best}'; correct it, or leave it empty"
         )
-    num_samples = evaluation.sampling_of(by_name[match["name"]]).samples_per_prompt
+    num_samples = evaluation.sampling_of(by_place[place]).samples_per_prompt
     sizes = sorted(k for k in evaluation.k_values if k < num_samples)
     scores = ["avg_at_k", "pass_at_k", "maj_at_k", *(f"pass_at_{k}" for k in sizes)]
     scores += [*(f"maj_at_{k}" for k in sizes if k > 1), "answer_found_share"]
-    if match["score"] not in scores:
+    if score not in scores:
         raise ConfigError(
             f"checkpoint.best: must end in one of {', '.join(scores)}, got '{best}'; correct it, "
             "or leave it empty"

@@ -7,11 +7,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from bapo_megatron.config.section import LIST_TAG, SET_TAG, Section
 
-_WILDCARDS = frozenset("*?[")
-
-RowFormatName = Literal["auto", "columns", "verl", "gsm8k", "math"]
-"""How a row holds question and answer (docs/data.md)."""
-
 
 class DatasetConfig(Section):
     """One set of prompts: a file, several files, or a data set of the Hugging Face Hub."""
@@ -24,7 +19,7 @@ class DatasetConfig(Section):
     """The data set's subset on the Hub (``main`` of GSM8K), where it has several."""
     split: str = ""
     """The data set's split on the Hub: ``train``, ``test`` … or a slice, ``train[:1000]``."""
-    row_format: RowFormatName = "auto"
+    row_format: Literal["auto", "columns", "verl", "gsm8k", "math"] = "auto"
     """Where question and answer stand: ``verl`` (also Skywork-OR1 and DAPO-Math), ``gsm8k``,
     ``math``, ``columns`` (those below); ``auto`` recognises it from the first row's columns."""
     prompt_column: str | None = None
@@ -40,9 +35,9 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_place(self) -> Self:
-        if (self.path is None) == (not self.hub):
-            if self.path is None:
-                raise ValueError("must have path or hub, got neither; set one of them")
+        if self.path is None and not self.hub:
+            raise ValueError("must have path or hub, got neither; set one of them")
+        if self.path is not None and self.hub:
             raise ValueError(
                 f"must have path or hub, got '{self.path}' and '{self.hub}'; set the other one to "
                 "nothing (path: null, or hub: '')"
@@ -71,7 +66,7 @@ class DatasetConfig(Section):
 
     @property
     def _is_pattern(self) -> bool:
-        return self.path is not None and not _WILDCARDS.isdisjoint(self.path.name)
+        return self.path is not None and not set("*?[").isdisjoint(self.path.name)
 
     def files(self) -> list[Path]:
         """The files of ``path``, sorted by name; whether a single one exists is not checked."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
@@ -16,41 +15,30 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from bapo_megatron.config.schema import BAPO_PRESETS, BapoConfig, RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG
 
-_LIMITS: tuple[tuple[Any, str, str], ...] = (
-    (annotated_types.Ge, "ge", "≥"),
-    (annotated_types.Gt, "gt", ">"),
-    (annotated_types.Le, "le", "≤"),
-    (annotated_types.Lt, "lt", "<"),
-)
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+"""Limits as the metadata of a field name them."""
 _TYPE_NAMES = {int: "integer", float: "number", bool: "true | false", str: "text", Path: "path"}
 _SECTION_ERRORS = ("model_type", "model_attributes_type")
 _MAX_SHOWN = 80
 
 
 class KeyInfo(NamedTuple):
-    """One key of the configuration."""
+    """One key of the configuration, in words."""
 
     name: str
     """Dotted name; ``[]`` stands for each element of a list."""
     type: str
-    """Type and limits in words, such as ``integer ≥ 1``."""
+    """Type and limits, such as ``integer ≥ 1``."""
     default: str
     """The default as YAML, or ``required``."""
     description: str
-    """The schema's own words, on one line."""
 
 
 def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[KeyInfo]:
-    """List every key of a section and of those within it, in the schema's order.
-
-    Args:
-        section: The outermost section.
-        prefix: Put before every name.
-    """
+    """List every key of a section and of those within it, in the schema's order."""
     keys = []
     for name, field in section.model_fields.items():
-        nested = _nested_section(field.annotation)
-        if nested:
+        if nested := _nested_section(field.annotation):
             keys += describe_keys(nested[0], f"{prefix}{name}{nested[1]}")
             continue
         default = _default(section, prefix + name, field)
@@ -64,18 +52,17 @@ def _nested_section(annotation: Any) -> tuple[type[BaseModel], str] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, "."
     for argument in get_args(annotation):
-        found = _nested_section(argument)
-        if found:
+        if found := _nested_section(argument):
             return found[0], "[]." if get_origin(annotation) is tuple else found[1]
     return None
 
 
 def _type_name(field: FieldInfo) -> str:
     limits = [
-        f"{sign} {getattr(bound, attribute):g}"
+        f"{sign} {getattr(bound, limit):g}"
         for bound in field.metadata
-        for kind, attribute, sign in _LIMITS
-        if isinstance(bound, kind)
+        for limit, sign in _SIGNS.items()
+        if hasattr(bound, limit)
     ]
     return " ".join([_annotation_name(field.annotation), *limits])
 
@@ -110,21 +97,18 @@ def _yaml(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def explain(
-    error: ValidationError, root: type[BaseModel], place_of: Callable[[Sequence[int | str]], str]
-) -> str:
-    """Describe the error that most likely caused the others: place, key, rule, value, remedy.
+Place = str | Callable[[Sequence[int | str]], str]
+"""The file or option that holds the values, or a function to find it by the path of a key."""
 
-    Args:
-        error: What validation of ``root`` raised.
-        root: The outermost section.
-        place_of: File or option that holds the key with this path.
-    """
+
+def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
+    """Describe the error that most likely caused the others: place, key, rule, value, remedy."""
     # A misspelt key also leaves the right one missing: report what is there before what is not.
     rank = {"extra_forbidden": 0, "missing": 2}
     details = min(error.errors(), key=lambda entry: rank.get(entry["type"], 1))
     location = tuple(part for part in details["loc"] if part not in (SET_TAG, LIST_TAG))
-    place, key = place_of(location), _dotted(location)
+    place = place if isinstance(place, str) else place(location)
+    key = _dotted(location)
     if details["type"] == "extra_forbidden":
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
     # Keys of what is one section or a list of them are listed as those of one.

@@ -1,17 +1,21 @@
 """Configuration of evaluations."""
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from bapo_megatron.config.data import DatasetConfig
-from bapo_megatron.config.reward import RewardConfig, RewardFunctionConfig, refuse_taken_names
+from bapo_megatron.config.reward import RewardConfig, RewardFunctions
 from bapo_megatron.config.section import Section
 
-ALL_TOKENS = -1
-"""The ``top_k`` that leaves no token out."""
 MAX_SAMPLES = 1000
 """Limit of a prompt's samples: n · C(n, k) stays within the range of a float64."""
+
+
+def _leaves_a_token(top_k: int | None) -> int | None:
+    if top_k == 0:
+        raise ValueError("must be at least 1, or -1 for all tokens, got 0; correct it")
+    return top_k
 
 
 class EvalSamplingConfig(Section):
@@ -25,15 +29,10 @@ class EvalSamplingConfig(Section):
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling (evaluation only)."""
-    top_k: int = Field(ALL_TOKENS, ge=ALL_TOKENS)
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(_leaves_a_token)] = -1
     """Sample from the k likeliest tokens (evaluation only); -1: from all."""
     max_response_tokens: int = Field(4096, ge=1)
     """Longest response."""
-
-    @model_validator(mode="after")
-    def _top_k_leaves_a_token(self) -> Self:
-        _refuse_no_token(self.top_k)
-        return self
 
 
 class EvalSetConfig(DatasetConfig):
@@ -47,15 +46,10 @@ class EvalSetConfig(DatasetConfig):
     """``eval.temperature`` of this set."""
     top_p: float | None = Field(None, gt=0, le=1)
     """``eval.top_p`` of this set."""
-    top_k: int | None = Field(None, ge=ALL_TOKENS)
+    top_k: Annotated[int | None, Field(ge=-1), AfterValidator(_leaves_a_token)] = None
     """``eval.top_k`` of this set."""
     max_response_tokens: int | None = Field(None, ge=1)
     """``eval.max_response_tokens`` of this set."""
-
-    @model_validator(mode="after")
-    def _top_k_leaves_a_token(self) -> Self:
-        _refuse_no_token(self.top_k)
-        return self
 
 
 class EvalConfig(EvalSamplingConfig):
@@ -63,7 +57,7 @@ class EvalConfig(EvalSamplingConfig):
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Evaluation files, each with its own sampling settings where they differ from these."""
-    functions: tuple[RewardFunctionConfig, ...] | None = Field(None, min_length=1)
+    functions: RewardFunctions | None = None
     """What evaluations are scored by; null: ``reward.functions``."""
     every_steps: int = Field(0, ge=0)
     """Evaluate each N steps; 0: never between start and end."""
@@ -79,13 +73,12 @@ class EvalConfig(EvalSamplingConfig):
     """Rate of all servers together that the time announced by ``eval`` before it starts assumes."""
 
     @model_validator(mode="after")
-    def _sizes_and_names(self) -> Self:
+    def _sizes_differ(self) -> Self:
         if any(k < 1 for k in self.k_values) or len(set(self.k_values)) < len(self.k_values):
             raise ValueError(
-                f"k_values must be different numbers of samples, from 1 on, got "
+                "k_values must be different numbers of samples, from 1 on, got "
                 f"{list(self.k_values)}; correct the list"
             )
-        refuse_taken_names(self.functions or ())
         return self
 
     def sampling_of(self, dataset: EvalSetConfig) -> EvalSamplingConfig:
@@ -101,8 +94,3 @@ def eval_reward(reward: RewardConfig, evaluation: EvalConfig) -> RewardConfig:
     if evaluation.functions is None:
         return reward
     return reward.model_copy(update={"functions": evaluation.functions})
-
-
-def _refuse_no_token(top_k: int | None) -> None:
-    if top_k == 0:
-        raise ValueError("top_k must be at least 1, or -1 for all tokens, got 0; correct it")

@@ -9,19 +9,18 @@ relative to the current working directory.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from bapo_megatron.config.describe import explain
+from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
-from bapo_megatron.files import atomic_write_text
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -32,64 +31,49 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one line."""
 
 
-class _Layer(NamedTuple):
-    """One source of settings."""
-
-    place: str
-    """The file, or the override, as error messages name it."""
-    settings: Any
-    """An OmegaConf mapping."""
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate the configuration of a run.
+    """Read and validate the configuration of a run; every default is filled in.
 
-    Args:
-        path: The YAML file.
-        overrides: ``dotted.key=value`` with the value in YAML (``rollout.servers=[http://a:1]``);
-            nothing after the ``=`` is the empty text.
-
-    Returns:
-        The frozen configuration with every default filled in.
+    An override is ``dotted.key=value`` with the value in YAML (``rollout.servers=[http://a:1]``);
+    nothing after the ``=`` is the empty text.
 
     Raises:
         ConfigError: A file is missing or no YAML, a key is unknown or missing, or a value breaks a
             rule; one line that names the file or override, the key and the value.
     """
-    layers = [*_read_files(path, []), *(_parse_override(override) for override in overrides)]
+    layers = [*_read_files(path, []), *map(_parse_override, overrides)]
     merged = OmegaConf.create()
     try:
-        for layer in layers:
-            _make_way(merged, OmegaConf.to_container(layer.settings))
-            merged = OmegaConf.merge(merged, layer.settings)
-        settings = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        for _, settings in layers:
+            _make_way(merged, OmegaConf.to_container(settings))
+            merged = OmegaConf.merge(merged, settings)
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         remedy = "correct this key"
         if isinstance(error, InterpolationKeyError) and not any(
-            _holds(layer.settings, ["name"]) for layer in layers
+            _holds(settings, ["name"]) for _, settings in layers
         ):
             remedy = "this is a base for other files: give one that inherits it and has a name"
         raise ConfigError(f"{path}: {_problem(error)}; {remedy}") from error
 
     def place_of(location: Sequence[int | str]) -> str:
-        holding = (layer.place for layer in reversed(layers) if _holds(layer.settings, location))
+        holding = (place for place, settings in reversed(layers) if _holds(settings, location))
         return next(holding, str(path))
 
-    return _validate(RunConfig, settings, place_of)
+    return parse_section(RunConfig, resolved, place_of)
 
 
-def parse_section(section: type[SectionT], given: dict[str, Any], place: str) -> SectionT:
-    """Validate one section from values that stand in no file, such as command-line options.
-
-    Args:
-        section: The section's class.
-        given: Its keys; what is not given has its default.
-        place: Where the values come from, for messages.
+def parse_section(section: type[SectionT], given: Any, place: Place) -> SectionT:
+    """Validate one section from its keys; what is not given has its default.
 
     Raises:
         ConfigError: As by ``load_config``.
     """
-    return _validate(section, given, lambda location: place)
+    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
+    try:
+        return section.model_validate_json(json.dumps(given), strict=True)
+    except ValidationError as error:
+        raise ConfigError(explain(error, section, place)) from error
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -99,13 +83,8 @@ def dump_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(json.loads(escaped), sort_keys=False, allow_unicode=True)
 
 
-def save_resolved(config: RunConfig, path: Path) -> None:
-    """Write ``dump_yaml`` to a file, atomically."""
-    atomic_write_text(path, dump_yaml(config))
-
-
-def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
-    """The layers of a file: what it inherits from, most basic first, then its own."""
+def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]:
+    """Files and their OmegaConf mappings: what a file inherits from, most basic first, then it."""
     if path.resolve() in [other.resolve() for other in inheriting]:
         chain = " -> ".join(str(other) for other in [*inheriting, path])
         raise ConfigError(f"{path}: inherits from itself ({chain}); remove one 'inherit'")
@@ -130,16 +109,15 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[_Layer]:
         raise ConfigError(
             f"{path}: must be a mapping of keys, got a list; write 'key: value' lines"
         )
-    layer = _Layer(str(path), settings)
     base = settings.pop("inherit", None)
     if base is None:
-        return [layer]
+        return [(str(path), settings)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: 'inherit' must be one file name, got {base}; name one file")
-    return [*_read_files(path.parent / base, [*inheriting, path]), layer]
+    return [*_read_files(path.parent / base, [*inheriting, path]), (str(path), settings)]
 
 
-def _parse_override(override: str) -> _Layer:
+def _parse_override(override: str) -> tuple[str, Any]:
     place = f"override '{override}'"
     match = _OVERRIDE.fullmatch(override)
     if match is None:
@@ -147,7 +125,7 @@ def _parse_override(override: str) -> _Layer:
     if not match["value"].strip():
         override = f"{match['key']}=''"
     try:
-        return _Layer(place, OmegaConf.from_dotlist([override]))
+        return place, OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{place}: the value is no YAML ({_problem(error)}); quote it, or close its brackets"
@@ -181,13 +159,3 @@ def _problem(error: Exception) -> str:
     """YAML's own words, or the first line of the error."""
     text = getattr(error, "problem", None) or str(error).partition("\n")[0]
     return " ".join(str(text).split())
-
-
-def _validate(
-    section: type[SectionT], settings: Any, place_of: Callable[[Sequence[int | str]], str]
-) -> SectionT:
-    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
-    try:
-        return section.model_validate_json(json.dumps(settings), strict=True)
-    except ValidationError as error:
-        raise ConfigError(explain(error, section, place_of)) from error

@@ -23,8 +23,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size: ranks that share every layer."""
     sequence: bool = False
-    """Sequence parallel: tensor-parallel ranks also divide the work between matrix products (needs
-    tensor > 1)."""
+    """Sequence parallel: ranks also divide the work between matrix products (needs tensor > 1)."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel size: stages of successive layers."""
     virtual_pipeline: int = Field(1, ge=1)
@@ -34,6 +33,19 @@ class ParallelConfig(Section):
     """Context-parallel size: ranks that divide every sequence."""
     timeout_s: float = Field(7200.0, gt=0)
     """How long ranks wait for each other; for a batch or an evaluation, as long as rank 0 does."""
+
+    @model_validator(mode="after")
+    def _sizes_go_together(self) -> Self:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"virtual_pipeline needs pipeline > 1, got {self.virtual_pipeline} with 1; set it "
+                "to 1, or raise pipeline"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence needs tensor > 1, got 1; set sequence to false, or raise tensor"
+            )
+        return self
 
 
 class MegatronConfig(Section):

@@ -1,14 +1,12 @@
 """Configuration of the rewards (docs/rewards.md)."""
 
-import ipaddress
 import re
-from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from bapo_megatron.config.section import Section, built_in_or_own
+from bapo_megatron.config.section import Section, built_in_or_own, is_loopback
 
 BUILT_IN_FUNCTIONS = ("math",)
 """Reward functions that need no module."""
@@ -48,20 +46,15 @@ class RewardFunctionConfig(Section):
     """Its name in metrics: ``reward/<name>``."""
     weight: float = 1.0
     """Factor of its reward in the sum."""
-    function: str | None = None
+    function: Annotated[
+        str | None,
+        built_in_or_own(BUILT_IN_FUNCTIONS, "function", "; put a colon before the function's name"),
+    ] = None
     """``math``, or ``package.module:function`` (a static method: ``package.module:Class.method``),
     run by the worker processes."""
     url: str | None = None
     """Address of an HTTP service that scores, in place of ``function``."""
     http: HttpRewardConfig = HttpRewardConfig()
-
-    @field_validator("function")
-    @classmethod
-    def _function_is_known(cls, function: str | None) -> str | None:
-        if function is None:
-            return None
-        remedy = "; put a colon before the function's name"
-        return built_in_or_own(function, BUILT_IN_FUNCTIONS, "package.module:function", remedy)
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -80,12 +73,29 @@ class RewardFunctionConfig(Section):
                 "url must hold no password, since it is logged; name a variable with a token: "
                 "http.token_variable"
             )
-        if self.http.token_variable and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if self.http.token_variable and parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ValueError(
                 "url must be https, or on this machine, with http.token_variable, got "
                 f"'{self.url}': the token would cross the network unencrypted; use https"
             )
         return self
+
+
+_Functions = tuple[RewardFunctionConfig, ...]
+
+
+def _names_are_free(functions: _Functions) -> _Functions:
+    """Refuse a function whose metric has the name of another one."""
+    names = [entry.name for entry in functions]
+    for name in names:
+        if name in _OWN_METRICS:
+            raise ValueError(f"the name '{name}' is that of a metric of the run; choose another")
+        if names.count(name) > 1:
+            raise ValueError(f"the name '{name}' occurs twice; choose another")
+    return functions
+
+
+RewardFunctions = Annotated[_Functions, Field(min_length=1), AfterValidator(_names_are_free)]
 
 
 class OverlongConfig(Section):
@@ -127,9 +137,7 @@ class RepetitionConfig(Section):
 class RewardConfig(Section):
     """Grading of finished responses (docs/rewards.md)."""
 
-    functions: tuple[RewardFunctionConfig, ...] = Field(
-        (RewardFunctionConfig(name="math", function="math"),), min_length=1
-    )
+    functions: RewardFunctions = (RewardFunctionConfig(name="math", function="math"),)
     """Functions whose weighted sum is the reward; the first one says which answer was found."""
     workers: int = Field(2, ge=1)
     """Grader processes."""
@@ -145,27 +153,3 @@ class RewardConfig(Section):
     overlong: OverlongConfig | None = None
     format: FormatConfig | None = None
     repetition: RepetitionConfig | None = None
-
-    @model_validator(mode="after")
-    def _names_are_free(self) -> Self:
-        refuse_taken_names(self.functions)
-        return self
-
-
-def refuse_taken_names(functions: Sequence[RewardFunctionConfig]) -> None:
-    """Refuse a function whose metric has the name of another one (``ValueError``)."""
-    names = [entry.name for entry in functions]
-    for name in names:
-        if name in _OWN_METRICS:
-            raise ValueError(
-                f"functions: the name '{name}' is that of a metric of the run; choose another"
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"functions: the name '{name}' occurs twice; choose another")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

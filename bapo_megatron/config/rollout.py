@@ -4,9 +4,9 @@ The *age* of a token: optimizer updates since the weights that sampled it (docs/
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from bapo_megatron.config.section import Section, built_in_or_own
 
@@ -143,10 +143,10 @@ class EpisodesConfig(Section):
 class RolloutConfig(Section):
     """Generation of one step's samples."""
 
-    engine: str = "sglang"
+    engine: Annotated[str, built_in_or_own(ENGINES, "Class")] = "sglang"
     """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
     repeats bit for bit), or ``package.module:Class``."""
-    environment: str = SINGLE_TURN
+    environment: Annotated[str, built_in_or_own((SINGLE_TURN,), "Class")] = SINGLE_TURN
     """What answers the policy's turns: nothing (``single_turn``), or ``package.module:Class``
     (docs/extending.md)."""
     episodes: EpisodesConfig = EpisodesConfig()
@@ -217,14 +217,8 @@ class RolloutConfig(Section):
         """Whether episodes may have several turns."""
         return self.environment != SINGLE_TURN
 
-    @field_validator("engine", "environment")
-    @classmethod
-    def _known_name(cls, name: str, info: ValidationInfo) -> str:
-        known = ENGINES if info.field_name == "engine" else (SINGLE_TURN,)
-        return built_in_or_own(name, known, "package.module:Class")
-
     @model_validator(mode="after")
-    def _no_filters(self) -> Self:
+    def _settings_go_together(self) -> Self:
         for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
             value = getattr(self, name)
             if value != neutral:
@@ -232,10 +226,6 @@ class RolloutConfig(Section):
                     f"{name} must be {neutral} for training, got {value}: the engine's log-probs "
                     f"ignore this filter, so ratios would be biased; set {name}: {neutral}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_go_together(self) -> Self:
         for name in ("async_steps", "tokens_per_step", "max_carries", "fixed_lag"):
             value = getattr(self, name)
             if value and not self.partial:

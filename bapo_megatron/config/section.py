@@ -1,8 +1,9 @@
 """The base of every section of the configuration, and what several sections share."""
 
+import ipaddress
 import re
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 SET_TAG, LIST_TAG = "<set>", "<list>"
 """What validation puts between the keys of a value that is one section or a list of them."""
@@ -19,18 +20,21 @@ class Section(BaseModel):
     )
 
 
-def built_in_or_own(name: str, built_in: tuple[str, ...], own: str, remedy: str = "") -> str:
-    """Return ``name`` if it is built in, or has the form ``package.module:object``.
+def built_in_or_own(built_in: tuple[str, ...], kind: str, remedy: str = "") -> AfterValidator:
+    """Accept the names ``built_in``, and ``package.module:object`` of a ``kind`` for messages."""
 
-    Args:
-        name: The value of a key.
-        built_in: Names that need no module.
-        own: The form in the message, such as ``package.module:Class``.
-        remedy: End of the message.
+    def check(name: str | None) -> str | None:
+        if name is None or name in built_in or _NAMED_OBJECT.fullmatch(name):
+            return name
+        wanted = f"{', '.join(built_in)} or package.module:{kind}"
+        raise ValueError(f"must be {wanted}, got '{name}'{remedy}")
 
-    Raises:
-        ValueError: It is neither.
-    """
-    if name in built_in or _NAMED_OBJECT.fullmatch(name):
-        return name
-    raise ValueError(f"must be {', '.join(built_in)} or {own}, got '{name}'{remedy}")
+    return AfterValidator(check)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is this machine's loopback, by address or by name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,10 +1,8 @@
 """Questions rendered by a chat template, and tokenised exactly once."""
 
-from __future__ import annotations
-
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,15 +53,8 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     return tokenizer
 
 
-def make_renderer(tokenizer: Any, data: DataConfig) -> ChatRenderer:
-    """Make the renderer that a run's settings ask for; raises as ``ChatRenderer`` does."""
-    return ChatRenderer(
-        tokenizer, data.system_prompt, data.prompt_suffix, data.chat_template_arguments
-    )
-
-
 def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:
-    """Decode tokens to exactly the text that they stand for; see ``ChatRenderer.decode``."""
+    """Decode tokens to exactly the text that they stand for, or without the special ones."""
     text: str = tokenizer.decode(
         list(token_ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
     )
@@ -73,30 +64,34 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> 
 class ChatRenderer:
     """Turns questions into the text and the token ids that the engine is given."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        system_prompt: str = "",
-        prompt_suffix: str = "",
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Keep the tokenizer and what is put around each question.
-
-        ``system_prompt`` goes first as a system message, ``prompt_suffix`` is appended as it is to
-        the last message, each unless empty; ``template_arguments`` are the template's variables.
+    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
+        """Keep the tokenizer and what ``data`` puts around each question.
 
         Raises:
             ValueError: The template is not valid Jinja, or does not know an argument.
         """
         self._tokenizer = tokenizer
-        self._system_prompt = system_prompt
-        self._prompt_suffix = prompt_suffix
-        self._arguments = dict(template_arguments or {})
+        self._data = data
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
-        _check_arguments(tokenizer, self._arguments)
+        # Arguments that would be ignored silently, such as misspelt ones, are refused.
+        own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._arguments = data.chat_template_arguments
+        for name in self._arguments:
+            if name in own:
+                raise ValueError(
+                    f"data.chat_template_arguments: must not hold '{name}', which the program sets "
+                    "itself; leave it out"
+                )
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ValueError(
+                    "data.chat_template_arguments: must be variables of the chat template, which "
+                    f"does not mention '{name}'; correct the name, or leave it out"
+                )
         try:
-            self._render([{"role": "user", "content": "1 + 1?"}])
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "1 + 1?"}], tokenize=False, **self._arguments
+            )
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
@@ -110,32 +105,22 @@ class ChatRenderer:
         """One more than the tokenizer's largest id."""
         return len(self._tokenizer)
 
-    def messages(self, question: str | Sequence[Message]) -> list[Message]:
-        """Return the whole conversation for a question.
-
-        Raises:
-            ValueError: The question has a system message and ``system_prompt`` is set as well.
-        """
-        if isinstance(question, str):
-            question = [{"role": "user", "content": question}]
-        messages = [dict(message) for message in question]
-        messages[-1]["content"] += self._prompt_suffix
-        if self._system_prompt:
-            if messages[0]["role"] == "system":
-                raise ValueError("has a system message of its own; set data.system_prompt to ''")
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        return messages
-
     def text(self, question: str | Sequence[Message]) -> str:
         """Render a question's conversation up to the assistant's turn.
 
         Raises:
-            ValueError: As ``messages``, or the template refuses the conversation.
+            ValueError: The question has a system message and ``system_prompt`` is set as well, or
+                the template refuses the conversation.
         """
-        try:
-            return self._render(self.messages(question))
-        except jinja2.TemplateError as error:
-            raise ValueError(f"is refused by the chat template ({error})") from error
+        if isinstance(question, str):
+            question = [{"role": "user", "content": question}]
+        *before, last = question
+        messages = [*before, {**last, "content": last["content"] + self._data.prompt_suffix}]
+        if self._data.system_prompt:
+            if messages[0]["role"] == "system":
+                raise ValueError("has a system message of its own; set data.system_prompt to ''")
+            messages.insert(0, {"role": "system", "content": self._data.system_prompt})
+        return self._render(messages)
 
     def token_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokenise rendered conversations.
@@ -184,11 +169,7 @@ class ChatRenderer:
     def _after_answer(self, messages: Sequence[Message], *, asks: bool) -> str:
         """What the template writes after an assistant's message that these messages follow."""
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            text = self._render([*begun, *messages], asks=asks)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"is refused by the chat template ({error})") from error
-        _, answer, rest = text.partition(_ANSWER)
+        _, answer, rest = self._render([*begun, *messages], asks=asks).partition(_ANSWER)
         if not answer:
             raise ValueError("cannot be rendered: the chat template leaves out earlier turns")
         return rest
@@ -200,23 +181,10 @@ class ChatRenderer:
         return text
 
     def _render(self, messages: list[Message], *, asks: bool = True) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, **self._arguments
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=asks, **self._arguments
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"is refused by the chat template ({error})") from error
         return text
-
-
-def _check_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that would be ignored silently, such as misspelt ones."""
-    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    for name in arguments:
-        if name in own:
-            raise ValueError(
-                f"data.chat_template_arguments: must not hold '{name}', which the program sets "
-                "itself; leave it out"
-            )
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise ValueError(
-                "data.chat_template_arguments: must be variables of the chat template, which does "
-                f"not mention '{name}'; correct the name, or leave it out"
-            )

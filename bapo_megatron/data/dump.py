@@ -11,8 +11,7 @@ sampled, K = its version spans, W = spans that an environment wrote.
 
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -42,7 +41,7 @@ FORMAT = 3
 _BEFORE_ENVIRONMENTS = 2
 """A format without the columns ``written_…`` and ``turns``."""
 
-_VALUE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "group_id": (pa.int64(), lambda sample: sample.group_id),
     "index": (pa.int64(), lambda sample: sample.index),
     "prompt_id": (pa.string(), lambda sample: sample.prompt.prompt_id),
@@ -51,18 +50,18 @@ _VALUE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "reward": (pa.float64(), lambda sample: sample.reward),
     "reward_components": (pa.string(), lambda sample: json.dumps(sample.reward_components)),
     "answer_found": (pa.bool_(), lambda sample: sample.answer_found),
+    "prompt_token_ids": (pa.list_(pa.int32()), lambda sample: sample.prompt.token_ids),
+    "response_token_ids": (pa.list_(pa.int32()), lambda sample: sample.response_token_ids),
+    "behaviour_logprobs": (pa.list_(pa.float32()), lambda sample: sample.behaviour_logprobs),
+    "versions": (pa.list_(pa.int32()), lambda sample: [v for v, _ in sample.versions]),
+    "version_tokens": (pa.list_(pa.int32()), lambda sample: [n for _, n in sample.versions]),
+    "written_starts": (pa.list_(pa.int32()), lambda sample: [start for start, _ in sample.written]),
+    "written_tokens": (pa.list_(pa.int32()), lambda sample: [n for _, n in sample.written]),
 }
-"""Columns of one value per sample."""
-_LIST_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
-    "prompt_token_ids": (pa.int32(), lambda sample: sample.prompt.token_ids),
-    "response_token_ids": (pa.int32(), lambda sample: sample.response_token_ids),
-    "behaviour_logprobs": (pa.float32(), lambda sample: sample.behaviour_logprobs),
-    "versions": (pa.int32(), lambda sample: [span.version for span in sample.versions]),
-    "version_tokens": (pa.int32(), lambda sample: [span.num_tokens for span in sample.versions]),
-    "written_starts": (pa.int32(), lambda sample: [span.start for span in sample.written]),
-    "written_tokens": (pa.int32(), lambda sample: [span.num_tokens for span in sample.written]),
-}
-"""Columns of lists: [P], [R], [Q], [K], [K], [W], [W]."""
+"""One value per sample, or a list: [P], [R], [Q], [K], [K], [W], [W]."""
+_LISTS = [name for name, (kind, _) in _COLUMNS.items() if pa.types.is_list(kind)]
+_ARRAYS = ("prompt_token_ids", "response_token_ids", "behaviour_logprobs")
+"""Lists that are read as arrays, without a Python object per token."""
 _TEXT_COLUMNS: dict[str, Any] = {
     "group_id": pa.int64(),
     "index": pa.int64(),
@@ -72,6 +71,8 @@ _TEXT_COLUMNS: dict[str, Any] = {
     "turns": pa.list_(pa.string()),
 }
 """The fields of ``SampleText``."""
+_SINCE_ENVIRONMENTS = ("written_starts", "written_tokens", "turns")
+"""Columns that format 2 lacks; it is read as if they were empty."""
 
 
 class DumpError(ValueError):
@@ -94,11 +95,7 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def read_encoded(path: Path) -> EncodedBatch:
-    """Read a dump without looking into it.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Read a dump without looking into it; raises ``OSError``."""
     with path.open("rb") as file:
         content = bytearray(path.stat().st_size)
         del content[file.readinto(content) :]
@@ -112,21 +109,17 @@ def encode_batch(batch: RolloutBatch) -> bytes:
         DumpError: The batch breaks a rule that ``decode_batch`` checks.
     """
     _check_batch(batch, f"batch of step {batch.step}")
-    samples = batch.samples
-    columns = {
-        name: pa.array([value_of(sample) for sample in samples], kind)
-        for name, (kind, value_of) in _VALUE_COLUMNS.items()
-    }
-    for name, (kind, values_of) in _LIST_COLUMNS.items():
-        columns[name] = _list_column([values_of(sample) for sample in samples], kind)
-    about = {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)}
+    columns = {}
+    for name, (kind, value_of) in _COLUMNS.items():
+        values = [value_of(sample) for sample in batch.samples]
+        columns[name] = _list_column(values, kind) if name in _LISTS else pa.array(values, kind)
     # Byte planes of ids and log-probs are smaller than their values or a dictionary, and faster.
     return _parquet(
         columns,
-        about,
+        {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)},
         use_dictionary=["prompt_id", "source", "finish_reason"],
-        write_statistics=list(_VALUE_COLUMNS),
-        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LIST_COLUMNS},
+        write_statistics=[name for name in _COLUMNS if name not in _LISTS],
+        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LISTS},
     )
 
 
@@ -139,35 +132,20 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
     Raises:
         DumpError: It is damaged, not a dump of this format, or inconsistent.
     """
-    name = encoded.name
-    file, about = _open(encoded)
-    table = _read_table(file, name)
-    columns = {
-        column: _read_column(table, column, kind, name).to_pylist()
-        for column, (kind, _) in _VALUE_COLUMNS.items()
-    }
-    for column, (kind, _) in _LIST_COLUMNS.items():
-        if about["format"] == _BEFORE_ENVIRONMENTS and column.startswith("written_"):
-            columns[column] = [np.empty(0, dtype=np.int32)] * table.num_rows
-        else:
-            columns[column] = _read_lists(table, column, kind, name)
+    about, rows = _read_rows(encoded, {name: kind for name, (kind, _) in _COLUMNS.items()})
     batch = RolloutBatch(
         step=about["step"],
         version=about["version"],
-        groups=_groups(columns, name),
+        groups=_groups(rows, encoded.name),
         stats=RolloutStats(**about["stats"]),
     )
-    _check_batch(batch, name)
+    _check_batch(batch, encoded.name)
     return batch
 
 
 def step_of(encoded: EncodedBatch) -> int:
-    """Return the step that a dump belongs to, without reading its samples.
-
-    Raises:
-        DumpError: It is cut short, or not a dump of this format.
-    """
-    step: int = _open(encoded)[1]["step"]
+    """Return the step of a dump without reading its samples; raises as ``decode_batch``."""
+    step: int = _open(encoded, reads=False)[1]["step"]
     return step
 
 
@@ -177,11 +155,7 @@ def texts_path(path: Path) -> Path:
 
 
 def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
-    """Write what people read of a batch beside its dump ``path``, one text per sample, in order.
-
-    Raises:
-        OSError: The file cannot be written; nothing is left behind.
-    """
+    """Write what people read of a batch beside its dump ``path``: one text per sample, in order."""
     columns = {
         name: pa.array([getattr(text, name) for text in texts], kind)
         for name, kind in _TEXT_COLUMNS.items()
@@ -191,22 +165,9 @@ def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
 
 
 def read_texts(path: Path) -> tuple[SampleText, ...]:
-    """Read the texts that ``write_texts`` wrote beside the dump ``path``.
-
-    Raises:
-        DumpError: The file is damaged, or does not hold the texts of a dump.
-        OSError: There is none.
-    """
-    encoded = read_encoded(texts_path(path))
-    file, about = _open(encoded, holds_texts=True)
-    table = _read_table(file, encoded.name)
-    columns = {
-        column: _read_column(table, column, kind, encoded.name).to_pylist()
-        for column, kind in _TEXT_COLUMNS.items()
-        if column != "turns" or about["format"] != _BEFORE_ENVIRONMENTS
-    }
-    columns["turns"] = [tuple(turns) for turns in columns.get("turns", [()] * table.num_rows)]
-    return tuple(SampleText(**row) for row in _rows(columns))
+    """Read what ``write_texts`` wrote; raises ``DumpError``, or ``OSError`` where there is none."""
+    _, rows = _read_rows(read_encoded(texts_path(path)), _TEXT_COLUMNS, holds_texts=True)
+    return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
 
 
 def _parquet(columns: dict[str, Any], about: dict[str, Any], **settings: Any) -> bytes:
@@ -226,18 +187,28 @@ def _parquet(columns: dict[str, Any], about: dict[str, Any], **settings: Any) ->
 
 def _list_column(rows: Sequence[Any], kind: Any) -> Any:
     """A list column from one array per row, without a Python object per token."""
-    dtype = kind.to_pandas_dtype()
+    dtype = kind.value_type.to_pandas_dtype()
     offsets = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
     flat = np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)])
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind))
+    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind.value_type))
 
 
-def _open(encoded: EncodedBatch, *, holds_texts: bool = False) -> tuple[Any, dict[str, Any]]:
-    """The parquet file, and what its metadata say about all of it."""
+def _open(
+    encoded: EncodedBatch, *, holds_texts: bool = False, reads: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """The table, unless it is not read, and what its metadata say about all of it."""
     name, key = encoded.name, METADATA_KEY.decode()
-    with _readable(name):
+    try:
         content = pa.BufferReader(encoded.content)
         file = pq.ParquetFile(content, page_checksum_verification=True)
+        # Without Arrow's threads: one that lets go of the content, a Python object, while the
+        # interpreter ends (a short command) aborts the process. They are no faster.
+        table = file.read(use_threads=False) if reads else None
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DumpError(
+            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
+        ) from error
     metadata = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
     if metadata is None:
         raise DumpError(
@@ -261,59 +232,46 @@ def _open(encoded: EncodedBatch, *, holds_texts: bool = False) -> tuple[Any, dic
         raise DumpError(f"{name}: a dump where its texts should be; move it to {above}")
     if not holds_texts and "version" not in about:
         raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
-    return file, about
+    return table, about
 
 
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DumpError(
-            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
-        ) from error
+def _read_rows(
+    encoded: EncodedBatch, kinds: Mapping[str, Any], *, holds_texts: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the metadata say about all rows, and the columns ``kinds`` of each row."""
+    name = encoded.name
+    table, about = _open(encoded, holds_texts=holds_texts)
+    columns: dict[str, Sequence[Any]] = {}
+    for column, kind in kinds.items():
+        if about["format"] == _BEFORE_ENVIRONMENTS and column in _SINCE_ENVIRONMENTS:
+            columns[column] = [()] * table.num_rows
+            continue
+        if column not in table.column_names:
+            raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
+        chunks = table[column]
+        # ``combine_chunks`` copies a single chunk, too.
+        stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+        if stored.type != kind or stored.null_count:
+            raise DumpError(
+                f"{name}: column '{column}' must be {kind} without nulls, got {stored.type} with "
+                f"{stored.null_count} nulls; write the dump again"
+            )
+        columns[column] = _arrays(stored) if column in _ARRAYS else stored.to_pylist()
+    values = zip(*columns.values(), strict=True)
+    return about, [dict(zip(columns, row, strict=True)) for row in values]
 
 
-def _read_table(file: Any, name: str) -> Any:
-    # Without Arrow's threads: one that lets go of the content, a Python object, while the
-    # interpreter ends (a short command) aborts the process. They are no faster.
-    with _readable(name):
-        return file.read(use_threads=False)
-
-
-def _read_column(table: Any, column: str, kind: Any, name: str) -> Any:
-    if column not in table.column_names:
-        raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
-    chunks = table[column]
-    # ``combine_chunks`` copies a single chunk, too.
-    stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-    if stored.type != kind or stored.null_count:
-        raise DumpError(
-            f"{name}: column '{column}' must be {kind} without nulls, got {stored.type} with "
-            f"{stored.null_count} nulls; write the dump again"
-        )
-    return stored
-
-
-def _read_lists(table: Any, column: str, kind: Any, name: str) -> list[np.ndarray]:
-    """One array per row."""
-    stored = _read_column(table, column, pa.list_(kind), name)
+def _arrays(stored: Any) -> list[np.ndarray]:
+    """One array per row of a list column."""
     # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
     flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
     return np.split(flat, offsets[1:-1] - offsets[0]) if len(stored) else []
 
 
-def _rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
-
-
-def _groups(columns: dict[str, list[Any]], name: str) -> tuple[Group, ...]:
+def _groups(all_rows: list[dict[str, Any]], name: str) -> tuple[Group, ...]:
     """Groups of the consecutive rows with one ``group_id``, whose samples share one prompt."""
     groups = []
-    for group_id, members in groupby(_rows(columns), key=lambda row: row["group_id"]):
+    for group_id, members in groupby(all_rows, key=lambda row: row["group_id"]):
         rows = list(members)
         first = rows[0]
         # Copied: a view would keep the prompts of all rows, the same one for every row of a group.
@@ -337,9 +295,12 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         raise DumpError(
             f"{place}: unusable finish_reason or reward_components ({error}); write the dump again"
         ) from error
-    versions, counts = row["versions"].tolist(), row["version_tokens"].tolist()
-    starts, written = row["written_starts"].tolist(), row["written_tokens"].tolist()
-    for what, keys, numbers in (("versions", versions, counts), ("written spans", starts, written)):
+    versions, version_tokens = row["versions"], row["version_tokens"]
+    starts, written_tokens = row["written_starts"], row["written_tokens"]
+    for what, keys, numbers in (
+        ("versions", versions, version_tokens),
+        ("written spans", starts, written_tokens),
+    ):
         if len(keys) != len(numbers):
             raise DumpError(
                 f"{place}: {len(keys)} {what} but {len(numbers)} numbers of their tokens; write "
@@ -351,8 +312,8 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         prompt=prompt,
         response_token_ids=row["response_token_ids"],
         behaviour_logprobs=row["behaviour_logprobs"],
-        versions=tuple(map(VersionSpan, versions, counts)),
-        written=tuple(map(WrittenSpan, starts, written)),
+        versions=tuple(map(VersionSpan, versions, version_tokens)),
+        written=tuple(map(WrittenSpan, starts, written_tokens)),
         finish_reason=finish_reason,
         reward=row["reward"],
         reward_components=reward_components,

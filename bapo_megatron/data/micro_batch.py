@@ -18,41 +18,17 @@ policy sampled, S = sequences of a micro-batch.
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from bapo_megatron.data.packing import PackingRules, UpdatePlan
+from bapo_megatron.data.packing import PackingRules
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.types import MicroBatch, Sample
 
 TOKEN_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name.endswith("_T"))
 """The fields with one entry per sampled token."""
-
-
-def build_micro_batches(
-    samples: Sequence[Sample],
-    plan: UpdatePlan,
-    rules: PackingRules,
-    *,
-    data_rank: int,
-    context_rank: int,
-    context_size: int,
-    advantages_B: ArrayLike,
-    loss_weights_B: ArrayLike,
-    masks_B: Sequence[np.ndarray] | None = None,
-) -> list[MicroBatch]:
-    """Build the micro-batches of one rank; arguments as in ``build_micro_batch``."""
-    return [
-        shard_context(
-            build_micro_batch(samples, indices, advantages_B, loss_weights_B, rules, masks_B),
-            context_rank,
-            context_size,
-        )
-        for indices in plan.ranks[data_rank]
-    ]
 
 
 def build_micro_batch(
@@ -77,9 +53,24 @@ def build_micro_batch(
         masks_B: For each sample, which of its tokens train, [Q] bool; None: all of them.
     """
     chosen = [samples[i] for i in sample_indices]
-    packed = _pack(chosen, rules)
     index_S = np.asarray(sample_indices, dtype=np.int64)
-    mask_T, trained_S = torch.ones(len(packed.rows_T), dtype=torch.float32), packed.sampled_S
+    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
+    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
+    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
+    offset_S = np.cumsum(slots_S) - slots_S
+    used = int(slots_S.sum())
+    token_ids_N = np.zeros(rules.padded_total(used), dtype=np.int64)
+    for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
+        ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
+        token_ids_N[offset : offset + len(ids)] = ids
+    if len(token_ids_N) > used:
+        slots_S = np.append(slots_S, len(token_ids_N) - used)
+    sampled_S = np.array([s.num_sampled for s in chosen], dtype=np.int64)
+    position_T = _ranges(response_S)
+    if any(s.written for s in chosen):
+        position_T = position_T[np.concatenate([s.loss_mask for s in chosen])]
+    rows_T = np.repeat(offset_S + prompt_S - 1, sampled_S) + position_T
+    mask_T, trained_S = torch.ones(len(rows_T), dtype=torch.float32), sampled_S
     if masks_B is not None:
         masks_S = [masks_B[i] for i in sample_indices]
         mask_T = _tensor(masks_S, np.float32)
@@ -87,13 +78,13 @@ def build_micro_batch(
     logprob_T = _tensor([s.behaviour_logprobs for s in chosen], np.float32)
 
     def per_token(values_S: ArrayLike, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), packed.sampled_S))
+        return torch.from_numpy(np.repeat(np.asarray(values_S).astype(dtype), sampled_S))
 
     return MicroBatch(
-        token_ids_N=torch.from_numpy(packed.token_ids_N),
-        position_ids_N=torch.from_numpy(_ranges(packed.slots_S)),
-        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(packed.slots_S)).astype(np.int32)),
-        rows_T=torch.from_numpy(packed.rows_T),
+        token_ids_N=torch.from_numpy(token_ids_N),
+        position_ids_N=torch.from_numpy(_ranges(slots_S)),
+        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(slots_S)).astype(np.int32)),
+        rows_T=torch.from_numpy(rows_T),
         target_T=_tensor([s.sampled_token_ids for s in chosen], np.int64),
         behaviour_logprob_T=logprob_T,
         rollout_logprob_T=logprob_T,
@@ -104,44 +95,8 @@ def build_micro_batch(
         loss_weight_T=per_token(np.asarray(loss_weights_B)[index_S], np.float32) * mask_T,
         sample_T=per_token(index_S, np.int64),
         response_tokens_T=per_token(trained_S, np.float32),
-        position_T=torch.from_numpy(packed.position_T),
+        position_T=torch.from_numpy(position_T),
         version_T=_tensor([token_versions(s.versions) for s in chosen], np.int64),
-    )
-
-
-class _Packed(NamedTuple):
-    """Where the tokens of a micro-batch lie; the fields are named as in ``MicroBatch``."""
-
-    token_ids_N: np.ndarray
-    slots_S: np.ndarray
-    """Positions of each sequence, the padding sequence included."""
-    sampled_S: np.ndarray
-    """Sampled tokens of each sample."""
-    position_T: np.ndarray
-    rows_T: np.ndarray
-
-
-def _pack(chosen: Sequence[Sample], rules: PackingRules) -> _Packed:
-    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
-    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
-    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
-    used = int(slots_S.sum())
-    total = rules.padded_total(used)
-    token_ids_N = np.zeros(total, dtype=np.int64)
-    offset_S = np.cumsum(slots_S) - slots_S
-    for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
-        ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
-        token_ids_N[offset : offset + len(ids)] = ids
-    sampled_S, position_T = response_S, _ranges(response_S)
-    if any(sample.written for sample in chosen):
-        sampled_S = np.array([sample.num_sampled for sample in chosen], dtype=np.int64)
-        position_T = position_T[np.concatenate([sample.loss_mask for sample in chosen])]
-    return _Packed(
-        token_ids_N=token_ids_N,
-        slots_S=np.append(slots_S, total - used) if total > used else slots_S,
-        sampled_S=sampled_S,
-        position_T=position_T,
-        rows_T=np.repeat(offset_S + prompt_S - 1, sampled_S) + position_T,
     )
 
 
@@ -187,10 +142,7 @@ def shard_context(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
 def context_positions(length: int, rank: int, size: int) -> np.ndarray:
     """Return the positions of a sequence that a rank holds, ascending, [length / size] int64.
 
-    Args:
-        length: Tokens of the sequence; a multiple of 2 · ``size``, or anything for ``size`` 1.
-        rank: Context-parallel rank.
-        size: Context-parallel size, C.
+    ``length`` is a multiple of 2 · ``size``, or anything for ``size`` 1.
     """
     if size == 1:
         return np.arange(length, dtype=np.int64)

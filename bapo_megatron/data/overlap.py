@@ -6,25 +6,17 @@ template), or all prompts of its set ("Solve the following problem …"), it is 
 as well.
 """
 
-from __future__ import annotations
-
-import logging
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bapo_megatron.data.prompts import PromptSet
+from bapo_megatron.types import Prompt
 
-    from bapo_megatron.data.prompts import PromptSet
-    from bapo_megatron.types import Prompt
-
-_LOG = logging.getLogger(__name__)
 _MIN_WORDS = 8
 """A shorter question without its instructions says too little: "3 + 4" is no theorem."""
-
 _SAME_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _LATEX_SPACING = re.compile(
     r"\\(?:[,;:!>()\[\] ]|"
@@ -62,14 +54,6 @@ class Overlap:
             f"({self.num_train_prompts} there), the first: {self.first_eval_id} is "
             f"{self.first_train_id}; scores on them show memory: remove them from one of the two"
         )
-
-
-def log_overlaps(
-    train_sets: Sequence[PromptSet], eval_sets: Sequence[tuple[str, Sequence[Prompt]]]
-) -> None:
-    """Log a warning for every pair of sets that ``find_overlaps`` finds."""
-    for overlap in find_overlaps(train_sets, eval_sets):
-        _LOG.warning("%s", overlap.warning())
 
 
 def find_overlaps(

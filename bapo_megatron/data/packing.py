@@ -8,16 +8,13 @@ told.
 Shape legend: B = samples of the batch.
 """
 
-from __future__ import annotations
-
 import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, pairwise
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.types import RolloutBatch, Sample
+from bapo_megatron.types import RolloutBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,11 @@ class PackingRules:
 
     def slots(self, num_tokens: int) -> int:
         """Count the positions that a sequence of this length takes."""
-        return _padded(num_tokens, self.sequence_multiple)
+        return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
     def padded_total(self, slots: int) -> int:
         """Count the positions of a micro-batch; never 0, since a forward pass needs a token."""
-        return max(_padded(slots, self.total_multiple), self.total_multiple)
-
-
-def _padded(num_tokens: int, multiple: int) -> int:
-    return -(-num_tokens // multiple) * multiple
+        return max(-(-slots // self.total_multiple), 1) * self.total_multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +78,7 @@ class UpdatePlan:
 
 
 def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]]:
-    """Divide a batch into equal updates of whole groups, in the batch's order.
-
-    Returns:
-        ``updates_per_batch`` lists of ascending indices into ``batch.samples``, which together
-        hold every sample exactly once.
+    """Divide the indices of ``batch.samples``, in order, into equal updates of whole groups.
 
     Raises:
         ValueError: The groups cannot be divided equally.
@@ -100,53 +89,49 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
             f"algorithm.updates_per_batch is {updates_per_batch} but the batch of step "
             f"{batch.step} has {num_groups} groups; choose a divisor of the number of groups"
         )
-    groups_each = num_groups // updates_per_batch
-    updates: list[list[int]] = []
-    end = 0
-    for first in range(0, num_groups, groups_each):
-        start = end
-        end += sum(len(group.samples) for group in batch.groups[first : first + groups_each])
-        updates.append(list(range(start, end)))
-    return updates
+    starts = list(accumulate((len(group.samples) for group in batch.groups), initial=0))
+    edges = starts[:: num_groups // updates_per_batch]
+    return [list(range(start, end)) for start, end in pairwise(edges)]
 
 
 def plan_update(
     samples: Sequence[Sample], sample_indices: Sequence[int], rules: PackingRules
 ) -> UpdatePlan:
-    """Divide the samples of one update over ranks and micro-batches, balanced by operations.
+    """Divide some of the [B] samples over ranks and micro-batches, balanced by operations.
 
     The number of micro-batches is the smallest that a bisection finds. Samples go, longest first,
     to the micro-batch with the least to compute that has room (LPT); micro-batches of about equal
     cost then stand at the same position k on all ranks, the heavier ones on the ranks that have the
     least to compute so far.
 
-    Args:
-        samples: All samples of the batch, [B].
-        sample_indices: The update's samples; at least one.
-        rules: What the layout asks for.
-
     Raises:
-        ValueError: A sample alone exceeds the budget, or there is no sample.
+        ValueError: A sample alone exceeds the budget.
     """
-    if not sample_indices:
-        raise ValueError("an update needs at least one sample")
+    assert sample_indices, "an update needs at least one sample"
     lengths = {
         i: len(samples[i].prompt.token_ids) + len(samples[i].response_token_ids)
         for i in sample_indices
     }
-    items = [
-        _Item(i, rules.slots(length), rules.flops.of(length))
-        for i, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
-    ]
-    if items[0].slots > rules.budget:
-        longest = samples[items[0].sample_index]
+    longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
+    longest = samples[longest_first[0]]
+    if rules.slots(lengths[longest_first[0]]) > rules.budget:
         raise ValueError(
             f"sample {longest.index} of group {longest.group_id} ({longest.prompt.prompt_id}) has "
-            f"{lengths[items[0].sample_index]} tokens but train.max_tokens_per_micro_batch × "
+            f"{lengths[longest_first[0]]} tokens but train.max_tokens_per_micro_batch × "
             f"parallel.context holds {rules.budget}; raise one of them, or lower "
             "data.max_prompt_tokens or rollout.max_response_tokens"
         )
-    bins = _fewest_bins(items, rules)
+    items = [(i, rules.slots(lengths[i]), rules.flops.of(lengths[i])) for i in longest_first]
+    # Equally many for every rank. One sample per micro-batch always fits, so the upper end of the
+    # bisection is feasible.
+    step = rules.data_size * rules.count_multiple
+    lowest = -(-sum(slots for _, slots, _ in items) // (rules.budget * step))
+    rounds = range(lowest, -(-len(items) // step))
+    found = lowest + bisect_left(
+        rounds, True, key=lambda n: _fill_bins(items, n * step, rules.budget) is not None
+    )
+    bins = _fill_bins(items, found * step, rules.budget)
+    assert bins is not None
     ranks = _assign_to_ranks(bins, rules.data_size)
     return UpdatePlan(
         ranks=tuple(tuple(tuple(sorted(b.indices)) for b in rank) for rank in ranks),
@@ -154,14 +139,6 @@ def plan_update(
         slots=sum(rules.padded_total(b.slots) for b in bins),
         rank_flops=tuple(sum(b.flops for b in rank) for rank in ranks),
     )
-
-
-class _Item(NamedTuple):
-    """One sample to place."""
-
-    sample_index: int
-    slots: int
-    flops: int
 
 
 @dataclass(slots=True)
@@ -173,39 +150,26 @@ class _Bin:
     indices: list[int] = field(default_factory=list)
 
 
-def _fewest_bins(items: Sequence[_Item], rules: PackingRules) -> list[_Bin]:
-    """Fill as few micro-batches as a bisection finds, equally many for every rank."""
-    step = rules.data_size * rules.count_multiple
-    # One sample per micro-batch always fits, so the upper end of the bisection is feasible.
-    lowest = -(-sum(item.slots for item in items) // (rules.budget * step))
-    highest = -(-len(items) // step)
-    bins = _fill_bins(items, highest * step, rules.budget)
-    while lowest < highest:
-        middle = (lowest + highest) // 2
-        attempt = _fill_bins(items, middle * step, rules.budget)
-        if attempt is None:
-            lowest = middle + 1
-        else:
-            highest, bins = middle, attempt
-    assert bins is not None
-    return bins
+def _fill_bins(
+    items: Sequence[tuple[int, int, int]], num_bins: int, budget: int
+) -> list[_Bin] | None:
+    """Put (index, slots, flops) of samples into the cheapest bin with room; None if one has none.
 
-
-def _fill_bins(items: Sequence[_Item], num_bins: int, budget: int) -> list[_Bin] | None:
-    """Put items, longest first, into the cheapest bin with room; None where one has none."""
+    The samples come longest first.
+    """
     bins = [_Bin() for _ in range(num_bins)]
     heap = [(0, number) for number in range(num_bins)]
-    for item in items:
+    for index, slots, flops in items:
         full = []
-        while heap and bins[heap[0][1]].slots + item.slots > budget:
+        while heap and bins[heap[0][1]].slots + slots > budget:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         number = heap[0][1]
         chosen = bins[number]
-        chosen.slots += item.slots
-        chosen.flops += item.flops
-        chosen.indices.append(item.sample_index)
+        chosen.slots += slots
+        chosen.flops += flops
+        chosen.indices.append(index)
         heapq.heapreplace(heap, (chosen.flops, number))
         for entry in full:
             heapq.heappush(heap, entry)

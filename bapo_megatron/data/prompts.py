@@ -6,21 +6,22 @@ is started, and the number of prompts that are too long is known. Loading logs n
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.rows import DataError, Row, RowFormat, read_rows, recognise
+from bapo_megatron.data.rows import DataError, RowFormat, read_rows, recognise
 from bapo_megatron.types import Prompt
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SetReport:
-    """What became of the rows of one set.
+    """What became of the rows of one set; counted while it is read.
 
     Kept prompts are the rows without those that are bad, too long or, if asked for, duplicates.
     """
@@ -29,22 +30,22 @@ class SetReport:
     """The file, pattern or Hub id."""
     row_format: str
     """The format that was named or recognised."""
-    num_rows: int
-    num_bad: int
-    first_bad: str
+    num_rows: int = 0
+    num_bad: int = 0
+    first_bad: str = ""
     """Place, field and reason of the first bad row; empty without one."""
-    num_too_long: int
-    max_prompt_tokens: int
-    longest_tokens: int
+    num_too_long: int = 0
+    max_prompt_tokens: int = 0
+    longest_tokens: int = 0
     """Length of the longest prompt, those that are too long included."""
-    num_duplicates: int
+    num_duplicates: int = 0
     """Rows, neither bad nor too long, whose rendered prompt an earlier row has."""
-    duplicates_dropped: bool
-    num_contradictions: int
+    duplicates_dropped: bool = False
+    num_contradictions: int = 0
     """Rendered prompts whose rows have different answers."""
-    first_contradiction: str
+    first_contradiction: str = ""
     """Two such rows with their answers; empty without any."""
-    dropped_columns: tuple[str, ...]
+    dropped_columns: tuple[str, ...] = ()
     """Columns that reward functions do not get, because they hold bytes."""
 
     def warnings(self) -> list[str]:
@@ -96,13 +97,8 @@ class PromptSet:
 def load_eval_set(
     dataset: DatasetConfig, renderer: ChatRenderer, max_prompt_tokens: int
 ) -> PromptSet:
-    """Read and render an evaluation set, of which no prompt may be left out.
-
-    Raises:
-        DataError: A row cannot be read, or a prompt is too long.
-        OSError: A file cannot be opened.
-    """
-    loaded = load_set(dataset, renderer, max_prompt_tokens)
+    """Read and render an evaluation set, of which no prompt may be left out; see ``load_set``."""
+    loaded = load_set(dataset, renderer, DataConfig(max_prompt_tokens=max_prompt_tokens))
     report = loaded.report
     if report.num_too_long:
         raise DataError(
@@ -113,23 +109,8 @@ def load_eval_set(
 
 
 def load_train_sets(data: DataConfig, renderer: ChatRenderer) -> list[PromptSet]:
-    """Read and render every training set, in the order of the configuration.
-
-    Raises:
-        DataError: A row cannot be read (``on_bad_row: raise``), or no prompt of a set is left.
-        OSError: A file cannot be opened.
-    """
-    return [
-        load_set(
-            dataset,
-            renderer,
-            data.max_prompt_tokens,
-            on_bad_row=data.on_bad_row,
-            on_duplicate=data.on_duplicate,
-            weight=dataset.weight,
-        )
-        for dataset in data.train_sets
-    ]
+    """Read and render every training set, in the order of the configuration; see ``load_set``."""
+    return [load_set(dataset, renderer, data, dataset.weight) for dataset in data.train_sets]
 
 
 def log_warnings(prompt_sets: Sequence[PromptSet]) -> None:
@@ -154,125 +135,94 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
                 f"training set '{prompt_set.name}': {len(shared)} of {len(own)} prompts are in an "
                 f"earlier set too, the first: {own[shared[0]]} is {prompt_id} of '{name}'"
             )
-        for text, prompt_id in own.items():
-            first_of.setdefault(text, (prompt_set.name, prompt_id))
+        first_of = {text: (prompt_set.name, own[text]) for text in own} | first_of
     return lines
 
 
 def load_set(
-    dataset: DatasetConfig,
-    renderer: ChatRenderer,
-    max_prompt_tokens: int,
-    *,
-    on_bad_row: Literal["raise", "skip"] = "raise",
-    on_duplicate: Literal["keep", "drop"] = "keep",
-    weight: float = 1.0,
+    dataset: DatasetConfig, renderer: ChatRenderer, data: DataConfig, weight: float = 1.0
 ) -> PromptSet:
-    """Read and render the prompts of a set, in its order.
-
-    Longer prompts than ``max_prompt_tokens`` are left out; ``on_bad_row`` says what becomes of a
-    row that cannot be used, ``on_duplicate`` of one whose rendered prompt an earlier one has.
+    """Read and render the prompts of a set, in its order, by the rules of ``data``.
 
     Raises:
-        DataError: A row cannot be used (``raise``), or no prompt is left.
+        DataError: A row cannot be used (``on_bad_row: raise``), or no prompt is left.
         OSError: A file cannot be opened.
     """
-    loading = _Loading(dataset, renderer, drops_duplicates=on_duplicate == "drop")
-    for row in read_rows(dataset):
-        try:
-            loading.add(row)
-        except DataError as error:
-            if on_bad_row == "raise":
-                raise
-            loading.bad.append(str(error))
-    return loading.finish(max_prompt_tokens, weight)
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A set while it is read; each distinct question is rendered and tokenised once."""
-
-    dataset: DatasetConfig
-    renderer: ChatRenderer
-    drops_duplicates: bool
-    row_format: RowFormat | None = None
-    num_rows: int = 0
-    bad: list[str] = field(default_factory=list)
-    dropped_columns: set[str] = field(default_factory=set)
-    text_of: dict[str, str] = field(default_factory=dict)
-    """Rendered text by question (as JSON)."""
-    read: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
-    """Prompt id, text, answer and the other columns of each good row."""
-
-    def add(self, row: Row) -> None:
-        """Read a row; raises DataError where it cannot be used."""
-        self.num_rows += 1
-        if row.fields is None:
-            raise DataError(f"{row.place}: {row.problem}; correct or remove it")
-        row_format = self.row_format or recognise(self.dataset, row.fields)
-        if row_format is None:
-            raise DataError(
-                f"{row.place}: the columns {', '.join(row.fields) or '(none)'} are of no known "
-                "format; set prompt_column and answer_column (docs/data.md)"
-            )
-        self.row_format = row_format
-        question, answer, rest = row_format.read(
-            row, self.dataset.row_columns, self.dropped_columns
-        )
-        key = json.dumps(question)
-        is_new = key not in self.text_of
-        if is_new:
-            try:
-                self.text_of[key] = self.renderer.text(question)
-            except ValueError as error:
-                raise row.bad_field(row_format.prompt_column, error) from error
-        if self.drops_duplicates and not is_new:
-            rest = {}  # a gigabyte in a set that repeats its prompts
-        self.read.append((row.prompt_id, self.text_of[key], answer, rest))
-
-    def finish(self, max_prompt_tokens: int, weight: float) -> PromptSet:
-        """Make the set; raises DataError where no prompt is left."""
-        texts = list(dict.fromkeys(text for _, text, _, _ in self.read))
-        token_ids_of = dict(zip(texts, self.renderer.token_ids(texts), strict=True))
-        prompts: list[Prompt] = []
-        num_too_long = num_duplicates = 0
-        first_of: dict[str, Prompt] = {}
-        contradictions: dict[str, str] = {}
-        for prompt_id, text, answer, rest in self.read:
-            token_ids = token_ids_of[text]
-            if len(token_ids) > max_prompt_tokens:
-                num_too_long += 1
+    report = SetReport(
+        str(dataset.path or dataset.hub),
+        dataset.row_format,
+        max_prompt_tokens=data.max_prompt_tokens,
+        duplicates_dropped=data.on_duplicate == "drop",
+    )
+    rows = list(_read(dataset, renderer, report, skips_bad=data.on_bad_row == "skip"))
+    texts = list(dict.fromkeys(text for _, text, _, _ in rows))
+    token_ids_of = dict(zip(texts, renderer.token_ids(texts), strict=True))
+    report.longest_tokens = max(map(len, token_ids_of.values()), default=0)
+    prompts: list[Prompt] = []
+    first_of: dict[str, Prompt] = {}
+    contradictions: dict[str, str] = {}
+    for prompt_id, text, answer, rest in rows:
+        token_ids = token_ids_of[text]
+        if len(token_ids) > report.max_prompt_tokens:
+            report.num_too_long += 1
+            continue
+        prompt = Prompt(prompt_id, token_ids, answer, text, dataset.label, rest)
+        first = first_of.setdefault(text, prompt)
+        if first is not prompt:
+            report.num_duplicates += 1
+            if first.answer != answer:
+                both = f"{first.prompt_id} has '{first.answer}', {prompt_id} has '{answer}'"
+                contradictions.setdefault(text, both)
+            if report.duplicates_dropped:
                 continue
-            prompt = Prompt(prompt_id, token_ids, answer, text, self.dataset.label, rest)
-            first = first_of.setdefault(text, prompt)
-            if first is not prompt:
-                num_duplicates += 1
-                if first.answer != answer:
-                    both = f"{first.prompt_id} has '{first.answer}', {prompt_id} has '{answer}'"
-                    contradictions.setdefault(text, both)
-                if self.drops_duplicates:
-                    continue
-            prompts.append(prompt)
-        report = SetReport(
-            place=str(self.dataset.path or self.dataset.hub),
-            row_format=self.row_format.name if self.row_format else self.dataset.row_format,
-            num_rows=self.num_rows,
-            num_bad=len(self.bad),
-            first_bad=next(iter(self.bad), ""),
-            num_too_long=num_too_long,
-            max_prompt_tokens=max_prompt_tokens,
-            longest_tokens=max(map(len, token_ids_of.values()), default=0),
-            num_duplicates=num_duplicates,
-            duplicates_dropped=self.drops_duplicates,
-            num_contradictions=len(contradictions),
-            first_contradiction=next(iter(contradictions.values()), ""),
-            dropped_columns=tuple(sorted(self.dropped_columns)),
+        prompts.append(prompt)
+    report.num_contradictions = len(contradictions)
+    report.first_contradiction = next(iter(contradictions.values()), "")
+    if not prompts:
+        bad = f", {report.num_bad} rows are bad (the first: {report.first_bad})"
+        raise DataError(
+            f"{report.place}: no prompt is left: {report.too_long()}{bad if report.num_bad else ''}"
+            "; raise data.max_prompt_tokens, or give a file with prompts"
         )
-        if not prompts:
-            first_bad = f" (the first: {report.first_bad})"
-            bad = f", {report.num_bad} rows are bad{first_bad}" if self.bad else ""
-            raise DataError(
-                f"{report.place}: no prompt is left: {report.too_long()}{bad}; raise "
-                "data.max_prompt_tokens, or give a file with prompts"
+    return PromptSet(dataset.label, tuple(prompts), report, weight)
+
+
+def _read(
+    dataset: DatasetConfig, renderer: ChatRenderer, report: SetReport, *, skips_bad: bool
+) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Yield prompt id, rendered text, answer and the other columns of each good row."""
+    row_format: RowFormat | None = None
+
+    @cache
+    def render(question: str) -> str:
+        """The text of a question given as JSON: each distinct one is rendered once."""
+        return renderer.text(json.loads(question))
+
+    seen: set[str] = set()
+    dropped: set[str] = set()
+    for row in read_rows(dataset):
+        report.num_rows += 1
+        try:
+            if row.fields is None:
+                raise DataError(f"{row.place}: {row.problem}; correct or remove it")
+            row_format = row_format or recognise(dataset, row.fields)
+            if row_format is None:
+                raise DataError(
+                    f"{row.place}: the columns {', '.join(row.fields) or '(none)'} are of no known "
+                    "format; set prompt_column and answer_column (docs/data.md)"
+                )
+            report.row_format = row_format.name
+            text, answer, rest = row_format.read(
+                row, dataset.row_columns, dropped, lambda question: render(json.dumps(question))
             )
-        return PromptSet(self.dataset.label, tuple(prompts), report, weight)
+        except DataError as error:
+            if not skips_bad:
+                raise
+            report.num_bad += 1
+            report.first_bad = report.first_bad or str(error)
+            continue
+        if report.duplicates_dropped and text in seen:
+            rest = {}  # a gigabyte in a set that repeats its prompts
+        seen.add(text)
+        yield row.prompt_id, text, answer, rest
+    report.dropped_columns = tuple(sorted(dropped))

@@ -46,10 +46,6 @@ class Row:
     problem: str = ""
     """Why it cannot be read."""
 
-    def bad_field(self, column: str, error: ValueError) -> DataError:
-        """Return the error of a row whose ``column`` cannot be used."""
-        return DataError(f"{self.place}: column '{column}' {error}; correct or remove this row")
-
 
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
     """Read a set row by row: files in the order of their names, or a set of the Hub.
@@ -73,18 +69,13 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines):
             if line.strip():
-                try:
-                    record = _parse_json(line)
-                except ValueError as error:
-                    record = error
-                yield _row(f"{path.name}:{number}", f"{path}:{number + 1}", record)
+                yield _row(f"{path.name}:{number}", f"{path}:{number + 1}", _parse_json(line))
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    try:
-        records = _parse_json(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; correct the file") from error
+    records = _parse_json(path.read_bytes())
+    if isinstance(records, ValueError):
+        raise DataError(f"{path}: {records}; correct the file")
     if not isinstance(records, list):
         raise DataError(f"{path}: must be a JSON list of objects, got {_quoted(records)}")
     for number, record in enumerate(records):
@@ -116,10 +107,9 @@ def _read_hub(dataset: DatasetConfig) -> Iterator[Row]:
         reason = " ".join(str(error).split())[:_MAX_REASON]
         remedy = "check hub, subset and split"
         if isinstance(error, ConnectionError):
-            cache = datasets.config.HF_DATASETS_CACHE
             remedy = (
-                f"it is not in the cache {cache} either: load it once where there is a network, or "
-                "set path to its file"
+                f"it is not in the cache {datasets.config.HF_DATASETS_CACHE} either: load it once "
+                "where there is a network, or set path to its file"
             )
         raise DataError(f"{place}: cannot be loaded ({reason}); {remedy}") from error
     # As arrow, so that images and sound are not decoded.
@@ -141,31 +131,32 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
 
 
 def _record(row: Any) -> Any:
+    """The fields of a row, or the error that they cannot be read with."""
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return ValueError(f"not UTF-8 ({error.reason})")
 
 
+def _parse_json(content: bytes | str) -> Any:
+    """What the JSON stands for, or the error that it cannot be read with."""
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError as error:
+        return ValueError(f"not UTF-8 ({error.reason})")
+    except RecursionError:
+        return ValueError("not valid JSON (nested too deeply)")
+    except ValueError as error:  # an integer of thousands of digits has no ``msg``
+        return ValueError(f"not valid JSON ({getattr(error, 'msg', error)})")
+
+
 def _row(prompt_id: str, place: str, record: Any) -> Row:
     """A row from its fields, or from the error that they cannot be read with."""
     if isinstance(record, dict):
         return Row(prompt_id, place, record)
-    if isinstance(record, ValueError):
-        return Row(prompt_id, place, None, str(record))
-    problem = f"must be an object with named fields, got {_quoted(record)}"
-    return Row(prompt_id, place, None, problem)
-
-
-def _parse_json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason})") from error
-    except RecursionError as error:
-        raise ValueError("not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # an integer of thousands of digits has no ``msg``
-        raise ValueError(f"not valid JSON ({getattr(error, 'msg', error)})") from error
+    is_error = isinstance(record, ValueError)
+    problem = record if is_error else f"must be an object with named fields, got {_quoted(record)}"
+    return Row(prompt_id, place, None, str(problem))
 
 
 def parse_answer(value: Any) -> str:
@@ -178,8 +169,8 @@ def parse_answer(value: Any) -> str:
         ValueError: There is no answer, or it is neither text nor a number.
     """
     if isinstance(value, str):
-        accepted = _list_of_texts(value)
-        if accepted is not None:
+        accepted = _parse_json(value) if value.lstrip().startswith('["') else None
+        if isinstance(accepted, list) and all(isinstance(each, str) for each in accepted):
             return parse_answer(accepted)
         answer = _marked_answer(value) or value.strip()
         if not answer:
@@ -195,11 +186,7 @@ def parse_answer(value: Any) -> str:
 
 
 def worked_answer(value: Any) -> str:
-    """Return the answer behind the ``####`` that ends a worked solution of GSM8K.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the answer behind the ``####`` that ends a worked solution, or raise ValueError."""
     if not _marked_answer(value):
         raise ValueError(f"must be a text that ends in '#### answer', got {_quoted(value)}")
     return parse_answer(value)
@@ -235,18 +222,19 @@ class RowFormat:
     parse_answer: Callable[[Any], str] = parse_answer
 
     def read(
-        self, row: Row, row_columns: tuple[str, ...] | None, dropped: set[str]
-    ) -> tuple[str | list[Message], str, dict[str, Any]]:
-        """Read question, answer and the other columns of a row, whose fields are used up.
+        self,
+        row: Row,
+        row_columns: tuple[str, ...] | None,
+        dropped: set[str],
+        render: Callable[[str | list[Message]], str],
+    ) -> tuple[str, str, dict[str, Any]]:
+        """Read rendered question, answer and other columns of a row, whose fields are used up.
 
         Args:
             row: A readable row.
-            row_columns: The other columns to keep; None: all of them.
+            row_columns: The other columns to keep, as JSON values; None: all of them.
             dropped: Gets the names of columns whose values have no form in JSON.
-
-        Returns:
-            The question as text, or as chat messages that end before the assistant's turn; the
-            answer; the other columns as JSON values.
+            render: Takes a text, or chat messages that end before the assistant's turn.
 
         Raises:
             DataError: A field is missing or cannot be used.
@@ -259,45 +247,46 @@ class RowFormat:
         try:
             answer = self.parse_answer(answer_value)
             column = self.prompt_column
-            question = _parse_question(question_value)
+            text = render(_parse_question(question_value))
         except ValueError as error:
-            raise row.bad_field(column, error) from error
+            raise DataError(
+                f"{row.place}: column '{column}' {error}; correct or remove this row"
+            ) from error
         names = tuple(fields) if row_columns is None else row_columns
-        missing = [name for name in names if name not in fields]
-        if missing:
+        if missing := [name for name in names if name not in fields]:
             raise DataError(
                 f"{row.place}: no column '{missing[0]}', only {', '.join(fields) or 'none'} beside "
                 "question and answer; correct the data, or row_columns"
             )
-        values = {name: _to_json(fields[name], name, dropped) for name in names}
-        return question, answer, _without_dropped(values)
+        return text, answer, _to_json({name: fields[name] for name in names}, "", dropped)
 
 
 def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | None:
     """Find the format of a set by its settings and the columns of a row.
 
-    Returns:
-        The format; None where ``row_format`` is ``auto`` and the columns are of no known one.
+    None where ``row_format`` is ``auto`` and the columns are of no known one.
     """
     if dataset.row_format == "columns" or dataset.prompt_column or dataset.answer_column:
         return RowFormat(
             "columns", dataset.prompt_column or "prompt", dataset.answer_column or "answer"
         )
     has_answer = fields.get("answer") is not None
-    math_format = RowFormat("math", "problem", "answer")
-    if not has_answer:
-        math_format = RowFormat("math", "problem", "solution", boxed_answer)
-    verl = RowFormat("verl", "prompt", "reward_model.ground_truth")
-    gsm8k = RowFormat("gsm8k", "question", "answer", worked_answer)
+    formats = {
+        "verl": RowFormat("verl", "prompt", "reward_model.ground_truth"),
+        "gsm8k": RowFormat("gsm8k", "question", "answer", worked_answer),
+        "math": RowFormat("math", "problem", "solution", boxed_answer),
+    }
+    if has_answer:
+        formats["math"] = RowFormat("math", "problem", "answer")
     if dataset.row_format != "auto":
-        return {"verl": verl, "gsm8k": gsm8k, "math": math_format}[dataset.row_format]
+        return formats[dataset.row_format]
     truth = fields.get("reward_model")
     if "prompt" in fields and isinstance(truth, dict) and "ground_truth" in truth:
-        return verl
+        return formats["verl"]
     if "question" in fields and _marked_answer(fields.get("answer")):
-        return gsm8k
+        return formats["gsm8k"]
     if "problem" in fields and (has_answer or "solution" in fields):
-        return math_format
+        return formats["math"]
     question = next((name for name in ("prompt", "question") if name in fields), None)
     if question and "answer" in fields:
         return RowFormat("columns", question, "answer")
@@ -328,16 +317,15 @@ def _parse_question(value: Any) -> str | list[Message]:
         raise ValueError(f"must be a text or a list of chat messages, got {_quoted(value)}")
     messages = []
     for message in value:
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
+        given = message if isinstance(message, dict) else {}
+        role, content = given.get("role"), given.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"must hold messages with role and content, got {_quoted(message)}")
         messages.append({"role": _utf8(role), "content": _utf8(content)})
-    last = messages[-1]
-    if last["role"] in ("assistant", "system"):
+    if role in ("assistant", "system"):
         raise ValueError(
-            "must end before the assistant's turn, got a last message by the "
-            f"{last['role']}: {_quoted(last['content'])}"
+            f"must end before the assistant's turn, got a last message by the {role}: "
+            f"{_quoted(content)}"
         )
     return messages
 
@@ -355,17 +343,6 @@ def _quoted(value: Any) -> str:
     """A value for a message: as JSON, cut where it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
-
-
-def _list_of_texts(text: str) -> list[str] | None:
-    """The texts of a JSON list of texts; None for anything else, such as the interval [1, 2]."""
-    if not text.lstrip().startswith('["'):
-        return None
-    try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    return values if all(isinstance(value, str) for value in values) else None
 
 
 def _marked_answer(solution: Any) -> str:
@@ -398,12 +375,12 @@ def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return _without_dropped(
-            {str(key): _to_json(entry, f"{name}.{key}", dropped) for key, entry in value.items()}
-        )
+        prefix = f"{name}." if name else ""
+        items = {str(key): _to_json(each, f"{prefix}{key}", dropped) for key, each in value.items()}
+        return {key: item for key, item in items.items() if item is not _NOT_JSON}
     if isinstance(value, list | tuple):
-        items = [_to_json(entry, name, dropped) for entry in value]
-        return [item for item in items if item is not _NOT_JSON]
+        entries = [_to_json(entry, name, dropped) for entry in value]
+        return [entry for entry in entries if entry is not _NOT_JSON]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -412,7 +389,3 @@ def _to_json(value: Any, name: str, dropped: set[str]) -> Any:
         return str(value)
     dropped.add(name)
     return _NOT_JSON
-
-
-def _without_dropped(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not _NOT_JSON}

@@ -51,12 +51,9 @@ def token_versions(spans: VersionSpans) -> np.ndarray:
 
 
 def response_age(spans: VersionSpans, version: int, measure: Literal["mean", "oldest"]) -> float:
-    """Return the age of a whole response; 0 if it has no tokens.
+    """Return the age of a whole response at ``version``; 0 if it has no tokens.
 
-    Args:
-        spans: Which weights version sampled which tokens.
-        version: The current weights version: that of the batch, or what the engines hold.
-        measure: The ``mean`` over its tokens, or the age of its ``oldest`` one.
+    ``measure``: the ``mean`` over its tokens, or the age of its ``oldest`` one.
     """
     if not spans:
         return 0.0
@@ -67,13 +64,10 @@ def response_age(spans: VersionSpans, version: int, measure: Literal["mean", "ol
 
 
 def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) -> np.ndarray:
-    """Return which tokens stay in the loss, [Q] bool; all of them unless ``action: mask`` limits.
+    """Return which tokens stay in the loss at ``version``, [Q] bool.
 
-    Args:
-        spans: Which weights version sampled which tokens.
-        version: Weights version of the batch.
-        limit: ``measure: token`` masks each token that is older than ``max_age``; the other
-            measures mask all tokens of a response that is older.
+    ``measure: token`` masks each token that is older than ``max_age``; the other measures mask all
+    tokens of a response that is older. Unless ``action: mask`` limits, all of them stay.
     """
     age_Q = version - token_versions(spans)
     if limit.max_age is None or limit.action != "mask":

@@ -4,25 +4,21 @@ Everything here is a function of the sets, their weights, the seed and the numbe
 not enter: rank 0's collector draws every prompt of the run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from bapo_megatron.data.prompts import PromptSet
-    from bapo_megatron.types import Prompt
+from bapo_megatron.data.prompts import PromptSet
+from bapo_megatron.types import Prompt
 
 
-class PromptStream:
+class PromptStream(Iterator[Prompt]):
     """Endless prompts of one set, epoch after epoch, each in an order that the seed decides."""
 
     def __init__(
@@ -33,25 +29,17 @@ class PromptStream:
         With ``shuffle`` each epoch has an order of its own, else the set's; ``number`` is the set's
         place in its mixture, so that no two sets share an order.
         """
-        if not prompts:
-            raise ValueError("a prompt stream needs at least one prompt")
+        assert prompts, "a prompt stream needs at least one prompt"
         self._prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
         self._number = number
-        self._epoch = 0
-        self._position = 0
-        self._order = self._epoch_order()
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
+        self._start_at(epoch=0, position=0)
 
     def __next__(self) -> Prompt:
         """Draw the next prompt; the stream never ends."""
         if self._position == len(self._prompts):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._epoch_order()
+            self._start_at(self._epoch + 1, 0)
         prompt: Prompt = self._prompts[self._order[self._position]]
         self._position += 1
         return prompt
@@ -78,44 +66,39 @@ class PromptStream:
         Raises:
             ValueError: The state belongs to other prompts, another seed or another order.
         """
-        for key, name, mine in (
-            ("seed", "seed", self._seed),
-            ("shuffle", "data.shuffle", self._shuffle),
-        ):
-            if state[key] != mine:
+        own, problem = self.state(), "cannot resume the data position: "
+        for key, name in (("seed", "seed"), ("shuffle", "data.shuffle")):
+            if state[key] != own[key]:
                 raise ValueError(
-                    f"cannot resume the data position: {name} was {state[key]} when it was saved "
-                    f"and is {mine} now; resume with the same value"
+                    f"{problem}{name} was {state[key]} when it was saved and is {own[key]} now; "
+                    "resume with the same value"
                 )
-        if state["digest"] != self._digest:
+        if state["digest"] != own["digest"]:
             raise ValueError(
-                "cannot resume the data position: the training prompts differ from those it was "
-                "saved with; restore the data file, chat template and data settings"
+                f"{problem}the training prompts differ from those it was saved with; restore the "
+                "data file, chat template and data settings"
             )
         # Positions that were saved without it stay good.
-        if "rows_digest" in state and state["rows_digest"] != self._rows_digest:
+        if state.get("rows_digest", own["rows_digest"]) != own["rows_digest"]:
             raise ValueError(
-                "cannot resume the data position: the columns that reward functions get of the "
-                "training prompts differ from those it was saved with; restore the data file and "
-                "its columns"
+                f"{problem}the columns that reward functions get of the training prompts differ "
+                "from those it was saved with; restore the data file and its columns"
             )
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._epoch_order()
+        self._start_at(state["epoch"], state["position"])
 
-    def _epoch_order(self) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        # NumPy fills up with zeros: set 0 has the order of a run without a mixture.
-        rng = np.random.default_rng([self._seed, self._epoch, self._number])
-        return rng.permutation(len(self._prompts))
+    def _start_at(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._order = np.arange(len(self._prompts))
+        if self._shuffle:
+            # NumPy fills up with zeros: set 0 has the order of a run without a mixture.
+            rng = np.random.default_rng([self._seed, epoch, self._number])
+            self._order = rng.permutation(len(self._prompts))
 
     # Cached: seconds for a million prompts, which never change.
     @cached_property
     def _digest(self) -> str:
-        return _digest_of(
-            repr((prompt.prompt_id, prompt.token_ids, prompt.answer)) for prompt in self._prompts
-        )
+        return _digest_of(repr((p.prompt_id, p.token_ids, p.answer)) for p in self._prompts)
 
     @cached_property
     def _rows_digest(self) -> str:
@@ -129,7 +112,7 @@ def _digest_of(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-class PromptMixture:
+class PromptMixture(Iterator[Prompt]):
     """Endless prompts of several sets, each with its share of the draws.
 
     Set i with weight wᵢ has the share pᵢ = wᵢ / Σ w. Of the first n draws, cᵢ(n) come from it, and
@@ -153,16 +136,18 @@ class PromptMixture:
         ]
         self._weights = [float(prompt_set.weight) for prompt_set in sets]
         self._units = _in_units(self._weights)
-        self._num_drawn = [0] * len(sets)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
 
     def __next__(self) -> Prompt:
         """Draw the next prompt; the stream never ends."""
-        number = self._next_set()
-        self._num_drawn[number] += 1
-        return next(self._streams[number])
+        drawn_by_set = [stream.num_drawn for stream in self._streams]
+        now, total = sum(drawn_by_set), sum(self._units)
+        open_sets = [
+            (-(-(drawn + 1) * total // units), number)
+            for number, (drawn, units) in enumerate(zip(drawn_by_set, self._units, strict=True))
+            if drawn * total // units <= now
+        ]
+        assert open_sets, "some set is not ahead of its share"
+        return next(self._streams[min(open_sets)[1]])
 
     @property
     def shares(self) -> dict[str, float]:
@@ -173,11 +158,7 @@ class PromptMixture:
     def state(self) -> dict[str, Any]:
         """Return the position in every set, as JSON values for a checkpoint."""
         sets = zip(self._names, self._weights, self._streams, strict=True)
-        return {
-            "sets": [
-                {"name": name, "weight": weight, **stream.state()} for name, weight, stream in sets
-            ]
-        }
+        return {"sets": [{"name": name, "weight": w, **stream.state()} for name, w, stream in sets]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` of this class or of a lone ``PromptStream`` returned.
@@ -199,18 +180,6 @@ class PromptMixture:
             )
         for stream, entry in zip(self._streams, entries, strict=True):
             stream.restore(entry)
-        self._num_drawn = [stream.num_drawn for stream in self._streams]
-
-    def _next_set(self) -> int:
-        """Find the open window that closes first, and return its set."""
-        now, total = sum(self._num_drawn), sum(self._units)
-        open_sets = [
-            (-(-(drawn + 1) * total // units), number)
-            for number, (drawn, units) in enumerate(zip(self._num_drawn, self._units, strict=True))
-            if drawn * total // units <= now
-        ]
-        assert open_sets, "some set is not ahead of its share"
-        return min(open_sets)[1]
 
 
 def _described(sets: Sequence[tuple[str, float]]) -> str:

@@ -100,7 +100,7 @@ def plan_workload(case: Scenario) -> Workload:
     # Other layouts than the configured one keep the micro-batch over all context-parallel ranks, so
     # that the longest sequence fits them as well.
     total = config.train.max_tokens_per_micro_batch * config.parallel.context
-    multiple = packing_multiples(layout.parallel, config.megatron).total // layout.context
+    multiple = packing_multiples(layout.parallel, config.megatron)[1] // layout.context
     capacity = math.ceil(total / layout.context / multiple) * multiple
     per_micro_batch = max(1, capacity * layout.context // length)
     micro_batches = math.ceil(samples_per_update / (per_micro_batch * layout.data))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.check import check_heads, check_layers, check_parallel
+from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
+from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
 
 
@@ -83,8 +83,7 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
             f"parallel.tensor: must divide the model's {hf.intermediate_size} intermediate "
             f"channels, got {parallel.tensor}; choose a divisor"
         )
-    check_parallel(parallel, parallel.tensor * parallel.pipeline * parallel.context)
-    check_layers(hf.division_fields, parallel, MegatronConfig())
+    check_layers(hf.division_fields, parallel)
 
 
 VOCAB_MULTIPLE = 128

@@ -22,8 +22,8 @@ from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.chat import load_tokenizer, make_renderer
-from bapo_megatron.data.overlap import log_overlaps
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.base import Backend
@@ -117,7 +117,7 @@ class Collector:
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bapo-megatron-"))
         )
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
-        renderer = make_renderer(tokenizer, run.data)
+        renderer = ChatRenderer(tokenizer, run.data)
         train_sets = load_train_sets(run.data, renderer) if request.for_training else []
         log_warnings(train_sets)
         limits = run.rollout.episodes
@@ -134,7 +134,8 @@ class Collector:
                 self._report,
             )
         sets = load_sets(run.eval, renderer, run.data.max_prompt_tokens, warns=request.for_training)
-        log_overlaps(train_sets, [(each.name, each.prompts) for each in sets])
+        for overlap in find_overlaps(train_sets, [(each.name, each.prompts) for each in sets]):
+            _LOG.warning("%s", overlap.warning())
         self._evaluator = Evaluator(
             Interaction(environment, renderer, limits),  # its own: each counts its errors
             Grader(tokenizer, eval_rewards),

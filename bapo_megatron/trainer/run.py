@@ -13,10 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 from rich.console import Console
 
-from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.load_objective import load_objective
-from bapo_megatron.config.check import check_config
-from bapo_megatron.config.load import save_resolved
+from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
@@ -27,8 +24,9 @@ from bapo_megatron.distributed import (
     init_distributed,
     shutdown_distributed,
 )
-from bapo_megatron.engine.load import load_kind
+from bapo_megatron.engine.load import check_training
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
@@ -114,13 +112,7 @@ class Run:
         The server starts first and warms up while the model is built.
         """
         rank = int(os.environ.get("RANK", "0"))
-        check_config(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
-        if rank == 0 and config.replay.dumps is None:
-            load_kind(config.rollout.engine).check(config)
-        # Before anything is started: what the configuration names may not be usable. ``LossStage``
-        # loads the objective again, for its device and kernels.
-        load_objective(config.algorithm)
-        Advantages(config.algorithm.advantage)
+        check_training(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
         with ExitStack() as stack:
             source: RolloutSource | None = None
             if rank == 0:
@@ -378,7 +370,7 @@ def _claim_run_dir(config: RunConfig) -> None:
             f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    save_resolved(config, run_dir / "config.yaml")
+    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
 
 
 def _open_source(config: RunConfig, progress: ProgressLine) -> RolloutSource:

@@ -18,7 +18,7 @@ from bapo_megatron.config.check import packing_multiples
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, TrainConfig
-from bapo_megatron.data.micro_batch import build_micro_batches
+from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, UpdatePlan, plan_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -61,18 +61,11 @@ class SplitShape:
     ) -> tuple[UpdatePlan, tuple[MicroBatch, ...]]:
         """Return the packing of ``indices`` over all ranks, and this rank's micro-batches."""
         packing = plan_update(samples, indices, self.rules)
-        micro_batches = build_micro_batches(
-            samples,
-            packing,
-            self.rules,
-            data_rank=self.data_rank,
-            context_rank=self.context_rank,
-            context_size=self.context_size,
-            advantages_B=advantage_B,
-            loss_weights_B=loss_weight_B,
-            masks_B=masks_B,
+        whole = (
+            build_micro_batch(samples, own, advantage_B, loss_weight_B, self.rules, masks_B)
+            for own in packing.ranks[self.data_rank]
         )
-        return packing, tuple(micro_batches)
+        return packing, tuple(shard_context(m, self.context_rank, self.context_size) for m in whole)
 
 
 def split_shape(
@@ -80,13 +73,13 @@ def split_shape(
 ) -> SplitShape:
     """Return how samples become the micro-batches of this rank."""
     groups = policy.groups
-    multiples = packing_multiples(parallel, megatron)
+    sequence_multiple, total_multiple = packing_multiples(parallel, megatron)
     rules = PackingRules(
         data_size=groups.data_size,
         max_tokens=train.max_tokens_per_micro_batch * parallel.context,
         flops=policy.hf.sequence_flops,
-        sequence_multiple=multiples.per_sequence,
-        total_multiple=multiples.total,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
         # The interleaved schedule runs micro-batches in rounds of one per stage.
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )

@@ -5,12 +5,11 @@ nothing can interrupt (gloo) or that has no time limit of its own (NCCL's set-up
 therefore runs in a thread, and a group whose thread is stuck is given up with it.
 """
 
-import ipaddress
 import socket
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from bapo_megatron.config.section import is_loopback
 from bapo_megatron.engine.base import GroupPlace
 from bapo_megatron.engine.collective import join_group, start_thread
 
@@ -40,7 +40,7 @@ def rank_zero_address(servers: Sequence[str], configured: str) -> str:
     if configured:
         return configured
     hosts = [urlsplit(server).hostname or LOOPBACK for server in servers]
-    return LOOPBACK if all(_is_loopback(host) for host in hosts) else socket.gethostname()
+    return LOOPBACK if all(is_loopback(host) for host in hosts) else socket.gethostname()
 
 
 def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> str:
@@ -130,15 +130,9 @@ class WeightGroup:
             self._group = self._store = None
 
 
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def _listen(address: str) -> socket.socket:
     """Open a socket on a free port of the loopback, or of all interfaces."""
-    if _is_loopback(address) or not socket.has_dualstack_ipv6():
-        host = LOOPBACK if _is_loopback(address) else ""
+    if is_loopback(address) or not socket.has_dualstack_ipv6():
+        host = LOOPBACK if is_loopback(address) else ""
         return socket.create_server((host, 0), backlog=1024)
     return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)

@@ -16,6 +16,7 @@ import yaml
 
 from bapo_megatron.commands.evaluate import evaluate_model
 from bapo_megatron.commands.regrade import regrade
+from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.evaluation.samples import iterate_samples
@@ -158,7 +159,7 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
     with pytest.raises(ResultsError, match=r"sums.settings.json: is missing"):
         evaluate_model(resumed)
     weights = f"{random_model.name} (bfloat16, files {fingerprint(random_model)})"
-    renderer = ChatRenderer(load_tokenizer(random_model), "", "")
+    renderer = ChatRenderer(load_tokenizer(random_model), DataConfig())
     (eval_set,) = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
     write_settings(samples, settings_of(eval_set, config, weights))
     (scored,) = evaluate_model(resumed)  # nothing is missing: no server is asked

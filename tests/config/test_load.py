@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.describe import describe_keys
-from bapo_megatron.config.load import ConfigError, load_config, parse_section, save_resolved
+from bapo_megatron.config.load import ConfigError, dump_yaml, load_config, parse_section
 from bapo_megatron.config.schema import BapoConfig, RunConfig
 
 BASE = "name: demo\nrun_dir: runs/demo\nmodel: {path: models/tiny}\n"
@@ -110,9 +110,9 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
     )
     assert config.data.prompt_suffix == "a ${b} \\boxed{} ü: # 'c'"
 
-    save_resolved(config, tmp_path / "run" / "config.yaml")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
 
-    assert load_config(tmp_path / "run" / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml") == config
 
 
 @pytest.mark.parametrize(
@@ -271,6 +271,15 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
             "the correction compares the trainer's log-probs with the engine's; set behaviour: "
             "recomputed, or correction.kind: none",
         ),
+        (
+            "parallel: {virtual_pipeline: 2}",
+            "'parallel' virtual_pipeline needs pipeline > 1, got 2 with 1; set it to 1, or raise "
+            "pipeline",
+        ),
+        (
+            "parallel: {sequence: true}",
+            "'parallel' sequence needs tensor > 1, got 1; set sequence to false, or raise tensor",
+        ),
         ("run_dir: ${nope}", "Interpolation key 'nope' not found; correct this key"),
         (
             "inherit: [base.yaml]",
@@ -310,7 +319,7 @@ def test_a_list_of_sets_and_one_set_take_each_other_s_place(folder, tmp_path):
     assert overridden.label == "d"
     config = load_config(path, ["data.train=[{hub: openai/gsm8k, split: train}]"])
     assert [s.label for s in config.data.train_sets] == ["gsm8k"]
-    save_resolved(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
 
 

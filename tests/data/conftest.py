@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bapo_megatron.config.data import DatasetConfig
+from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import load_set, log_warnings
 
@@ -19,8 +19,8 @@ def load(tokenizer):
     """Loads a set with the given settings; prompts keep their questions."""
 
     def load_file(path, max_prompt_tokens=4096, **settings):
-        renderer = ChatRenderer(tokenizer)
-        loaded = load_set(DatasetConfig(path=path, **settings), renderer, max_prompt_tokens)
+        data = DataConfig(max_prompt_tokens=max_prompt_tokens)
+        loaded = load_set(DatasetConfig(path=path, **settings), ChatRenderer(tokenizer, data), data)
         log_warnings([loaded])
         return list(loaded.prompts)
 

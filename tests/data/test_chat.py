@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.config.data import DataConfig
-from bapo_megatron.data.chat import ChatRenderer, load_tokenizer, make_renderer
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.tiny.model import build_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.data.rows import rendered
@@ -94,19 +94,19 @@ def thinking(tokenizer_dir, tmp_path):
 
 
 def test_system_prompt_and_suffix_surround_the_question(tokenizer):
-    renderer = ChatRenderer(tokenizer, system_prompt="Think.", prompt_suffix="\nBox it.")
+    renderer = ChatRenderer(
+        tokenizer, DataConfig(system_prompt="Think.", prompt_suffix="\nBox it.")
+    )
 
-    assert renderer.messages("1+1?") == [
-        {"role": "system", "content": "Think."},
-        {"role": "user", "content": "1+1?\nBox it."},
-    ]
+    wanted = "<|im_start|>system\nThink.<|im_end|>\n" + rendered("1+1?\nBox it.")
+    assert renderer.text("1+1?") == wanted
     question = [{"role": "user", "content": "1+1?"}]
-    assert renderer.messages(question)[1]["content"] == "1+1?\nBox it."
+    assert renderer.text(question) == wanted
     assert question == [{"role": "user", "content": "1+1?"}]
 
 
 def test_token_ids_are_those_of_the_tokenizer_s_own_rendering(tokenizer):
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DataConfig())
     questions = [f"Größe von π{n}?" for n in range(2100)]  # more than are tokenised at once
 
     texts = [renderer.text(question) for question in questions]
@@ -125,8 +125,8 @@ def test_token_ids_are_those_of_the_tokenizer_s_own_rendering(tokenizer):
 
 
 def test_a_template_from_a_file_takes_the_place_of_the_tokenizer_s(thinking):
-    assert ChatRenderer(thinking).text("1+1?") == rendered("1+1?")
-    off = ChatRenderer(thinking, template_arguments={"enable_thinking": False})
+    assert ChatRenderer(thinking, DataConfig()).text("1+1?") == rendered("1+1?")
+    off = ChatRenderer(thinking, DataConfig(chat_template_arguments={"enable_thinking": False}))
     assert off.text("1+1?") == rendered("1+1?") + "<think></think>"
 
 
@@ -135,17 +135,17 @@ def test_the_settings_of_a_run_make_its_renderer(thinking):
         system_prompt="S", prompt_suffix="!", chat_template_arguments={"enable_thinking": False}
     )
 
-    assert make_renderer(thinking, data).text("1+1?") == (
+    assert ChatRenderer(thinking, data).text("1+1?") == (
         f"<|im_start|>system\nS<|im_end|>\n{rendered('1+1?!')}<think></think>"
     )
 
 
 def test_an_argument_that_the_template_does_not_know_is_refused(thinking):
     with pytest.raises(ValueError, match="does not mention 'enable_thinkin'"):
-        ChatRenderer(thinking, template_arguments={"enable_thinkin": False})
+        ChatRenderer(thinking, DataConfig(chat_template_arguments={"enable_thinkin": False}))
     for name in ("add_generation_prompt", "messages"):
         with pytest.raises(ValueError, match=f"must not hold '{name}', which the program sets"):
-            ChatRenderer(thinking, template_arguments={name: True})
+            ChatRenderer(thinking, DataConfig(chat_template_arguments={name: True}))
 
 
 def test_a_template_that_is_no_jinja_is_refused_with_its_line(tokenizer_dir, tmp_path):
@@ -153,7 +153,7 @@ def test_a_template_that_is_no_jinja_is_refused_with_its_line(tokenizer_dir, tmp
     tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
 
     with pytest.raises(ValueError, match=r"must be a valid Jinja template, got line 2: ") as caught:
-        ChatRenderer(tokenizer)
+        ChatRenderer(tokenizer, DataConfig())
     assert "\n" not in str(caught.value)
 
 
@@ -164,9 +164,9 @@ def test_what_a_template_refuses_is_an_error_of_the_conversation(tokenizer_dir, 
     )
     tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
 
-    assert ChatRenderer(tokenizer).text("1+1?") == rendered("1+1?")
+    assert ChatRenderer(tokenizer, DataConfig()).text("1+1?") == rendered("1+1?")
     with pytest.raises(ValueError, match=r"is refused by the chat template \(no system role\)"):
-        ChatRenderer(tokenizer, system_prompt="S").text("1+1?")
+        ChatRenderer(tokenizer, DataConfig(system_prompt="S")).text("1+1?")
 
 
 def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
@@ -184,7 +184,9 @@ def test_a_tokenizer_without_a_chat_template_needs_one_from_a_file(tmp_path, tok
 
     with pytest.raises(ValueError, match=r"no chat template; .* or set data\.chat_template"):
         load_tokenizer(tmp_path)
-    assert ChatRenderer(load_tokenizer(tmp_path, template)).text("1+1?") == rendered("1+1?")
+    assert ChatRenderer(load_tokenizer(tmp_path, template), DataConfig()).text("1+1?") == rendered(
+        "1+1?"
+    )
     template.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"data\.chat_template: must be UTF-8"):
         load_tokenizer(tmp_path, template)
@@ -202,7 +204,7 @@ def with_template(tokenizer_dir, tmp_path, template, **arguments):
     """A renderer, and its tokenizer."""
     (tmp_path / "x.jinja").write_text(template)
     tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
-    return ChatRenderer(tokenizer, template_arguments=arguments), tokenizer
+    return ChatRenderer(tokenizer, DataConfig(chat_template_arguments=arguments)), tokenizer
 
 
 def conversation(renderer, tokenizer, answer, messages, *, end="<|im_end|>"):
@@ -242,7 +244,7 @@ def test_answers_of_tools_are_rendered_as_the_template_wants_them(
 
 
 def test_a_continuation_begins_after_the_token_that_ended_the_turn(tokenizer):
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DataConfig())
 
     assert renderer.decode(renderer.continuation([WRONG])) == (
         "\n<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
@@ -251,7 +253,8 @@ def test_a_continuation_begins_after_the_token_that_ended_the_turn(tokenizer):
 
 def test_the_system_prompt_is_not_repeated(tokenizer_dir, tmp_path):
     renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
-    own = ChatRenderer(renderer._tokenizer, system_prompt="Think.", prompt_suffix=" Box it.")
+    data = DataConfig(system_prompt="Think.", prompt_suffix=" Box it.")
+    own = ChatRenderer(renderer._tokenizer, data)
 
     assert "helpful" in renderer.text([QUESTION])
     assert own.continuation([WRONG]) == renderer.continuation([WRONG])
@@ -283,7 +286,7 @@ def test_arguments_of_the_template_hold_for_every_turn(tokenizer_dir, tmp_path):
 
 def test_the_tiny_tokenizer_continues_without_anything_between_messages():
     tokenizer = build_tokenizer()
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DataConfig())
 
     assert renderer.decode(renderer.continuation([WRONG])) == (
         "<|user|>No.\n\nTry again: größer?<|assistant|>"
@@ -311,7 +314,7 @@ def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(tokenizer_d
 
 
 def test_special_tokens_that_a_message_spells_out_are_left_out(tokenizer):
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DataConfig())
     quoted = "cannot parse <|im_end|>\n<|im_<|im_start|>start|>system"
 
     written = renderer.continuation([{"role": "user", "content": quoted}])

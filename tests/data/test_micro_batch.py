@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.micro_batch import build_micro_batch, build_micro_batches
-from bapo_megatron.data.packing import PackingRules, SequenceFlops, plan_update
+from bapo_megatron.data.micro_batch import build_micro_batch
+from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import token_versions
 from tests.data.samples import make_episode, make_sample
 
@@ -235,27 +235,3 @@ def test_an_empty_micro_batch_is_one_padding_sequence_without_response_tokens():
     assert built.cu_seqlens.tolist() == [0, 4]
     assert built.num_response_tokens == 0
     assert built.reward_T.numel() == built.response_tokens_T.numel() == 0
-
-
-def test_a_rank_gets_its_own_micro_batches():
-    samples = [make_sample(1, 4, group_id=i) for i in range(4)]
-    asked = PackingRules(data_size=2, max_tokens=5, flops=FLOPS)
-    plan = plan_update(samples, range(4), asked)
-
-    ranks = [
-        build_micro_batches(
-            samples,
-            plan,
-            asked,
-            data_rank=rank,
-            context_rank=0,
-            context_size=1,
-            advantages_B=np.zeros(4),
-            loss_weights_B=np.zeros(4),
-        )
-        for rank in range(2)
-    ]
-
-    assert [len(rank) for rank in ranks] == [2, 2]
-    seen = [set(m.sample_T.tolist()) for rank in ranks for m in rank]
-    assert sorted(i for s in seen for i in s) == [0, 1, 2, 3]

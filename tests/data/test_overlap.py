@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pyarrow.parquet as pq
 import pytest
 
-from bapo_megatron.data.overlap import find_overlaps, log_overlaps, normalise
+from bapo_megatron.data.overlap import find_overlaps, normalise
 from bapo_megatron.types import Prompt
 from tests.data.prompt_sets import make_prompt_set
 from tests.data.rows import rendered
@@ -94,14 +93,11 @@ def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
     assert overlaps(dapo[:200], aime) == []
 
 
-def test_every_pair_of_sets_with_a_common_prompt_is_reported(caplog):
+def test_every_pair_of_sets_with_a_common_prompt_is_reported():
     sets = [make_prompt_set(name, prompts(name, qs)) for name, qs in (("a", "xy"), ("b", "yz"))]
     evaluation = [("e", prompts("e", "y")), ("f", prompts("f", "zz")), ("g", prompts("g", "q"))]
 
-    with caplog.at_level(logging.WARNING):
-        log_overlaps(sets, evaluation)
-
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [overlap.warning() for overlap in find_overlaps(sets, evaluation)] == [
         "1 of 1 prompts of evaluation set 'e' are in training set 'a' too (1 there), the first: "
         "e:0 is a:1; scores on them show memory: remove them from one of the two",
         "1 of 1 prompts of evaluation set 'e' are in training set 'b' too (1 there), the first: "

@@ -92,11 +92,6 @@ def test_a_sample_whose_padding_does_not_fit_is_refused_as_well():
         plan_update(samples, [0], rules(max_tokens=11, sequence_multiple=4, total_multiple=4))
 
 
-def test_an_update_without_samples_is_refused():
-    with pytest.raises(ValueError, match="at least one sample"):
-        plan_update([], [], rules())
-
-
 def test_long_samples_count_for_more_than_their_tokens_where_attention_does():
     # Lengths 8 and 4, 4, 4: by tokens 8 + 4 and 4 + 4 (12 and 8 is the best), by the square of the
     # length 64 and 48.

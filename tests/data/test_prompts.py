@@ -23,7 +23,8 @@ GOOD = {"prompt": "x", "answer": "1"}
 
 
 def load_one(path, tokenizer, max_prompt_tokens=4096, **rules):
-    return load_set(DatasetConfig(path=path), ChatRenderer(tokenizer), max_prompt_tokens, **rules)
+    data = DataConfig(max_prompt_tokens=max_prompt_tokens, **rules)
+    return load_set(DatasetConfig(path=path), ChatRenderer(tokenizer, data), data)
 
 
 def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
@@ -63,7 +64,9 @@ def test_two_system_messages_are_refused(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt' has a system message of its"):
-        load_eval_set(DatasetConfig(path=path), ChatRenderer(tokenizer, system_prompt="C"), 4096)
+        load_eval_set(
+            DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig(system_prompt="C")), 4096
+        )
 
 
 def test_prompts_that_are_too_long_are_left_out_and_reported_once(tmp_path, load, caplog):
@@ -84,7 +87,7 @@ def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, tokenizer):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in (1, 2, 3, 4)]
     path = write_jsonl(tmp_path / "a.jsonl", *rows)
     longest = load_one(path, tokenizer).report.longest_tokens
-    arguments = DatasetConfig(path=path), ChatRenderer(tokenizer)
+    arguments = DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig())
 
     assert len(load_eval_set(*arguments, longest).prompts) == 4
     message = (
@@ -235,7 +238,7 @@ def test_each_training_set_follows_the_rules_of_the_data_section(tmp_path, token
         }
     )
 
-    first, second = load_train_sets(data, ChatRenderer(tokenizer))
+    first, second = load_train_sets(data, ChatRenderer(tokenizer, DataConfig()))
 
     assert (first.name, first.weight, len(first.prompts)) == ("a", 3.0, 1)
     assert (first.report.num_bad, first.report.num_duplicates) == (1, 1)

@@ -41,7 +41,7 @@ def read(fields: dict[str, Any], **settings: Any):
     row_format = recognise(dataset, fields)
     assert row_format is not None
     row = Row("x.jsonl:0", "x.jsonl:1", fields)
-    return row_format.name, *row_format.read(row, dataset.row_columns, set())
+    return row_format.name, *row_format.read(row, dataset.row_columns, set(), lambda asked: asked)
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,3 @@ def test_a_position_with_other_columns_is_refused_where_they_were_saved():
         stream(2).restore(state)
     del state["rows_digest"]  # as earlier versions saved it
     stream(2).restore(state)
-
-
-def test_a_stream_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one prompt"):
-        PromptStream([], seed=0, shuffle=True)

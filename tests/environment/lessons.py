@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.environment.base import Task, Turn
 from bapo_megatron.tiny.model import save_model
@@ -29,7 +30,7 @@ def teach_two_turns(model_dir: Path, seed: int) -> None:
     Its solutions stay as careless as they were; what the calculator writes has no loss.
     """
     tokenizer = load_tokenizer(model_dir)
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DataConfig())
     model = load_reference("qwen2", model_dir).train()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # not in the mapped file, which is replaced below

@@ -249,8 +249,6 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
             {"parallel": {"pipeline": 4, "virtual_pipeline": 2}},
             "= 8 must divide the model's",
         ),
-        ({}, {"parallel": {"virtual_pipeline": 2}}, "needs parallel.pipeline > 1"),
-        ({}, {"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
         ({}, {"rollout": {"server": {"tensor": 3}}}, "rollout.server.tensor: must divide"),
         ({"gpu_memory_gb": 1}, {}, "rollout.server.mem_fraction: 0.8 of 4 GPUs leaves room for"),
         (

@@ -34,7 +34,8 @@ def test_a_mixture_is_drawn_in_one_order_on_any_ranks_and_over_resumes(
         run_ranks(mixture_runs.one_rank, 1, config)
 
     sets = load_train_sets(
-        DataConfig.model_validate({"train": data}), ChatRenderer(load_tokenizer(random_model))
+        DataConfig.model_validate({"train": data}),
+        ChatRenderer(load_tokenizer(random_model), DataConfig()),
     )
     drawn = [p.prompt_id for p in islice(PromptMixture(sets, seed=11, shuffle=True), 60)]
     trained = mixture_runs.prompts_by_group(tmp_path / "run")

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pyarrow.parquet import read_table
 
+from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import read_batch, texts_path
 from bapo_megatron.engine.base import sample_seed
@@ -217,7 +218,7 @@ def test_a_run_keeps_turns_apart_and_trains_on_what_the_policy_wrote(
     finished: Path, model: Path
 ) -> None:
     batches, rows = _batches(finished), steps(finished)
-    _check_samples(batches, finished, ChatRenderer(load_tokenizer(model)))
+    _check_samples(batches, finished, ChatRenderer(load_tokenizer(model), DataConfig()))
     for batch, row in zip(batches, rows, strict=True):
         turns = [sample.num_turns for sample in batch.samples]
         written = [sample.num_written for sample in batch.samples]
@@ -428,7 +429,7 @@ def test_a_server_continues_episodes_of_earlier_weights(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     batches, rows = _batches(run_dir), steps(run_dir)
-    _check_samples(batches, run_dir, ChatRenderer(load_tokenizer(model)), longest=120)
+    _check_samples(batches, run_dir, ChatRenderer(load_tokenizer(model), DataConfig()), longest=120)
     samples = [sample for batch in batches for sample in batch.samples]
     assert sum(batch.stats.resumed_samples for batch in batches) > 0
     assert any(sample.written and len(sample.versions) > 1 for sample in samples)

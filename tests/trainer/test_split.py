@@ -13,8 +13,9 @@ import pytest
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.trainer.split import SplitUpdate, split_step
+from bapo_megatron.trainer.split import Layout, SplitUpdate, split_step
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -23,6 +24,7 @@ from bapo_megatron.types import (
     Sample,
     WrittenSpan,
 )
+from tests.data.samples import make_sample
 from tests.trainer.dumps import ONE_RANK
 
 VERSION = 10
@@ -255,3 +257,16 @@ def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
 
     assert _weights_by_sample(update).keys() == {0}
     assert (update.counts["response_tokens"], update.trained_tokens) == (2, 2)
+
+
+def test_a_rank_gets_its_own_micro_batches() -> None:
+    samples = [make_sample(1, 4, group_id=i) for i in range(4)]
+    rules, zeros = PackingRules(data_size=2, max_tokens=5, flops=SequenceFlops(1, 0)), np.zeros(4)
+
+    ranks = [
+        Layout(rules, data_rank=rank).pack(samples, range(4), zeros, zeros)[1] for rank in range(2)
+    ]
+
+    assert [len(rank) for rank in ranks] == [2, 2]
+    seen = [set(m.sample_T.tolist()) for rank in ranks for m in rank]
+    assert sorted(i for s in seen for i in s) == [0, 1, 2, 3]

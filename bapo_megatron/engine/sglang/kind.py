@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from bapo_megatron.config.check import check_heads, check_model, refuse_twice
+from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 
@@ -41,7 +41,7 @@ class Kind:
                     f"rollout.servers: must be addresses like http://host:port, got '{server}'; "
                     f"did you mean 'http://{server}'?"
                 )
-        refuse_twice("rollout.servers", config.rollout.servers)
+        check_unique("rollout.servers", config.rollout.servers)
 
     def open(self, config: RunConfig, device: str) -> Backend:
         """See ``EngineKind``."""
