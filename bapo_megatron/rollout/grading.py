@@ -9,7 +9,7 @@ from bapo_megatron.reward.base import Response, SampleFacts, Score
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import ShapedReward, Shaping
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.types import FinishReason, Sample
 
 
 class Grader:
@@ -46,16 +46,22 @@ class Grader:
         Raises:
             RewardError: A reward function failed.
         """
-        sample = pending.sample
-        segments = [token_ids.tolist() for token_ids in sample.segments()]
-        response = _response(
-            [decode(self._tokenizer, token_ids, skips_special=True) for token_ids in segments],
-            pending.prompt,
-            sample.finish_reason,
-            len(sample.response_token_ids),
-            sample.num_written,
-            pending.state,
+        sample, prompt = pending.sample, pending.prompt
+        texts = tuple(
+            decode(self._tokenizer, token_ids.tolist(), skips_special=True)
+            for token_ids in sample.segments()
         )
+        facts = SampleFacts(
+            prompt_id=prompt.prompt_id,
+            source=prompt.source,
+            prompt=prompt.text,
+            finish_reason=sample.finish_reason.value,
+            num_tokens=len(sample.response_token_ids),
+            num_turns=sample.num_turns,
+            environment_tokens=sample.num_written,
+        )
+        turns = texts if len(texts) > 1 else ()
+        response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, pending.state)
         score = await self._rewards.score(response)
         if pending.sample is not sample:
             return
@@ -63,32 +69,6 @@ class Grader:
         members = group.samples if self.sees_groups else [pending]
         if all(member.graded is not None for member in members):
             await self._reward(members)
-
-    async def grade(
-        self,
-        texts: Sequence[str],
-        prompt: Prompt,
-        finish_reason: FinishReason = FinishReason.STOP,
-        *,
-        num_tokens: int = 0,
-        num_written: int = 0,
-        state: Any = None,
-    ) -> Score:
-        """The score of a response that was decoded before, without the shaping of training.
-
-        Args:
-            texts: What policy and environment wrote, by turns, without special tokens.
-            prompt: What it answers.
-            finish_reason: Why it ended.
-            num_tokens: How long it was.
-            num_written: How many of the tokens the environment wrote.
-            state: Last state of the environment.
-
-        Raises:
-            RewardError: A reward function failed.
-        """
-        response = _response(texts, prompt, finish_reason, num_tokens, num_written, state)
-        return await self._rewards.score(response)
 
     async def _reward(self, members: Sequence[PendingSample]) -> None:
         """Give graded samples their rewards, all at once, unless one is begun again meanwhile."""
@@ -114,24 +94,3 @@ class Grader:
         if self._shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
         return await self._shaping.apply(score, response, sample.sampled_token_ids)
-
-
-def _response(
-    texts: Sequence[str],
-    prompt: Prompt,
-    finish_reason: FinishReason,
-    num_tokens: int,
-    num_written: int,
-    state: Any,
-) -> Response:
-    facts = SampleFacts(
-        prompt_id=prompt.prompt_id,
-        source=prompt.source,
-        prompt=prompt.text,
-        finish_reason=finish_reason.value,
-        num_tokens=num_tokens,
-        num_turns=1 + len(texts) // 2,
-        environment_tokens=num_written,
-    )
-    turns = tuple(texts) if len(texts) > 1 else ()
-    return Response(texts[-1], prompt.answer, facts, prompt.row, turns, state)
