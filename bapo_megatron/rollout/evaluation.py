@@ -6,9 +6,9 @@ What is made of them is in ``evaluation/``.
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.schema import RunConfig
@@ -30,8 +30,7 @@ _WAITING_RATIO = 2
 """Samples on their way per connection: while some are graded or answered, others are sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where the missing samples of one prompt belong."""
 
     group: PendingGroup
@@ -54,7 +53,7 @@ class Evaluator:
         self._interaction = interaction
         self._grader = grader
         self._votes = votes
-        self._sets = tuple(sets)
+        self._sets = sets
         self._config = config
         self._report = report
         self.num_samples = 0
@@ -85,42 +84,33 @@ class Evaluator:
             ResultsError: The files hold samples of something else.
             RewardError: Grading failed; comparing answers too (inside an exception group).
         """
-        is_resumed = resume or self._begun == moment
-        async with contextlib.AsyncExitStack() as stack:
-            journals = [
-                await stack.enter_async_context(self._journal(s, moment, weights, is_resumed))
-                for s in self._sets
-            ]
+        config, is_resumed = self._config, resume or self._begun == moment
+        journals: list[SampleJournal] = []
+        with contextlib.ExitStack() as stack:
+            for eval_set in self._sets:
+                path = samples_file(config.run_dir, moment, eval_set.name)
+                settings = settings_of(eval_set, config, weights)
+                with _write_errors(path):
+                    journals.append(await SampleJournal.open(path, settings, resume=is_resumed))
+                stack.callback(journals[-1].close)
             self._begun = moment
-            if not await self._sample(pool, journals):
-                return None
+            has_all = await self._sample(pool, journals)
+            for journal in journals:
+                with _write_errors(journal.path):
+                    journal.sync()
+        if not has_all:
+            return None
         self._begun = None
         results = []
         for eval_set, journal in zip(self._sets, journals, strict=True):
             self._report(f"evaluation of {eval_set.name}: counting")
             prompt_ids = [prompt.prompt_id for prompt in eval_set.prompts]
             groups = in_order(journal.samples, prompt_ids, eval_set.sampling.samples_per_prompt)
-            votes, config = self._votes, self._config
-            results.append(await summarise_set(eval_set, groups, votes, config, weights))
-        path = results_file(self._config.run_dir, moment)
+            results.append(await summarise_set(eval_set, groups, self._votes, config, weights))
+        path = results_file(config.run_dir, moment)
         with _write_errors(path):
             write_results(results, path)
         return results
-
-    @contextlib.asynccontextmanager
-    async def _journal(
-        self, eval_set: EvalSet, moment: str, weights: str, is_resumed: bool
-    ) -> AsyncIterator[SampleJournal]:
-        path = samples_file(self._config.run_dir, moment, eval_set.name)
-        settings = settings_of(eval_set, self._config, weights)
-        with _write_errors(path):
-            journal = await SampleJournal.open(path, settings, resume=is_resumed)
-        try:
-            yield journal
-            with _write_errors(path):
-                journal.sync()
-        finally:
-            journal.close()
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
         """Make every sample that its journal lacks; returns whether servers had the weights."""
@@ -154,7 +144,7 @@ class Evaluator:
             self._report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
 
         max_underway = _WAITING_RATIO * self._config.rollout.max_connections
-        if driver.is_driving:  # gets all: what it samples next must not depend on graders
+        if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
         num_begun = 0
         try:
