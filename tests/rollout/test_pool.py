@@ -309,7 +309,7 @@ def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to
                 lengths = [{len(r["input_ids"]) for r in fake.requests} for fake in (one, two)]
                 assert lengths == [{3}, {4}]
                 await pool.drain()
-                assert len(pool._balancer._engine_by_affinity) == 0
+                assert pool._engine_by_affinity == {}
 
     asyncio.run(run())
 
