@@ -2,17 +2,15 @@
 
 Where ``async_steps`` is 0, nothing is in flight between two calls of ``collect``; else generation
 for later steps goes on, never further ahead than that many. With ``fixed_lag``, and with an engine
-that is driven (``driving``), it goes on to an end of its own, which every later call waits for.
+that is driven (``episodes``), it goes on to an end of its own, which every later call waits for.
 """
-
-from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Self
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptMixture, PromptStream
@@ -26,8 +24,7 @@ from bapo_megatron.rollout.buffer import (
     buffer_from_json,
     buffer_to_json,
 )
-from bapo_megatron.rollout.driving import BURST, Driver, reporting
-from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction, reporting
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
@@ -47,9 +44,9 @@ class _Totals:
     environment_errors: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def since(self, before: _Totals) -> _Totals:
+    def since(self, before: Self) -> Self:
         """What was counted after ``before``."""
-        return _Totals(*map(_difference, astuple(self), astuple(before)))
+        return type(self)(*map(_difference, astuple(self), astuple(before)))
 
 
 def _difference(now: Any, then: Any) -> Any:
@@ -84,7 +81,6 @@ class BatchCollector:
         self._is_attached = False
         self._pool: EnginePool
         self._episodes: Episodes
-        self._driver: Driver
         self._ahead: asyncio.Task[None] | None = None
         """Generates until an end of its own; its failure is that of the next ``collect``."""
         self._sampled_version: int | None = None
@@ -98,9 +94,13 @@ class BatchCollector:
     def attach(self, pool: EnginePool) -> None:
         """Sample from these servers."""
         self._pool, self._is_attached = pool, True
-        self._episodes = Episodes(pool, self._interaction, self._grader, self._request_of)
-        awaits_scores = self._selection.needs_scores
-        self._driver = Driver(pool, self._episodes, awaits_scores=awaits_scores)
+        self._episodes = Episodes(
+            pool,
+            self._interaction,
+            self._grader,
+            self._request_of,
+            awaits_scores=self._selection.needs_scores,
+        )
 
     @property
     def finished_samples(self) -> int:
@@ -148,20 +148,39 @@ class BatchCollector:
         num_ahead = self._selection.steps_ahead(step) * self._config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
             self._started_s = time.monotonic()  # generation starts: time counts from now
+
+        def choose() -> list[PendingGroup]:
+            return self._selection.choose(num_new, len(replayed), self._new_tokens)
+
         with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
             await self._end_ahead()
             self._check_lag(step, num_new, version)
-            if not await self._generate(num_new, len(replayed), num_ahead, version):
-                return None
+            num_wanted = num_new if self._config.fixed_lag is not None else num_new + num_ahead
+            while True:
+                self._give_up_stale(version)
+                self._go_on(num_wanted)
+                if choose():
+                    break
+                if self._pool.needs_weights:
+                    return None
+                await self._episodes.wait_for_change()
             generation_s = time.monotonic() - self._started_s
-            chosen = await self._settle(num_new, len(replayed), version, stops=not num_ahead)
+            if not num_ahead:
+                await self._stop()
+                # Older groups may have got their scores meanwhile: they come first, if still young.
+                self._give_up_stale(version)
+            chosen = choose()
+            await self._episodes.settle()  # whose scores are counted must not depend on graders
+            while not all(group.is_scored for group in chosen):
+                await self._episodes.wait_for_change()
         left_over = self._selection.left_over(chosen)
+        carried = [group for group, reason in left_over if reason is None and group.is_underway]
         totals, formed_s = self._totals(left_over), time.monotonic()
         groups = merge(chosen, replayed)
         stats = self._stats(totals, chosen, len(replayed), left_over, generation_s)
         batch = RolloutBatch(step, version, tuple(group.to_group() for group in groups), stats)
         await hand_over(batch, [pending.text() for group in groups for pending in group.samples])
-        self._commit(chosen, left_over)
+        self._commit(chosen, left_over, carried)
         self._before, self._started_s = totals, formed_s
         if num_ahead:
             self._start_ahead(num_ahead, version)
@@ -187,11 +206,6 @@ class BatchCollector:
             self._is_paused = False
             await self._episodes.resume(self._buffer)
 
-    def leave_out_lost(self, num_requests: int) -> None:
-        """Leave out requests that an evaluation lost: batches did not."""
-        lost = self._before.lost_requests + num_requests
-        self._before = replace(self._before, lost_requests=lost)
-
     def state(self) -> dict[str, Any]:
         """Data position, buffer, and what was counted since the last batch, as JSON values."""
         return {
@@ -211,8 +225,7 @@ class BatchCollector:
         """
         self._prompts.restore(state["prompts"])
         buffer_from_json(self._buffer, state["buffer"])
-        nothing = _Totals(dropped=dict(self._buffer.dropped))
-        self._before = nothing.since(_Totals(**state["counted"]))
+        self._before = self._totals().since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
         for name in ("fixed_lag", "environment"):
             value = getattr(self._config, name)
@@ -253,38 +266,6 @@ class BatchCollector:
             order=(sample.group_id, sample.index),
         )
 
-    async def _generate(
-        self, num_new: int, num_replayed: int, num_ahead: int, version: int
-    ) -> bool:
-        """Generate until a batch can be chosen; returns whether servers still hold the weights."""
-        num_wanted = num_new if self._config.fixed_lag is not None else num_new + num_ahead
-        while True:
-            self._give_up_stale(version)
-            self._go_on(num_wanted)
-            if self._choose(num_new, num_replayed):
-                return True
-            if self._pool.needs_weights:
-                return False
-            await self._driver.advance()
-
-    async def _settle(
-        self, num_new: int, num_replayed: int, version: int, *, stops: bool
-    ) -> list[PendingGroup]:
-        """Choose the groups of a batch, and wait for their scores."""
-        if stops:
-            await self._stop()
-            # Older groups may have got their scores meanwhile: they come first, if young enough.
-            self._give_up_stale(version)
-        chosen = self._choose(num_new, num_replayed)
-        await self._driver.settle()  # whose scores are counted must not depend on graders
-        while not all(group.is_scored for group in chosen):
-            await self._driver.advance()
-        return chosen
-
-    def _choose(self, num_new: int, num_replayed: int) -> list[PendingGroup]:
-        spent_tokens = self._episodes.generated_tokens - self._before.generated_tokens
-        return self._selection.choose(num_new, num_replayed, spent_tokens)
-
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
         for _ in range(self._selection.num_to_draw(num_groups)):
@@ -310,10 +291,10 @@ class BatchCollector:
 
     async def _stop(self) -> None:
         await self._episodes.stop()
-        await self._driver.settle()
+        await self._episodes.settle()
 
     def _start_ahead(self, num_groups: int, version: int) -> None:
-        if self._config.fixed_lag is not None or self._driver.is_driving:
+        if self._config.fixed_lag is not None or self._pool.stepper is not None:
             self._ahead = asyncio.create_task(self._generate_ahead(num_groups, version))
         else:
             self._go_on(num_groups)
@@ -330,10 +311,10 @@ class BatchCollector:
                 while not all(group.is_finished for group in self._buffer):
                     if self._pool.needs_weights:
                         break  # ``_check_lag`` says it, unless the same weights come again
-                    await self._driver.advance()
+                    await self._episodes.wait_for_change()
             else:
                 remaining = self._config.decode_steps_ahead
-                while remaining and (made := await self._driver.drive(min(BURST, remaining))):
+                while remaining and (made := await self._episodes.drive(min(BURST, remaining))):
                     remaining -= made
                     self._give_up_stale(version)
                     self._go_on(num_groups)
@@ -382,11 +363,12 @@ class BatchCollector:
         new = totals.since(self._before)
         is_dynamic = self._selection.is_dynamic
         num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
+        staying = [group for group, reason in left_over if reason is None]
         return RolloutStats(
             generated_tokens=new.generated_tokens,
             generation_s=generation_s,
             resumed_samples=new.resumed_samples,
-            unfinished_samples=left_over.num_unfinished_samples,
+            unfinished_samples=sum(group.num_unfinished_samples for group in staying),
             reward_timeouts=new.reward_timeouts,
             reward_errors=new.reward_errors,
             environment_errors=new.environment_errors if self._config.has_environment else None,
@@ -398,19 +380,25 @@ class BatchCollector:
             lost_requests=new.lost_requests,
         )
 
-    def _commit(self, chosen: Sequence[PendingGroup], left_over: LeftOver) -> None:
+    def _commit(
+        self,
+        chosen: Sequence[PendingGroup],
+        left_over: LeftOver,
+        carried: Sequence[PendingGroup],
+    ) -> None:
         """The trainer has the batch: its groups leave, and so do those that are given up."""
         self._buffer.take(chosen)
-        for group, reason in left_over.given_up:
-            self._drop(group, reason)
-        for group in left_over.carried:
+        for group, reason in left_over:
+            if reason is not None:
+                self._drop(group, reason)
+        for group in carried:
             group.carries += 1
         self._buffer.check()
 
-    def _totals(self, left_over: LeftOver | None = None) -> _Totals:
+    def _totals(self, left_over: LeftOver = ()) -> _Totals:
         """What was counted so far; groups that are given up count as dropped."""
-        given_up = () if left_over is None else left_over.given_up
-        dropped = dict(self._buffer.dropped + Counter(reason.value for _, reason in given_up))
+        given_up = Counter(reason.value for _, reason in left_over if reason is not None)
+        dropped = dict(self._buffer.dropped + given_up)
         if not self._is_attached:
             return _Totals(dropped=dropped)
         return _Totals(
@@ -424,10 +412,12 @@ class BatchCollector:
             dropped=dropped,
         )
 
+    @property
+    def _new_tokens(self) -> int:
+        return self._episodes.generated_tokens - self._before.generated_tokens
+
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""
-        duration_s = time.monotonic() - self._started_s
-        tokens = self._episodes.generated_tokens - self._before.generated_tokens
+        rate = self._new_tokens / max(time.monotonic() - self._started_s, 1e-9)
         ready = len(self._selection.ready())
-        rate = tokens / max(duration_s, 1e-9)
         return f"{ready}/{self._config.groups_per_step} groups, {rate:.0f} tokens/s"

@@ -184,9 +184,9 @@ class PendingGroup:
         return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
 
     @property
-    def is_started(self) -> bool:
-        """Some sample has tokens."""
-        return any(pending.num_tokens > 0 for pending in self.samples)
+    def is_underway(self) -> bool:
+        """Some sample has tokens, and not every one is finished."""
+        return not self.is_finished and any(pending.num_tokens > 0 for pending in self.samples)
 
     @property
     def is_finished(self) -> bool:

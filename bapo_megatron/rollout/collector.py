@@ -216,14 +216,9 @@ class Collector:
         assert self._pool is not None, "connect comes first"
         if self._batches is not None:
             await self._batches.wait_for_ahead()
-        num_lost = self._pool.num_lost_requests
-        try:
-            results = await self._evaluator.evaluate(
-                self._pool, request.moment, request.weights, resume=request.resume
-            )
-        finally:
-            if self._batches is not None:
-                self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
+        results = await self._evaluator.evaluate(
+            self._pool, request.moment, request.weights, resume=request.resume
+        )
         if results is None:
             self._count_push()
         return messages.Evaluated(results)

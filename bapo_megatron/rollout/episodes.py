@@ -5,13 +5,19 @@
 One task per sample. It lives as long as requests may be in flight: with ``rollout.async_steps``
 beyond the step that started it. What has been received is in the sample at once, so that a task may
 be ended at any moment and begun again where it stopped.
+
+With an ``engine.base.Stepper`` all decisions of a run are taken between two bursts of decode steps,
+when everything has *settled*: every request waits inside the engine, and, where decisions depend on
+scores, none is outstanding. Such a state depends neither on the clock nor on the order in which
+graders answered, so two runs with one seed decide the same (docs/rollout.md).
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
@@ -23,6 +29,14 @@ from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 
+BURST = 16
+"""Decode steps between two decisions. Responses that end within a burst are graded, and others take
+their places, after it: more steps leave places empty, fewer let the engine wait for graders more
+often. What a run samples depends on it, so it is no setting."""
+_MAX_TURNS = 8
+"""Turns of the event loop; a new task is inside the engine after the first, and so is one whose
+environment has answered."""
+_REPORT_INTERVAL_S = 0.5
 _LOG = logging.getLogger(__name__)
 
 
@@ -53,9 +67,9 @@ class Interaction:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
         """
         assert sampling.seed is not None, "episodes have a seed"
+        prompt = pending.prompt
         try:
             if not pending.has_begun:
-                prompt = pending.prompt
                 task = Task(
                     prompt_id=prompt.prompt_id,
                     source=prompt.source,
@@ -107,31 +121,31 @@ class Interaction:
         """The tokens that the environment writes, all of them the tokenizer's."""
         turn = pending.sample.num_turns - 1
         where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
-        if not step.messages:
-            size = self._renderer.vocab_size
-            unknown = [token for token in step.token_ids if not 0 <= token < size]
-            if unknown:
-                raise EnvironmentFailedError(
-                    f"{where} must have tokens from 0 to {size - 1}, got {unknown[0]}; use the "
-                    "model's own tokenizer, or set rollout.episodes.on_error=zero",
-                    "tokens",
-                )
-            return step.token_ids
         try:
-            return self._renderer.continuation(step.messages)
+            if step.messages:
+                return self._renderer.continuation(step.messages)
         except ValueError as error:
             raise EnvironmentFailedError(
                 f"{where} {error}; correct its messages, give token_ids, or set "
                 "rollout.episodes.on_error=zero",
                 "tokens",
             ) from error
+        size = self._renderer.vocab_size
+        unknown = [token for token in step.token_ids if not 0 <= token < size]
+        if unknown:
+            raise EnvironmentFailedError(
+                f"{where} must have tokens from 0 to {size - 1}, got {unknown[0]}; use the "
+                "model's own tokenizer, or set rollout.episodes.on_error=zero",
+                "tokens",
+            )
+        return step.token_ids
 
 
 class Episodes:
     """The tasks of samples that are on their way, and what they count.
 
     A task fails with ``RolloutError`` where no server could go on or an environment failed, with
-    ``RewardError`` where grading failed; ``raise_failure`` and ``is_settled`` raise it, once.
+    ``RewardError`` where grading failed; ``raise_failure`` and what waits for news raise it, once.
     """
 
     def __init__(
@@ -140,7 +154,9 @@ class Episodes:
         interaction: Interaction,
         grader: Grader,
         plan: Callable[[PendingSample], GenerateRequest],
+        *,
         on_score: Callable[[PendingSample], Awaitable[None]] | None = None,
+        awaits_scores: bool = False,
     ) -> None:
         """Put the parts together; nothing is started.
 
@@ -148,14 +164,16 @@ class Episodes:
             pool: Samples.
             interaction: Answers the policy's turns.
             grader: Decodes and scores.
-            plan: Returns the request for a sample's whole response. The environment gets its seed.
+            plan: The request for a sample's whole response.
             on_score: Takes a sample as soon as it has its score.
+            awaits_scores: Every burst of decode steps waits until all scores are there.
         """
         self._pool = pool
         self._interaction = interaction
         self._grader = grader
         self._plan = plan
         self._on_score = on_score
+        self._awaits_scores = awaits_scores
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._sampling: dict[asyncio.Task[None], PendingSample] = {}
         """Tasks in which the policy has the turn."""
@@ -182,9 +200,12 @@ class Episodes:
             for pending in group.samples:
                 key = (group.group_id, pending.sample.index)
                 is_graded = pending.is_scored or pending.graded is not None
-                task = self._tasks.get(key)
-                if not is_graded and (task is None or task.done()):
-                    self._start(key, pending, group)
+                if is_graded or (key in self._tasks and not self._tasks[key].done()):
+                    continue
+                self._tasks[key] = task = asyncio.create_task(self._play(pending, group))
+                if not pending.is_finished:
+                    self._sampling[task] = pending
+                task.add_done_callback(functools.partial(self._end, key))
 
     async def stop(self) -> None:
         """Abort every request; samples keep what came. Environments and graders go on."""
@@ -220,13 +241,56 @@ class Episodes:
             failure, self._failure = self._failure, None
             raise failure
 
-    def is_settled(self, scored: bool) -> bool:
+    async def wait_for_change(self) -> None:
+        """Drive a burst, or wait, until there may be something to decide on, or for a moment."""
+        if not await self.drive(BURST):
+            await self._wait_for_news()
+            self.raise_failure()
+
+    async def drive(self, max_steps: int) -> int:
+        """Settle, make up to so many decode steps, and settle again.
+
+        Returns:
+            The decode steps made; 0 where there is no request, or nobody that could sample it, or
+            the engine samples by itself.
+        """
+        stepper = self._pool.stepper
+        if stepper is None or not await self.settle(scored=self._awaits_scores):
+            return 0
+        num_steps = await stepper.decode(max_steps)
+        await self.settle(scored=self._awaits_scores)
+        return num_steps
+
+    async def settle(self, *, scored: bool = True) -> bool:
+        """Wait until nothing will change before the next decode step, and maybe for every score.
+
+        Does nothing where the engine samples by itself.
+
+        Returns:
+            Whether that is so; else no engine holds the weights any more.
+        """
+        while self._pool.stepper is not None:
+            for _ in range(_MAX_TURNS):
+                await asyncio.sleep(0)
+                if self._is_settled(scored):
+                    return True
+            await self._wait_for_news()
+            if self._pool.needs_weights:
+                return self._is_settled(scored)
+        return True
+
+    async def close(self) -> None:
+        """End every task."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _is_settled(self, scored: bool) -> bool:
         """Whether every task that samples waits inside the engine for the next tokens.
 
-        So no task is on its way there, or about to end, and none waits for its environment.
-
-        Args:
-            scored: Whether no task may be grading either.
+        So no task is on its way there, or about to end, and none waits for its environment; with
+        ``scored``, none is grading either.
         """
         self.raise_failure()
         if self._asking or len(self._sampling) != self._pool.num_in_flight:
@@ -236,19 +300,13 @@ class Episodes:
         wanted = set(self._tasks.values())
         return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
 
-    async def close(self) -> None:
-        """End every task."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _start(self, key: tuple[int, int], pending: PendingSample, group: PendingGroup) -> None:
-        task = asyncio.create_task(self._play(pending, group))
-        self._tasks[key] = task
-        if not pending.is_finished:
-            self._sampling[task] = pending
-        task.add_done_callback(functools.partial(self._end, key))
+    async def _wait_for_news(self) -> None:
+        """Wait for news, but only for a moment; they count as read."""
+        with contextlib.suppress(TimeoutError):
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
+            async with asyncio.timeout(_REPORT_INTERVAL_S):
+                await self.news.wait()
+        self.news.clear()
 
     def _end(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
         self._sampling.pop(task, None)
@@ -310,6 +368,22 @@ class Episodes:
             sampling=replace(request.sampling, max_new_tokens=remaining),
             sampled_tokens=pending.num_tokens,
         )
-        completion = await self._pool.generate(request, take, affinity=pending.sample.group_id)
+        completion = await self._pool.generate(request, take, pending.sample.group_id)
         self.resumed_samples += is_resumed and completion is not None
         return pending.is_finished or pending.awaits_answer
+
+
+@contextlib.contextmanager
+def reporting(report: Callable[[], None]) -> Iterator[None]:
+    """Call ``report`` at once, and then twice a second until the block ends."""
+
+    async def repeat() -> None:
+        while True:
+            report()
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()

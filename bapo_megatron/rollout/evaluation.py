@@ -19,8 +19,7 @@ from bapo_megatron.evaluation.settings import EvalSet, eval_settings
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.rollout.driving import Driver, reporting
-from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction, reporting
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_errors
@@ -129,11 +128,10 @@ class Evaluator:
             place.group.samples = [other for other in place.group.samples if other is not pending]
             self.num_samples += 1
 
-        def request_of(pending: PendingSample) -> GenerateRequest:
+        def plan(pending: PendingSample) -> GenerateRequest:
             return self._request_of(pending, places[pending.sample.group_id].eval_set)
 
-        episodes = Episodes(pool, self._interaction, self._grader, request_of, on_score=keep)
-        driver = Driver(pool, episodes, awaits_scores=False)
+        episodes = Episodes(pool, self._interaction, self._grader, plan, on_score=keep)
 
         def num_made() -> int:
             return sum(len(journal.samples) for journal in journals) - num_before
@@ -146,7 +144,7 @@ class Evaluator:
         max_underway = _WAITING_RATIO * self._config.rollout.max_connections
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
-        num_begun = 0
+        num_begun, num_lost = 0, pool.num_lost_requests
         try:
             with reporting(report):
                 while num_made() < num_missing:
@@ -155,10 +153,11 @@ class Evaluator:
                     while waiting and num_begun - num_made() < max_underway:
                         num_begun += len(waiting[0].samples)
                         episodes.advance([waiting.popleft()])
-                    await driver.advance()
+                    await episodes.wait_for_change()
             return True
         finally:
             await episodes.close()
+            pool.num_lost_requests = num_lost  # those of an evaluation are not a batch's
 
     def _missing(self, journals: Sequence[SampleJournal]) -> dict[int, _Place]:
         """Missing samples by group, in the order of sets and prompts."""

@@ -6,7 +6,7 @@ are those of ``config.rollout``; docs/rollout.md shows them as states and transi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,16 +29,8 @@ class BatchPlan:
     """The number of groups of a batch is a multiple of this."""
 
 
-@dataclass(slots=True)
-class LeftOver:
-    """Groups that are in the buffer and not in the batch that is formed."""
-
-    given_up: list[tuple[PendingGroup, DropReason]] = field(default_factory=list)
-    """No later batch will get them, and why."""
-    carried: list[PendingGroup] = field(default_factory=list)
-    """They stay, started and unfinished."""
-    num_unfinished_samples: int = 0
-    """Unfinished samples of all groups that stay, started or not."""
+LeftOver = Sequence[tuple[PendingGroup, DropReason | None]]
+"""Groups in the buffer that a batch does not take, and why no later one gets them, if none does."""
 
 
 class Selection:
@@ -132,24 +124,17 @@ class Selection:
     def left_over(self, taken: Sequence[PendingGroup]) -> LeftOver:
         """What becomes of the groups in the buffer that a batch does not take."""
         taken_ids = {group.group_id for group in taken}
-        useless_ids = {group.group_id for group in self._equal_groups()}
+        return [(g, self._reason_to_drop(g)) for g in self._buffer if g.group_id not in taken_ids]
+
+    def _reason_to_drop(self, group: PendingGroup) -> DropReason | None:
         max_carries = self._config.max_carries
-        result = LeftOver()
-        for group in self._buffer:
-            if group.group_id in taken_ids:
-                continue
-            is_underway = group.is_started and not group.is_finished
-            if group.group_id in useless_ids:
-                result.given_up.append((group, DropReason.EQUAL_REWARDS))
-            elif not self._config.partial:
-                result.given_up.append((group, DropReason.SURPLUS))
-            elif is_underway and max_carries is not None and group.carries >= max_carries:
-                result.given_up.append((group, DropReason.CARRIED))
-            else:
-                result.num_unfinished_samples += group.num_unfinished_samples
-                if is_underway:
-                    result.carried.append(group)
-        return result
+        if self._is_useless(group):
+            return DropReason.EQUAL_REWARDS
+        if not self._config.partial:
+            return DropReason.SURPLUS
+        if group.is_underway and max_carries is not None and group.carries >= max_carries:
+            return DropReason.CARRIED
+        return None
 
     def replayed(self, step: int, version: int) -> list[PendingGroup]:
         """Groups of earlier batches for the batch of ``step``; the seed decides which."""
@@ -169,10 +154,11 @@ class Selection:
         return [candidates[index] for index in sorted(picked.tolist())]
 
     def _equal_groups(self) -> list[PendingGroup]:
-        """Scored groups that dynamic sampling leaves out, oldest first."""
-        if not self.is_dynamic:
-            return []
-        return [group for group in self._buffer if group.is_scored and group.has_equal_rewards]
+        return [group for group in self._buffer if self._is_useless(group)]
+
+    def _is_useless(self, group: PendingGroup) -> bool:
+        """Whether dynamic sampling leaves a group out."""
+        return self.is_dynamic and group.is_scored and group.has_equal_rewards
 
     def _is_stale(self, pending: PendingSample, version: int) -> bool:
         limit = self._config.staleness
