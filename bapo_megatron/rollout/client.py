@@ -45,11 +45,8 @@ class CollectorClient:
     ) -> None:
         """Prepare; nothing is started.
 
-        Args:
-            config: The run.
-            on_progress: Takes lines for people during a wait.
-            for_training: Whether batches will be collected; else only evaluations are, and neither
-                the training prompts nor the temperature convention matter.
+        Without ``for_training`` only evaluations are made, and neither the training prompts nor the
+        temperature convention matter. ``on_progress`` takes lines for people during a wait.
         """
         self._config = config
         self._on_progress = on_progress
@@ -134,9 +131,7 @@ class CollectorClient:
         """Score every evaluation set with the weights that were pushed.
 
         Every sample is kept in ``<run_dir>/eval``, under the step, or ``start`` before training.
-
-        Returns:
-            None where no server holds the trainer's weights any more.
+        None means that no server holds the weights any more.
         """
         self.ensure_weights()
         moment = f"step_{step:06d}" if step >= 0 else "start"
@@ -145,11 +140,9 @@ class CollectorClient:
         return self._call(messages.EVALUATE, request).results
 
     def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
-        """Score every evaluation set with ``model.path``; nothing is trained.
+        """Score every evaluation set with ``model.path``, which ``weights`` names.
 
-        Args:
-            weights: Names them, see ``evaluation.settings``.
-            resume: Continue with the samples of an earlier process.
+        ``resume``: continue with the samples of an earlier process.
         """
         self.ensure_weights()
         request = messages.Evaluate(moment="", weights=weights, resume=resume)

@@ -160,13 +160,8 @@ class Episodes:
     ) -> None:
         """Put the parts together; nothing is started.
 
-        Args:
-            pool: Samples.
-            interaction: Answers the policy's turns.
-            grader: Decodes and scores.
-            plan: The request for a sample's whole response.
-            on_score: Takes a sample as soon as it has its score.
-            awaits_scores: Every burst of decode steps waits until all scores are there.
+        ``plan`` makes the request for a sample's whole response, ``on_score`` takes a sample as
+        soon as it has its score. With ``awaits_scores`` every burst waits for all scores.
         """
         self._pool = pool
         self._interaction = interaction
@@ -317,27 +312,21 @@ class Episodes:
         self.news.set()
 
     async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Go on until the episode ends or the pool is drained; score what has ended."""
-        if not pending.is_finished:
-            if not await self._play_turns(pending):
-                return
-            self.finished_samples += 1
-            self.news.set()
-        await self._grader.score(pending, group)
-        if self._on_score is not None:
-            await self._on_score(pending)
-
-    async def _play_turns(self, pending: PendingSample) -> bool:
-        """Let policy and environment take their turns; returns whether the episode has ended."""
-        task, request = asyncio.current_task(), self._plan(pending)
+        """Take turns until the episode ends or the pool is drained; score what has ended."""
+        task, request, had_ended = asyncio.current_task(), self._plan(pending), pending.is_finished
         assert task is not None
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
                 await self._ask(task, pending, request.sampling)
             elif not (self.is_running and await self._sample(pending, request)):
-                return False
-        self._sampling.pop(task, None)  # ``stop`` does not wait for its score
-        return True
+                return
+        if not had_ended:
+            self._sampling.pop(task, None)  # ``stop`` does not wait for its score
+            self.finished_samples += 1
+            self.news.set()
+        await self._grader.score(pending, group)
+        if self._on_score is not None:
+            await self._on_score(pending)
 
     async def _ask(
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings

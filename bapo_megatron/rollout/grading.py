@@ -25,11 +25,7 @@ class Grader:
     ) -> None:
         """Keep the parts; the owner of ``rewards`` closes them.
 
-        Args:
-            tokenizer: The model's Hugging Face tokenizer.
-            rewards: The reward functions.
-            shaping: What is added for training samples, if anything.
-            sees_groups: Whether rewards depend on the whole group.
+        Only samples of a training are shaped. ``sees_groups``: rewards depend on the whole group.
         """
         self._tokenizer = tokenizer
         self._rewards = rewards

@@ -49,14 +49,7 @@ class EnginePool:
         version: int | None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Take the engines; nothing is sent.
-
-        Args:
-            engines: At least one; one that has a ``stepper`` is alone.
-            config: Connections, time limits, and the length of streamed pieces.
-            version: Weights version that an engine must hold to be used; none while there is none.
-            timeline: Records every request.
-        """
+        """Take the engines, of which one with a ``stepper`` is alone; nothing is sent."""
         self.states = EngineStates(engines, config, version)
         """Which engines may be used."""
         self.stepper = engines[0].stepper

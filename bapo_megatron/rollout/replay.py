@@ -19,11 +19,7 @@ async def write_samples(
 ) -> None:
     """Write a batch whose samples nobody changes meanwhile, in a thread.
 
-    Args:
-        path: Where the trainer reads the batch.
-        batch: The batch.
-        texts: Written beside it for people, if given; first, so that a dump that is there is
-            complete.
+    ``texts`` are written beside it for people, and first, so that a dump that is there is complete.
 
     Raises:
         RolloutError: The file cannot be written; nothing is left behind.

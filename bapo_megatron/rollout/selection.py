@@ -87,11 +87,9 @@ class Selection:
 
     def ready(self) -> list[PendingGroup]:
         """Groups that may be trained on, oldest first."""
-        if self.is_dynamic:
-            return [g for g in self._buffer if g.is_scored and not g.has_equal_rewards]
-        if self._has_limit:
-            # A group that is not scored may still turn out to be too old.
-            return [group for group in self._buffer if group.is_scored]
+        if self.needs_scores:
+            # Of age too: a group that is not scored may still turn out to be too old.
+            return [g for g in self._buffer if g.is_scored and not self._is_useless(g)]
         return [group for group in self._buffer if group.is_finished]
 
     def stale_samples(
@@ -141,12 +139,12 @@ class Selection:
         if not self._replay.batches:
             return []
         limit = self._replay.max_age
-        candidates = [
-            group
-            for batch in self._buffer.earlier
-            for group in batch
-            if limit is None or _oldest_age(group, version) <= limit
-        ]
+
+        def is_young(group: PendingGroup) -> bool:
+            ages = (response_age(p.sample.versions, version, "oldest") for p in group.samples)
+            return limit is None or max(ages) <= limit
+
+        candidates = [group for batch in self._buffer.earlier for group in batch if is_young(group)]
         max_groups = math.floor(self._replay.share * self._config.groups_per_step)
         count = min(max_groups, len(candidates))
         generator = np.random.default_rng([self._plan.seed, _REPLAY_STREAM, step])
@@ -176,9 +174,3 @@ def merge(
     keyed = [((i + 0.5) * total / len(new), group) for i, group in enumerate(new)]
     keyed += [((i + 0.5) * total / len(replayed), group) for i, group in enumerate(replayed)]
     return tuple(group for _, group in sorted(keyed, key=lambda pair: pair[0]))
-
-
-def _oldest_age(group: PendingGroup, version: int) -> float:
-    return max(
-        response_age(pending.sample.versions, version, "oldest") for pending in group.samples
-    )
