@@ -1,6 +1,6 @@
 """Typed calls from one process to another, one JSON object per line.
 
-A ``Call`` names a request and its response, mostly frozen dataclasses. One side starts calls
+A ``Call`` names a request and its response, both frozen dataclasses. One side starts calls
 (``Caller``), the other binds a function to each of them (``Answers``). Both use the same records,
 so a field that is renamed on one side fails in mypy on the other. On the wire:
 
