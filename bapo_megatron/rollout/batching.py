@@ -125,17 +125,11 @@ class BatchCollector:
     async def collect(
         self, step: int, hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]]
     ) -> RolloutBatch | None:
-        """Generate and score the batch of ``step``.
+        """Generate and score the batch of ``step`` (0, 1, …), and hand it over with its texts.
 
-        Args:
-            step: Counted from 0.
-            hand_over: Delivers the batch and its texts. Its groups count as trained only when this
-                has returned; where it fails, nothing has changed, and the next call forms the batch
-                again.
-
-        Returns:
-            The batch; none where no server holds the newest weights any more: push them and repeat
-            the call.
+        Its groups count as trained only when ``hand_over`` has returned; where that fails, nothing
+        has changed, and the next call forms the batch again. Returns none where no server holds the
+        newest weights any more: push them and repeat the call.
 
         Raises:
             RolloutError: No server could go on.
@@ -187,11 +181,7 @@ class BatchCollector:
         return batch
 
     async def pause(self) -> bool:
-        """Make way for new weights; nothing is sampled until ``resume``.
-
-        Returns:
-            Whether generation was running.
-        """
+        """Make way for new weights until ``resume``; returns whether generation was running."""
         await self.wait_for_ahead()
         if self._episodes.is_running:
             self._is_paused = True
@@ -381,10 +371,7 @@ class BatchCollector:
         )
 
     def _commit(
-        self,
-        chosen: Sequence[PendingGroup],
-        left_over: LeftOver,
-        carried: Sequence[PendingGroup],
+        self, chosen: Sequence[PendingGroup], left_over: LeftOver, carried: Sequence[PendingGroup]
     ) -> None:
         """The trainer has the batch: its groups leave, and so do those that are given up."""
         self._buffer.take(chosen)

@@ -94,12 +94,10 @@ class PendingSample:
         return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
     def append(self, part: Completion, max_response_tokens: int) -> None:
-        """Add what an engine sampled; with the end-of-sequence token a turn ends.
+        """Add what an engine sampled after ``input_ids()``; the end-of-sequence token ends a turn.
 
-        Args:
-            part: Tokens after ``input_ids()``.
-            max_response_tokens: Limit of the response over all requests and turns; reaching it is
-                LENGTH, also where the request was aborted at that very token.
+        ``max_response_tokens`` counts over all requests and turns; reaching it is LENGTH, also
+        where the request was aborted at that very token.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
             return  # its last token came with the end of its server, and its reason after it

@@ -56,12 +56,9 @@ class Interaction:
     async def go_on(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended.
 
-        The sample changes only once the answer is there.
-
-        Args:
-            pending: Has not begun, or awaits an answer.
-            sampling: For the whole response, with its seed, the same after every resume, and its
-                limit, what the environment writes included.
+        The sample changes only once the answer is there. ``sampling`` is that of the whole
+        response: its seed is the same after every resume, its limit counts what the environment
+        writes.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
@@ -243,11 +240,10 @@ class Episodes:
             self.raise_failure()
 
     async def drive(self, max_steps: int) -> int:
-        """Settle, make up to so many decode steps, and settle again.
+        """Settle, make up to so many decode steps, and settle again; returns the steps made.
 
-        Returns:
-            The decode steps made; 0 where there is no request, or nobody that could sample it, or
-            the engine samples by itself.
+        They are 0 where there is no request, or nobody that could sample it, or the engine samples
+        by itself.
         """
         stepper = self._pool.stepper
         if stepper is None or not await self.settle(scored=self._awaits_scores):
@@ -259,10 +255,8 @@ class Episodes:
     async def settle(self, *, scored: bool = True) -> bool:
         """Wait until nothing will change before the next decode step, and maybe for every score.
 
-        Does nothing where the engine samples by itself.
-
-        Returns:
-            Whether that is so; else no engine holds the weights any more.
+        Returns whether that is so; else no engine holds the weights any more. Nothing is done where
+        the engine samples by itself.
         """
         while self._pool.stepper is not None:
             for _ in range(_MAX_TURNS):

@@ -63,20 +63,17 @@ class Evaluator:
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
     ) -> list[EvalResult] | None:
-        """Score every set with the weights that the servers hold.
+        """Score every set with the weights that the servers hold; none where no server does.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
         responses of one set before they begin the next.
 
         Args:
             pool: The servers.
-            moment: Begins the names of the results files, see ``samples_file``; empty for an
-                evaluation without training. One that is asked for again continues where it failed.
+            moment: Begins the names of the results files, see ``samples_file``. An evaluation that
+                is asked for again continues where it failed.
             weights: Names the weights; only their samples are continued.
             resume: Continue with the samples of an earlier process.
-
-        Returns:
-            None where no server holds the weights any more.
 
         Raises:
             RolloutError: Servers or an environment failed, or the results cannot be written.

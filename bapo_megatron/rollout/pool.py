@@ -97,16 +97,12 @@ class EnginePool:
     ) -> Completion | None:
         """Sample one completion, on one engine after the other if they are lost.
 
-        Args:
-            request: What is wanted of all engines together; the pool sets ``version`` and
-                ``stream_tokens``.
-            on_part: Takes each piece as soon as tokens, log-probs and versions are certain; the
-                finish reason is ABORT until the last one.
-            affinity: Requests with the same number go to the same engine as long as one of them is
-                on its way, because it has their common prompt in its cache.
+        The pool sets ``version`` and ``stream_tokens`` of the request. ``on_part`` takes each piece
+        as soon as tokens, log-probs and versions are certain; the finish reason is ABORT until the
+        last one. Requests of one ``affinity`` go to the same engine as long as one of them is on
+        its way, because it has their common prompt in its cache.
 
-        Returns:
-            All of it, ABORT where ``drain`` came first; none where nothing was sent before that.
+        Returns all of it, ABORT where ``drain`` came first; none where nothing was sent before.
 
         Raises:
             RolloutError: The request is refused, there was no usable engine for

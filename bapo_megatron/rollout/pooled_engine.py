@@ -163,11 +163,9 @@ class EngineStates:
         self._raise_refusal()
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
-        """Wait until an engine is usable; returns all that are.
+        """Wait until an engine is usable; returns all that are, none once ``is_over``.
 
-        Args:
-            is_over: Whether nobody wants one any more, so that none is returned; it is asked again
-                after ``wake``.
+        ``wake`` has that asked again.
 
         Raises:
             RolloutError: One cannot be used as it is, or none answers for

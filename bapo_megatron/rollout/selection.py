@@ -65,10 +65,7 @@ class Selection:
     def choose(self, num_new: int, num_replayed: int, spent_tokens: int) -> list[PendingGroup]:
         """The new groups of a batch, oldest first; none while there are not enough.
 
-        Args:
-            num_new: Groups that fill the batch.
-            num_replayed: Groups of earlier batches that are in it anyway.
-            spent_tokens: Response tokens generated for it so far.
+        ``spent_tokens``: response tokens generated for the batch so far.
         """
         ready = self.ready()
         if len(ready) >= num_new:
