@@ -135,7 +135,7 @@ class BatchCollector:
             RolloutError: No server could go on.
             RewardError: Grading failed.
         """
-        version = self._pool.version
+        version = self._pool.states.version
         assert version is not None, "weights are synchronised before the first batch"
         replayed = self._selection.replayed(step, version)
         num_new = self._config.groups_per_step - len(replayed)
@@ -155,7 +155,7 @@ class BatchCollector:
                 self._go_on(num_wanted)
                 if choose():
                     break
-                if self._pool.needs_weights:
+                if self._pool.states.needs_weights:
                     return None
                 await self._episodes.wait_for_change()
             generation_s = time.monotonic() - self._started_s
@@ -191,8 +191,8 @@ class BatchCollector:
     async def resume(self) -> None:
         """Go on after ``pause``, with what is young enough for the new weights."""
         if self._is_paused:
-            if self._pool.version is not None:
-                self._give_up_stale(self._pool.version)
+            if self._pool.states.version is not None:
+                self._give_up_stale(self._pool.states.version)
             self._is_paused = False
             await self._episodes.resume(self._buffer)
 
@@ -299,7 +299,7 @@ class BatchCollector:
             self._go_on(num_groups)
             if self._config.fixed_lag is not None:
                 while not all(group.is_finished for group in self._buffer):
-                    if self._pool.needs_weights:
+                    if self._pool.states.needs_weights:
                         break  # ``_check_lag`` says it, unless the same weights come again
                     await self._episodes.wait_for_change()
             else:

@@ -182,7 +182,7 @@ class Collector:
         # Nobody knows what servers hold that others have started.
         version = None if rollout.servers else START_VERSION
         self._pool = EnginePool(engines, rollout, version, self._timeline)
-        self._stack.push_async_callback(self._pool.close)
+        self._stack.push_async_callback(self._pool.states.close)
         if self._batches is not None:
             self._batches.attach(self._pool)
             self._stack.push_async_callback(self._batches.close)

@@ -264,7 +264,7 @@ class Episodes:
                 if self._is_settled(scored):
                     return True
             await self._wait_for_news()
-            if self._pool.needs_weights:
+            if self._pool.states.needs_weights:
                 return self._is_settled(scored)
         return True
 

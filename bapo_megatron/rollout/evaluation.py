@@ -118,8 +118,8 @@ class Evaluator:
 
         async def keep(pending: PendingSample) -> None:
             place = places[pending.sample.group_id]
-            assert pool.version is not None, "a generated answer implies a version"
-            sample = _eval_sample(pending, pool.version, time.monotonic() - started_s)
+            assert pool.states.version is not None, "a generated answer implies a version"
+            sample = _eval_sample(pending, pool.states.version, time.monotonic() - started_s)
             with _write_errors(place.journal.path):
                 await place.journal.append(sample)
             place.group.samples = [other for other in place.group.samples if other is not pending]
@@ -145,7 +145,7 @@ class Evaluator:
         try:
             with reporting(report):
                 while num_made() < num_missing:
-                    if pool.needs_weights:
+                    if pool.states.needs_weights:
                         return False
                     while waiting and num_begun - num_made() < max_underway:
                         num_begun += len(waiting[0].samples)

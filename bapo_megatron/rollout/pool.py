@@ -73,20 +73,6 @@ class EnginePool:
         self._engine_by_affinity: dict[int, PooledEngine] = {}
         self._is_draining = False
 
-    async def close(self) -> None:
-        """End what is in flight, and close every connection."""
-        await self.states.close()
-
-    @property
-    def version(self) -> int | None:
-        """Weights version that an engine must hold to be used."""
-        return self.states.version
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether no engine is usable, but one would be with the pool's weights."""
-        return self.states.needs_weights
-
     @property
     def num_in_flight(self) -> int:
         """Requests that engines have got and that have not ended."""
@@ -181,14 +167,15 @@ class EnginePool:
 
     async def _try(self, job: "_Job", pooled: PooledEngine) -> bool:
         """Let one engine go on with a job; returns whether the job has ended."""
-        assert self.version is not None, "a usable engine has the pool's version"
+        version = self.states.version
+        assert version is not None, "a usable engine has the pool's version"
         if job.num_remaining == 0:  # a server was lost after the last token that may come
             job.take(join([], FinishReason.LENGTH))
             job.trace.ended(FinishReason.LENGTH.value, 0)
             return True
         num_broken = pooled.num_broken
         try:
-            await pooled.engine.stream(job.start(pooled, self.version), job)
+            await pooled.engine.stream(job.start(pooled, version), job)
             reason = job.finish_reason
             if reason is FinishReason.ABORT and not self._is_draining:
                 raise ServerError(
@@ -312,7 +299,7 @@ class _Job(CompletionSink):
 
         Engines may have a newer one than the pool during a pause, while it is given to them.
         """
-        newest = None if self._pool.is_paused else self._pool.version
+        newest = None if self._pool.is_paused else self._pool.states.version
         return self._oldest_version <= version and (newest is None or version <= newest)
 
     def first_tokens(self, cached_tokens: int) -> None:

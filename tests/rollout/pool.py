@@ -55,7 +55,7 @@ async def pool_of(
         async with asyncio.timeout(LIMIT_S):
             yield pool
     finally:
-        await pool.close()
+        await pool.states.close()
 
 
 def clients_of(

@@ -220,7 +220,7 @@ def test_weights_that_break_every_server_end_the_run() -> None:
             async with pool_of(fake) as pool:
                 task = Response(pool).task
                 while not task.done():
-                    if pool.needs_weights:
+                    if pool.states.needs_weights:
                         pool.states.mark_updated(pool.states.engines[0], 0)
                     await asyncio.sleep(0.01)
                 with pytest.raises(RolloutError, match="3 answers in a row are unusable"):

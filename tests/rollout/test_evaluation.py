@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
@@ -47,6 +47,10 @@ class Pool:
     requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
     affinities: dict[str, int] = field(default_factory=dict)
     stepper: None = None
+
+    @property
+    def states(self) -> Self:
+        return self
 
     def reopen(self) -> None: ...
 

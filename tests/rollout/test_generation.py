@@ -116,7 +116,7 @@ async def _setup(*fakes: FakeSglang, **options: Any) -> AsyncIterator[Setup]:
     try:
         yield setup
     finally:
-        await setup.pool.close()
+        await setup.pool.states.close()
 
 
 def _assert_intact(sample: Sample) -> None:
