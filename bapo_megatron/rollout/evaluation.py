@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.schema import RunConfig
@@ -27,14 +26,6 @@ from bapo_megatron.types import EvalResult
 
 _WAITING_RATIO = 2
 """Samples on their way per connection: while some are graded or answered, others are sampled."""
-
-
-class _Place(NamedTuple):
-    """Where the missing samples of one prompt belong."""
-
-    group: PendingGroup
-    eval_set: EvalSet
-    journal: SampleJournal
 
 
 class Evaluator:
@@ -112,21 +103,19 @@ class Evaluator:
         """Make every sample that its journal lacks; returns whether servers had the weights."""
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
-        places = self._missing(journals)
-        num_missing = sum(len(place.group.samples) for place in places.values())
-        waiting = deque(place.group for place in places.values())
+        waiting, places = self._missing(journals)
+        num_missing = sum(len(group.samples) for group in waiting)
 
         async def keep(pending: PendingSample) -> None:
-            place = places[pending.sample.group_id]
+            _, journal = places[pending.sample.group_id]
             assert pool.states.version is not None, "a generated answer implies a version"
             sample = _eval_sample(pending, pool.states.version, time.monotonic() - started_s)
-            with _write_errors(place.journal.path):
-                await place.journal.append(sample)
-            place.group.samples = [other for other in place.group.samples if other is not pending]
+            with _write_errors(journal.path):
+                await journal.append(sample)
             self.num_samples += 1
 
         def plan(pending: PendingSample) -> GenerateRequest:
-            return self._request_of(pending, places[pending.sample.group_id].eval_set)
+            return self._request_of(pending, places[pending.sample.group_id][0])
 
         episodes = Episodes(pool, self._interaction, self._grader, plan, on_score=keep)
 
@@ -156,9 +145,12 @@ class Evaluator:
             await episodes.close()
             pool.num_lost_requests = num_lost  # those of an evaluation are not a batch's
 
-    def _missing(self, journals: Sequence[SampleJournal]) -> dict[int, _Place]:
-        """Missing samples by group, in the order of sets and prompts."""
-        places: dict[int, _Place] = {}
+    def _missing(
+        self, journals: Sequence[SampleJournal]
+    ) -> tuple[deque[PendingGroup], dict[int, tuple[EvalSet, SampleJournal]]]:
+        """Missing samples, in the order of sets and prompts, and where those of a group belong."""
+        groups: deque[PendingGroup] = deque()
+        places: dict[int, tuple[EvalSet, SampleJournal]] = {}
         for eval_set, journal in zip(self._sets, journals, strict=True):
             for prompt in eval_set.prompts:
                 # Numbers of its own: those of training may be in flight.
@@ -166,11 +158,12 @@ class Evaluator:
                 group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
                 group.samples = [
                     pending
-                    for index, pending in enumerate(group.samples)
-                    if (prompt.prompt_id, index) not in journal.samples
+                    for pending in group.samples
+                    if (prompt.prompt_id, pending.sample.index) not in journal.samples
                 ]
-                places[group_id] = _Place(group, eval_set, journal)
-        return places
+                groups.append(group)
+                places[group_id] = eval_set, journal
+        return groups, places
 
     def _request_of(self, pending: PendingSample, eval_set: EvalSet) -> GenerateRequest:
         """The request for a sample's whole response."""
