@@ -57,7 +57,6 @@ _MAX_MESSAGE_BYTES = 4 << 30
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
 _OWNER_POLL_S = 1.0
-_NUM_PROBE_PROMPTS = 4
 
 
 class Collector:
@@ -140,7 +139,7 @@ class Collector:
         log_warnings(train_sets)
         if request.for_training:
             shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
-            self._probe_prompts = train_sets[0].prompts[:_NUM_PROBE_PROMPTS]
+            self._probe_prompts = train_sets[0].prompts[:4]
             self._batches = BatchCollector(
                 Interaction(environment, renderer, limits),
                 Grader(tokenizer, rewards, shaping, sees_groups=rewards.sees_groups),

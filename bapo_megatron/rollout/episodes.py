@@ -177,11 +177,9 @@ class Episodes:
         self.news = asyncio.Event()
         """Set when a turn was answered, a sample finished or was scored, and after a failure."""
         self.generated_tokens = 0
-        """Received so far."""
         self.resumed_samples = 0
         """Requests so far that continued a turn."""
         self.finished_samples = 0
-        """Responses that ended so far."""
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
         """Work on every sample that has no score yet; what is in progress goes on."""

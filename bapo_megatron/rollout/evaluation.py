@@ -24,9 +24,6 @@ from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_errors
 from bapo_megatron.types import EvalResult
 
-_WAITING_RATIO = 2
-"""Samples on their way per connection: while some are graded or answered, others are sampled."""
-
 
 class Evaluator:
     """Samples n responses to each prompt of each set."""
@@ -127,7 +124,8 @@ class Evaluator:
             rate = episodes.generated_tokens / max(time.monotonic() - began_s, 1e-9)
             self._report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
 
-        max_underway = _WAITING_RATIO * self._config.rollout.max_connections
+        # While some are graded or answered, others are sampled.
+        max_underway = 2 * self._config.rollout.max_connections
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
         num_begun, num_lost = 0, pool.num_lost_requests

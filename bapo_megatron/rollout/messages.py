@@ -80,7 +80,6 @@ class Evaluate:
     moment: str
     """Begins the names of the results files."""
     weights: str
-    """Names the weights."""
     resume: bool
     """Continue with the samples of an earlier process."""
 

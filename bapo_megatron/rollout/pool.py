@@ -34,9 +34,6 @@ _MAX_BROKEN = 3
 """In a row for one server, without a token in between: it answers, but samples nothing."""
 _MAX_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
-_MAX_LOAD_RATIO = 1.25
-_LOAD_SLACK = 4.0
-"""Requests share a server while it has at most 1.25 times the least busy one's, and 4 more."""
 
 
 class EnginePool:
@@ -159,7 +156,7 @@ class EnginePool:
         """
         chosen = least_busy = min(usable, key=lambda pooled: pooled.load)
         before = self._engine_by_affinity.get(affinity)
-        max_load = _MAX_LOAD_RATIO * least_busy.load + _LOAD_SLACK
+        max_load = 1.25 * least_busy.load + 4.0  # requests per rank
         if before is not None and before in usable and before.load <= max_load:
             chosen = before
         self._engine_by_affinity[affinity] = chosen

@@ -14,9 +14,6 @@ from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import response_age
 from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
 
-_REPLAY_STREAM = 1
-"""Tells the replay's random numbers from others of the same seed and step."""
-
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -92,12 +89,10 @@ class Selection:
     def stale_samples(
         self, version: int, *, unfinished: bool
     ) -> list[tuple[PendingGroup, list[PendingSample]]]:
-        """Groups with responses that are older than allowed, and these responses.
+        """Groups with responses that are older than allowed at ``version``, and these responses.
 
-        Args:
-            version: Present weights version.
-            unfinished: Whether to look at unfinished groups too; nothing may be sampled meanwhile.
-                Their oldest tokens do not become younger, the mean over a response may.
+        With ``unfinished`` also unfinished groups, of which nothing may be sampled meanwhile: their
+        oldest tokens do not become younger, the mean over a response may.
         """
         if not self._has_limit:
             return []
@@ -144,7 +139,8 @@ class Selection:
         candidates = [group for batch in self._buffer.earlier for group in batch if is_young(group)]
         max_groups = math.floor(self._replay.share * self._config.groups_per_step)
         count = min(max_groups, len(candidates))
-        generator = np.random.default_rng([self._plan.seed, _REPLAY_STREAM, step])
+        # The 1 tells these random numbers from others of the same seed and step.
+        generator = np.random.default_rng([self._plan.seed, 1, step])
         picked = generator.choice(len(candidates), size=count, replace=False)
         return [candidates[index] for index in sorted(picked.tolist())]
 

@@ -161,18 +161,16 @@ class RequestTrace:
             self._block = self._timeline.begin(_QUEUE_ROW, "queued", label=self._label)
 
 
-def allocate_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
+def allocate_lanes(intervals: Iterable[tuple[float, float]]) -> Iterator[int]:
     """Give each interval the lowest lane that is free, from 0; touching ends do not overlap.
 
     The intervals, start and end of each, come in order of their starts.
     """
     busy: list[tuple[float, int]] = []
     free: list[int] = []
-    lanes = []
     for start, end in intervals:
         while busy and busy[0][0] <= start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         lane = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (end, lane))
-        lanes.append(lane)
-    return lanes
+        yield lane

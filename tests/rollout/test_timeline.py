@@ -167,7 +167,7 @@ def test_intervals_of_a_lane_never_overlap_and_lanes_are_as_few_as_possible(
     drawn: list[tuple[int, int]],
 ) -> None:
     intervals = sorted((start, start + length) for start, length in drawn)
-    lanes = allocate_lanes(intervals)
+    lanes = list(allocate_lanes(intervals))
     for lane in set(lanes):
         own = [interval for interval, given in zip(intervals, lanes, strict=True) if given == lane]
         assert all(before[1] <= after[0] for before, after in pairwise(own))
