@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,14 @@ class CollectorClient:
         )
 
 
+@dataclass(frozen=True)
 class _WeightCalls:
     """A ``Caller`` for pushes, which waits for the servers first."""
 
-    def __init__(self, client: CollectorClient) -> None:
-        self._client = client
+    client: CollectorClient
 
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        self._client.wait_ready()
-        return self._client._start(call, request)
+        self.client.wait_ready()
+        return self.client._start(call, request)

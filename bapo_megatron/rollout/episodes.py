@@ -18,7 +18,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
 from bapo_megatron.data.chat import ChatRenderer
@@ -40,18 +40,15 @@ _REPORT_INTERVAL_S = 0.5
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Interaction:
-    """Begins episodes and answers turns, within the limits of ``rollout.episodes``."""
+    """Begins episodes and answers turns; the environment's owner closes it."""
 
-    def __init__(
-        self, environment: Environment, renderer: ChatRenderer, config: EpisodesConfig
-    ) -> None:
-        """Put the parts together; the environment's owner closes it."""
-        self._environment = environment
-        self._renderer = renderer
-        self._config = config
-        self.errors: Counter[str] = Counter()
-        """Episodes that ended because the environment failed, by kind."""
+    environment: Environment
+    renderer: ChatRenderer
+    config: EpisodesConfig
+    errors: Counter[str] = field(default_factory=Counter)
+    """Episodes that ended because the environment failed, by kind."""
 
     async def go_on(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended.
@@ -75,12 +72,12 @@ class Interaction:
                     row=prompt.row,
                     seed=sampling.seed,
                 )
-                pending.state = await self._environment.start(task)
+                pending.state = await self.environment.start(task)
                 pending.has_begun = True
             else:
                 await self._answer(pending, sampling.max_new_tokens)
         except EnvironmentFailedError as error:
-            if self._config.on_error == "raise":
+            if self.config.on_error == "raise":
                 raise
             if not self.errors[error.kind]:
                 _LOG.warning("%s; the episode ends and is counted, as later ones are", error)
@@ -96,18 +93,18 @@ class Interaction:
             token_ids = sample.segments()[-1].tolist()
             return Turn(
                 number=sample.num_turns - 1,
-                text=self._renderer.decode(token_ids, skips_special=True),
+                text=self.renderer.decode(token_ids, skips_special=True),
                 token_ids=tuple(token_ids),
                 remaining_tokens=remaining,
                 prompt_id=pending.prompt.prompt_id,
             )
 
-        step = await self._environment.step(pending.state, turn)
+        step = await self.environment.step(pending.state, turn)
         token_ids = () if step.is_done else self._token_ids(step, pending)
         pending.state = step.state
         if step.is_done:
             pending.finish(FinishReason.STOP)
-        elif sample.num_turns >= self._config.max_turns:
+        elif sample.num_turns >= self.config.max_turns:
             pending.finish(FinishReason.TURNS)
         elif len(token_ids) >= remaining:
             pending.finish(FinishReason.LENGTH)
@@ -120,14 +117,14 @@ class Interaction:
         where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
         try:
             if step.messages:
-                return self._renderer.continuation(step.messages)
+                return self.renderer.continuation(step.messages)
         except ValueError as error:
             raise EnvironmentFailedError(
                 f"{where} {error}; correct its messages, give token_ids, or set "
                 "rollout.episodes.on_error=zero",
                 "tokens",
             ) from error
-        size = self._renderer.vocab_size
+        size = self.renderer.vocab_size
         unknown = [token for token in step.token_ids if not 0 <= token < size]
         if unknown:
             raise EnvironmentFailedError(
@@ -138,6 +135,7 @@ class Interaction:
         return step.token_ids
 
 
+@dataclass(eq=False)
 class Episodes:
     """The tasks of samples that are on their way, and what they count.
 
@@ -145,46 +143,34 @@ class Episodes:
     ``RewardError`` where grading failed; ``raise_failure`` and what waits for news raise it, once.
     """
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        interaction: Interaction,
-        grader: Grader,
-        plan: Callable[[PendingSample], GenerateRequest],
-        *,
-        on_score: Callable[[PendingSample], Awaitable[None]] | None = None,
-        awaits_scores: bool = False,
-    ) -> None:
-        """Put the parts together; nothing is started.
-
-        ``plan`` makes the request for a sample's whole response, ``on_score`` takes a sample as
-        soon as it has its score. With ``awaits_scores`` every burst waits for all scores.
-        """
-        self._pool = pool
-        self._interaction = interaction
-        self._grader = grader
-        self._plan = plan
-        self._on_score = on_score
-        self._awaits_scores = awaits_scores
-        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._sampling: dict[asyncio.Task[None], PendingSample] = {}
-        """Tasks in which the policy has the turn."""
-        self._asking: set[asyncio.Task[None]] = set()
-        """Tasks that wait for their environment."""
-        self._failure: BaseException | None = None
-        self.is_running = False
-        """Whether requests may be in flight."""
-        self.news = asyncio.Event()
-        """Set when a turn was answered, a sample finished or was scored, and after a failure."""
-        self.generated_tokens = 0
-        self.resumed_samples = 0
-        """Requests so far that continued a turn."""
-        self.finished_samples = 0
+    pool: EnginePool
+    interaction: Interaction
+    grader: Grader
+    plan: Callable[[PendingSample], GenerateRequest]
+    """The request for a sample's whole response."""
+    on_score: Callable[[PendingSample], Awaitable[None]] | None = None
+    """Takes a sample as soon as it has its score."""
+    awaits_scores: bool = False
+    """Every burst of decode steps waits until all scores are there."""
+    is_running: bool = False
+    """Whether requests may be in flight."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a turn was answered, a sample finished or was scored, and after a failure."""
+    generated_tokens: int = 0
+    resumed_samples: int = 0
+    """Requests so far that continued a turn."""
+    finished_samples: int = 0
+    _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
+    _sampling: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
+    """Tasks in which the policy has the turn."""
+    _asking: set[asyncio.Task[None]] = field(default_factory=set)
+    """Tasks that wait for their environment."""
+    _failure: BaseException | None = None
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
         """Work on every sample that has no score yet; what is in progress goes on."""
         if not self.is_running:
-            self._pool.reopen()
+            self.pool.reopen()
             self.is_running = True
         for group in groups:
             for pending in group.samples:
@@ -202,7 +188,7 @@ class Episodes:
         if not self.is_running:
             return
         self.is_running = False
-        await self._pool.drain()
+        await self.pool.drain()
         while self._sampling:
             await asyncio.sleep(0)  # their requests have ended
 
@@ -211,12 +197,12 @@ class Episodes:
         if config.in_flight == "abort":
             await self.stop()
         elif self.is_running:
-            await self._pool.pause(config.in_flight)
+            await self.pool.pause(config.in_flight)
 
     async def resume(self, groups: Iterable[PendingGroup]) -> None:
         """Go on after ``pause``."""
         if self.is_running:
-            await self._pool.resume()
+            await self.pool.resume()
         self.advance(groups)
 
     def cancel(self, pending: PendingSample) -> None:
@@ -243,11 +229,11 @@ class Episodes:
         They are 0 where there is no request, or nobody that could sample it, or the engine samples
         by itself.
         """
-        stepper = self._pool.stepper
-        if stepper is None or not await self.settle(scored=self._awaits_scores):
+        stepper = self.pool.stepper
+        if stepper is None or not await self.settle(scored=self.awaits_scores):
             return 0
         num_steps = await stepper.decode(max_steps)
-        await self.settle(scored=self._awaits_scores)
+        await self.settle(scored=self.awaits_scores)
         return num_steps
 
     async def settle(self, *, scored: bool = True) -> bool:
@@ -256,13 +242,13 @@ class Episodes:
         Returns whether that is so; else no engine holds the weights any more. Nothing is done where
         the engine samples by itself.
         """
-        while self._pool.stepper is not None:
+        while self.pool.stepper is not None:
             for _ in range(_MAX_TURNS):
                 await asyncio.sleep(0)
                 if self._is_settled(scored):
                     return True
             await self._wait_for_news()
-            if self._pool.states.needs_weights:
+            if self.pool.states.needs_weights:
                 return self._is_settled(scored)
         return True
 
@@ -280,7 +266,7 @@ class Episodes:
         ``scored``, none is grading either.
         """
         self.raise_failure()
-        if self._asking or len(self._sampling) != self._pool.num_in_flight:
+        if self._asking or len(self._sampling) != self.pool.num_in_flight:
             return False
         if any(pending.is_finished or pending.awaits_answer for pending in self._sampling.values()):
             return False
@@ -305,7 +291,7 @@ class Episodes:
 
     async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
         """Take turns until the episode ends or the pool is drained; score what has ended."""
-        task, request, had_ended = asyncio.current_task(), self._plan(pending), pending.is_finished
+        task, request, had_ended = asyncio.current_task(), self.plan(pending), pending.is_finished
         assert task is not None
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
@@ -316,9 +302,9 @@ class Episodes:
             self._sampling.pop(task, None)  # ``stop`` does not wait for its score
             self.finished_samples += 1
             self.news.set()
-        await self._grader.score(pending, group)
-        if self._on_score is not None:
-            await self._on_score(pending)
+        await self.grader.score(pending, group)
+        if self.on_score is not None:
+            await self.on_score(pending)
 
     async def _ask(
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
@@ -327,7 +313,7 @@ class Episodes:
         self._sampling.pop(task, None)  # nor for its environment
         self._asking.add(task)
         try:
-            await self._interaction.go_on(pending, sampling)
+            await self.interaction.go_on(pending, sampling)
         finally:
             self._asking.discard(task)
         if self.is_running and not pending.is_finished:
@@ -349,7 +335,7 @@ class Episodes:
             sampling=replace(request.sampling, max_new_tokens=remaining),
             sampled_tokens=pending.num_tokens,
         )
-        completion = await self._pool.generate(request, take, pending.sample.group_id)
+        completion = await self.pool.generate(request, take, pending.sample.group_id)
         self.resumed_samples += is_resumed and completion is not None
         return pending.is_finished or pending.awaits_answer
 

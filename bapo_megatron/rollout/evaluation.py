@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config.evaluation import eval_reward
@@ -25,28 +26,21 @@ from bapo_megatron.rollout.replay import write_errors
 from bapo_megatron.types import EvalResult
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Samples n responses to each prompt of each set."""
 
-    def __init__(
-        self,
-        interaction: Interaction,
-        grader: Grader,
-        votes: RewardPool,
-        sets: Sequence[EvalSet],
-        config: RunConfig,
-        report: Callable[[str], None],
-    ) -> None:
-        self._interaction = interaction
-        self._grader = grader
-        self._votes = votes
-        self._sets = sets
-        self._config = config
-        self._report = report
-        self.num_samples = 0
-        """Samples finished so far, in all evaluations."""
-        self._begun: str | None = None
-        """The evaluation whose files this process has begun."""
+    interaction: Interaction
+    grader: Grader
+    votes: RewardPool
+    """Compares answers with each other."""
+    sets: Sequence[EvalSet]
+    config: RunConfig
+    report: Callable[[str], None]
+    num_samples: int = 0
+    """Samples finished so far, in all evaluations."""
+    _begun: str | None = None
+    """The evaluation whose files this process has begun."""
 
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
@@ -68,10 +62,10 @@ class Evaluator:
             ResultsError: The files hold samples of something else.
             RewardError: Grading failed; comparing answers too (inside an exception group).
         """
-        config, is_resumed = self._config, resume or self._begun == moment
+        config, is_resumed = self.config, resume or self._begun == moment
         journals: list[SampleJournal] = []
         with contextlib.ExitStack() as stack:
-            for eval_set in self._sets:
+            for eval_set in self.sets:
                 path = samples_file(config.run_dir, moment, eval_set.name)
                 settings = settings_of(eval_set, config, weights)
                 with _write_errors(path):
@@ -86,11 +80,11 @@ class Evaluator:
             return None
         self._begun = None
         results = []
-        for eval_set, journal in zip(self._sets, journals, strict=True):
-            self._report(f"evaluation of {eval_set.name}: counting")
+        for eval_set, journal in zip(self.sets, journals, strict=True):
+            self.report(f"evaluation of {eval_set.name}: counting")
             prompt_ids = [prompt.prompt_id for prompt in eval_set.prompts]
             groups = in_order(journal.samples, prompt_ids, eval_set.sampling.samples_per_prompt)
-            results.append(await summarise_set(eval_set, groups, self._votes, config, weights))
+            results.append(await summarise_set(eval_set, groups, self.votes, config, weights))
         path = results_file(config.run_dir, moment)
         with _write_errors(path):
             write_results(results, path)
@@ -114,7 +108,7 @@ class Evaluator:
         def plan(pending: PendingSample) -> GenerateRequest:
             return self._request_of(pending, places[pending.sample.group_id][0])
 
-        episodes = Episodes(pool, self._interaction, self._grader, plan, on_score=keep)
+        episodes = Episodes(pool, self.interaction, self.grader, plan, on_score=keep)
 
         def num_made() -> int:
             return sum(len(journal.samples) for journal in journals) - num_before
@@ -122,10 +116,10 @@ class Evaluator:
         def report() -> None:
             done, total = num_before + num_made(), num_before + num_missing
             rate = episodes.generated_tokens / max(time.monotonic() - began_s, 1e-9)
-            self._report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
+            self.report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
 
         # While some are graded or answered, others are sampled.
-        max_underway = 2 * self._config.rollout.max_connections
+        max_underway = 2 * self.config.rollout.max_connections
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
         num_begun, num_lost = 0, pool.num_lost_requests
@@ -149,7 +143,7 @@ class Evaluator:
         """Missing samples, in the order of sets and prompts, and where those of a group belong."""
         groups: deque[PendingGroup] = deque()
         places: dict[int, tuple[EvalSet, SampleJournal]] = {}
-        for eval_set, journal in zip(self._sets, journals, strict=True):
+        for eval_set, journal in zip(self.sets, journals, strict=True):
             for prompt in eval_set.prompts:
                 # Numbers of its own: those of training may be in flight.
                 group_id = -1 - len(places)
@@ -173,7 +167,7 @@ class Evaluator:
                 max_new_tokens=sampling.max_response_tokens,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=sample_seed(self._config.seed, eval_set.name, prompt_id, sample.index),
+                seed=sample_seed(self.config.seed, eval_set.name, prompt_id, sample.index),
             ),
             label=f"evaluation of {eval_set.name}, {prompt_id}, sample {sample.index}",
             order=(-sample.group_id, sample.index),

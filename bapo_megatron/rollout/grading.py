@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_megatron.data.chat import decode
@@ -12,29 +13,20 @@ from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
 from bapo_megatron.types import FinishReason, Sample
 
 
+@dataclass(eq=False)
 class Grader:
-    """Decodes responses and has them scored in worker processes."""
+    """Decodes responses and has them scored in worker processes, which others start and close."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        rewards: Rewards,
-        shaping: Shaping | None = None,
-        *,
-        sees_groups: bool = False,
-    ) -> None:
-        """Keep the parts; the owner of ``rewards`` closes them.
-
-        Only samples of a training are shaped. ``sees_groups``: rewards depend on the whole group.
-        """
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._shaping = shaping
-        self.sees_groups = sees_groups
-        self.num_timeouts = 0
-        """Samples scored 0 because grading them took too long."""
-        self.num_errors = 0
-        """Samples scored 0 because a reward function failed."""
+    tokenizer: Any
+    rewards: Rewards
+    shaping: Shaping | None = None
+    """What is added for the samples of a training."""
+    sees_groups: bool = field(default=False, kw_only=True)
+    """Whether rewards depend on the whole group."""
+    num_timeouts: int = 0
+    """Samples scored 0 because grading them took too long."""
+    num_errors: int = 0
+    """Samples scored 0 because a reward function failed."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         """Fill in text and reward of a finished sample, unless it was begun again meanwhile.
@@ -44,7 +36,7 @@ class Grader:
         """
         sample, prompt = pending.sample, pending.prompt
         texts = tuple(
-            decode(self._tokenizer, token_ids.tolist(), skips_special=True)
+            decode(self.tokenizer, token_ids.tolist(), skips_special=True)
             for token_ids in sample.segments()
         )
         facts = SampleFacts(
@@ -58,7 +50,7 @@ class Grader:
         )
         turns = texts if len(texts) > 1 else ()
         response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, pending.state)
-        score = await self._rewards.score(response)
+        score = await self.rewards.score(response)
         if pending.sample is not sample:
             return
         pending.graded = response, score
@@ -73,7 +65,7 @@ class Grader:
         responses = [response for response, _ in graded]
         scores = [score for _, score in graded]
         if self.sees_groups:
-            scores = await self._rewards.score_group(responses, scores)
+            scores = await self.rewards.score_group(responses, scores)
         shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
         if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
             return
@@ -87,6 +79,6 @@ class Grader:
             pending.texts = response.turns or (response.text,)
 
     async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
-        if self._shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
+        if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
-        return await self._shaping.apply(score, response, sample.sampled_token_ids)
+        return await self.shaping.apply(score, response, sample.sampled_token_ids)
