@@ -2,16 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from bapo_megatron.data.dump import read_encoded, step_of, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
-
-_P = ParamSpec("_P")
 
 
 async def write_samples(
@@ -29,14 +28,14 @@ async def write_samples(
     remedy = "set rollout.dump=false to keep only the newest batch in the temporary directory"
     with write_errors(what, path, remedy):
         if texts is not None:
-            await _in_thread(write_texts, path, batch.step, texts)
-        await _in_thread(write_batch, path, batch)
+            await _in_thread(functools.partial(write_texts, path, batch.step, texts))
+        await _in_thread(functools.partial(write_batch, path, batch))
 
 
 async def write_timeline(path: Path, step: int, content: str) -> None:
     """Write what ``Timeline.render`` returned, in a thread."""
     with write_errors(f"the timeline of step {step}", path, "set rollout.timeline=false"):
-        await _in_thread(atomic_write_text, path, content)
+        await _in_thread(functools.partial(atomic_write_text, path, content))
 
 
 @contextlib.contextmanager
@@ -54,12 +53,12 @@ def write_errors(what: str, path: Path, remedy: str) -> Iterator[None]:
         ) from error
 
 
-async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+async def _in_thread(write: Callable[[], None]) -> None:
     """Run ``write`` in a thread; where the caller is cancelled, wait until it has ended.
 
     Otherwise it would write into the temporary directory that is just being removed.
     """
-    writing = asyncio.ensure_future(asyncio.to_thread(write, *args, **kwargs))
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:

@@ -126,39 +126,39 @@ class Timeline:
         return round((time_s - self._origin_s) * 1e6)
 
 
+@dataclass
 class RequestTrace:
     """Takes what happens to one request, from its creation in the queue on."""
 
-    def __init__(self, timeline: Timeline, label: str, sampled_tokens: int = 0) -> None:
-        """It enters the queue; its input ends with so many tokens of an earlier one."""
-        self._timeline = timeline
-        self._label = label
-        self._sampled_tokens = sampled_tokens
-        self._block = timeline.begin(_QUEUE_ROW, "queued", label=label)
+    timeline: Timeline
+    label: str
+    sampled_tokens: int = 0
+    """How many tokens at the end of its input are of earlier requests."""
+
+    def __post_init__(self) -> None:
+        self._block = self.timeline.begin(_QUEUE_ROW, "queued", label=self.label)
 
     def sent(self, server: str, prefix_tokens: int) -> None:
         """The request left the queue, with the tokens that lost servers have sampled for it."""
-        self._block.end(self._timeline.clock(), "sent")
-        resumed_at = self._sampled_tokens + prefix_tokens
+        self._block.end(self.timeline.clock(), "sent")
+        resumed_at = self.sampled_tokens + prefix_tokens
         name = "prefill (resumed)" if resumed_at else "prefill"
-        self._block = self._timeline.begin(
-            server, name, label=self._label, prefix_tokens=resumed_at
-        )
+        self._block = self.timeline.begin(server, name, label=self.label, prefix_tokens=resumed_at)
 
     def first_tokens(self, cached_tokens: int) -> None:
         """The first sampled tokens came; so many tokens of the input were in the cache."""
-        now_s = self._timeline.clock()
+        now_s = self.timeline.clock()
         self._block.end(now_s, "done", cached_tokens=cached_tokens)
-        self._block.slices.append(_Slice("decode", now_s, {"label": self._label}))
+        self._block.slices.append(_Slice("decode", now_s, {"label": self.label}))
 
     def ended(self, reason: str, num_tokens: int) -> None:
         """The request ended, where it was, with so many tokens since it was sent.
 
         ``lost`` with its server, it waits in the queue again and may be ``sent`` once more.
         """
-        self._block.end(self._timeline.clock(), reason, tokens=num_tokens)
+        self._block.end(self.timeline.clock(), reason, tokens=num_tokens)
         if reason == "lost":
-            self._block = self._timeline.begin(_QUEUE_ROW, "queued", label=self._label)
+            self._block = self.timeline.begin(_QUEUE_ROW, "queued", label=self.label)
 
 
 def allocate_lanes(intervals: Iterable[tuple[float, float]]) -> Iterator[int]:
