@@ -56,48 +56,44 @@ def _difference(now: Any, then: Any) -> Any:
     return {key: n for key, n in sorted(differences.items()) if n}
 
 
+@dataclass(eq=False)
 class BatchCollector:
-    """Owns the buffer and the data position; forms one batch after the other."""
+    """Owns the buffer and the data position; forms one batch after the other.
 
-    def __init__(
-        self,
-        interaction: Interaction,
-        grader: Grader,
-        prompts: PromptStream | PromptMixture,
-        config: RolloutConfig,
-        replay: ReplayConfig,
-        plan: BatchPlan,
-        report: Callable[[str], None],
-    ) -> None:
-        """Put the parts together; ``attach`` comes before the first batch."""
-        self._interaction = interaction
-        self._grader = grader
-        self._prompts = prompts
-        self._config = config
-        self._plan = plan
-        self._report = report
-        self._buffer = RolloutBuffer(num_earlier_batches=replay.batches)
-        self._selection = Selection(self._buffer, config, replay, plan)
-        self._is_attached = False
-        self._pool: EnginePool
-        self._episodes: Episodes
-        self._ahead: asyncio.Task[None] | None = None
-        """Generates until an end of its own; its failure is that of the next ``collect``."""
-        self._sampled_version: int | None = None
-        """Version of the weights that sampled last."""
-        self._num_regenerated = 0
-        self._is_paused = False
-        self._started_s = 0.0
-        self._before = _Totals()
-        """As of the last batch."""
+    ``attach`` comes before the first batch.
+    """
+
+    interaction: Interaction
+    grader: Grader
+    prompts: PromptStream | PromptMixture
+    config: RolloutConfig
+    replay: ReplayConfig
+    plan: BatchPlan
+    report: Callable[[str], None]
+    _is_attached: bool = False
+    _pool: EnginePool = field(init=False)
+    _episodes: Episodes = field(init=False)
+    _ahead: asyncio.Task[None] | None = None
+    """Generates until an end of its own; its failure is that of the next ``collect``."""
+    _sampled_version: int | None = None
+    """Version of the weights that sampled last."""
+    _num_regenerated: int = 0
+    _is_paused: bool = False
+    _started_s: float = 0.0
+    _before: _Totals = _Totals()
+    """As of the last batch."""
+
+    def __post_init__(self) -> None:
+        self._buffer = RolloutBuffer(num_earlier_batches=self.replay.batches)
+        self._selection = Selection(self._buffer, self.config, self.replay, self.plan)
 
     def attach(self, pool: EnginePool) -> None:
         """Sample from these servers."""
         self._pool, self._is_attached = pool, True
         self._episodes = Episodes(
             pool,
-            self._interaction,
-            self._grader,
+            self.interaction,
+            self.grader,
             self._request_of,
             awaits_scores=self._selection.needs_scores,
         )
@@ -138,18 +134,18 @@ class BatchCollector:
         version = self._pool.states.version
         assert version is not None, "weights are synchronised before the first batch"
         replayed = self._selection.replayed(step, version)
-        num_new = self._config.groups_per_step - len(replayed)
-        num_ahead = self._selection.steps_ahead(step) * self._config.groups_per_step
+        num_new = self.config.groups_per_step - len(replayed)
+        num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
             self._started_s = time.monotonic()  # generation starts: time counts from now
 
         def choose() -> list[PendingGroup]:
             return self._selection.choose(num_new, len(replayed), self._new_tokens)
 
-        with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
+        with reporting(lambda: self.report(f"rollout {step}: {self._describe()}")):
             await self._end_ahead()
             self._check_lag(step, num_new, version)
-            num_wanted = num_new if self._config.fixed_lag is not None else num_new + num_ahead
+            num_wanted = num_new if self.config.fixed_lag is not None else num_new + num_ahead
             while True:
                 self._give_up_stale(version)
                 self._go_on(num_wanted)
@@ -185,7 +181,7 @@ class BatchCollector:
         await self.wait_for_ahead()
         if self._episodes.is_running:
             self._is_paused = True
-            await self._episodes.pause(self._config.weight_sync)
+            await self._episodes.pause(self.config.weight_sync)
         return self._is_paused
 
     async def resume(self) -> None:
@@ -199,12 +195,12 @@ class BatchCollector:
     def state(self) -> dict[str, Any]:
         """Data position, buffer, and what was counted since the last batch, as JSON values."""
         return {
-            "prompts": self._prompts.state(),
+            "prompts": self.prompts.state(),
             "buffer": buffer_to_json(self._buffer),
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
-            "fixed_lag": self._config.fixed_lag,
-            "environment": self._config.environment,
+            "fixed_lag": self.config.fixed_lag,
+            "environment": self.config.environment,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -213,18 +209,18 @@ class BatchCollector:
         Raises:
             ValueError: It belongs to other data, another seed or other group sizes.
         """
-        self._prompts.restore(state["prompts"])
+        self.prompts.restore(state["prompts"])
         buffer_from_json(self._buffer, state["buffer"])
         self._before = self._totals().since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
         for name in ("fixed_lag", "environment"):
-            value = getattr(self._config, name)
+            value = getattr(self.config, name)
             if state[name] != value:
                 raise ValueError(
                     f"rollout.{name}: was {state[name]} when the samples were saved and is {value} "
                     "now; resume with the same value"
                 )
-        size, max_tokens = self._config.samples_per_group, self._config.max_response_tokens
+        size, max_tokens = self.config.samples_per_group, self.config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
         for saved in (*self._buffer, *earlier):
             if len(saved.samples) != size:
@@ -233,7 +229,7 @@ class BatchCollector:
                     f"{saved.group_id} was saved and is {size} now; resume with the same value"
                 )
         for group in self._buffer:
-            if self._grader.sees_groups and not group.is_scored:
+            if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # as other reward functions left it
             num_tokens = max(pending.num_tokens for pending in group.samples)
             if num_tokens > max_tokens:
@@ -244,13 +240,13 @@ class BatchCollector:
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:
         """The request for a sample's whole response."""
-        sample, prompt, config = pending.sample, pending.prompt, self._config
+        sample, prompt, config = pending.sample, pending.prompt, self.config
         return GenerateRequest(
             input_ids=prompt.token_ids,
             sampling=SamplingSettings(
                 temperature=config.temperature,
                 max_new_tokens=config.max_response_tokens,
-                seed=sample_seed(self._plan.seed, sample.group_id, sample.index),
+                seed=sample_seed(self.plan.seed, sample.group_id, sample.index),
             ),
             label=f"sample {sample.index} of group {sample.group_id}, {prompt.prompt_id}",
             order=(sample.group_id, sample.index),
@@ -259,19 +255,19 @@ class BatchCollector:
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
         for _ in range(self._selection.num_to_draw(num_groups)):
-            self._buffer.start_group(next(self._prompts), self._config.samples_per_group)
+            self._buffer.start_group(next(self.prompts), self.config.samples_per_group)
         self._episodes.advance(self._buffer)
 
     def _give_up_stale(self, version: int) -> None:
         """Drop or restart what is older than ``rollout.staleness`` allows."""
         stands_still = self._is_paused or not self._episodes.is_running
         for group, old in self._selection.stale_samples(version, unfinished=stands_still):
-            if self._config.staleness.action == "drop":
+            if self.config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue
             for pending in old:
                 self._episodes.cancel(pending)
-            group.start_again(old, sees_groups=self._grader.sees_groups)
+            group.start_again(old, sees_groups=self.grader.sees_groups)
             self._num_regenerated += len(old)
 
     def _drop(self, group: PendingGroup, reason: DropReason) -> None:
@@ -284,7 +280,7 @@ class BatchCollector:
         await self._episodes.settle()
 
     def _start_ahead(self, num_groups: int, version: int) -> None:
-        if self._config.fixed_lag is not None or self._pool.stepper is not None:
+        if self.config.fixed_lag is not None or self._pool.stepper is not None:
             self._ahead = asyncio.create_task(self._generate_ahead(num_groups, version))
         else:
             self._go_on(num_groups)
@@ -297,13 +293,13 @@ class BatchCollector:
         """
         try:
             self._go_on(num_groups)
-            if self._config.fixed_lag is not None:
+            if self.config.fixed_lag is not None:
                 while not all(group.is_finished for group in self._buffer):
                     if self._pool.states.needs_weights:
                         break  # ``_check_lag`` says it, unless the same weights come again
                     await self._episodes.wait_for_change()
             else:
-                remaining = self._config.decode_steps_ahead
+                remaining = self.config.decode_steps_ahead
                 while remaining and (made := await self._episodes.drive(min(BURST, remaining))):
                     remaining -= made
                     self._give_up_stale(version)
@@ -324,7 +320,7 @@ class BatchCollector:
     def _check_lag(self, step: int, num_new: int, version: int) -> None:
         """With a fixed lag, the weights that began responses must also have completed them."""
         sampled, self._sampled_version = self._sampled_version, version
-        if self._config.fixed_lag is None:
+        if self.config.fixed_lag is None:
             return
         unfinished = sum(not group.is_finished for group in self._buffer)
         if unfinished and sampled not in (None, version):
@@ -338,7 +334,7 @@ class BatchCollector:
         if step > 0 and self._selection.num_to_draw(num_new):
             raise RolloutError(
                 f"rollout.fixed_lag: the groups of step {step} must have been sampled "
-                f"{self._config.fixed_lag} steps before, got {len(self._buffer)} in the "
+                f"{self.config.fixed_lag} steps before, got {len(self._buffer)} in the "
                 "checkpoint; resume with the train.steps of the run that saved it"
             )
 
@@ -361,7 +357,7 @@ class BatchCollector:
             unfinished_samples=sum(group.num_unfinished_samples for group in staying),
             reward_timeouts=new.reward_timeouts,
             reward_errors=new.reward_errors,
-            environment_errors=new.environment_errors if self._config.has_environment else None,
+            environment_errors=new.environment_errors if self.config.has_environment else None,
             replayed_groups=num_replayed,
             equal_reward_groups=new.dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
             filled_groups=num_filled,
@@ -393,9 +389,9 @@ class BatchCollector:
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
-            reward_timeouts=self._grader.num_timeouts,
-            reward_errors=self._grader.num_errors,
-            environment_errors=dict(self._interaction.errors),
+            reward_timeouts=self.grader.num_timeouts,
+            reward_errors=self.grader.num_errors,
+            environment_errors=dict(self.interaction.errors),
             dropped=dropped,
         )
 
@@ -407,4 +403,4 @@ class BatchCollector:
         """Such as ``40/64 groups, 2100 tokens/s``."""
         rate = self._new_tokens / max(time.monotonic() - self._started_s, 1e-9)
         ready = len(self._selection.ready())
-        return f"{ready}/{self._config.groups_per_step} groups, {rate:.0f} tokens/s"
+        return f"{ready}/{self.config.groups_per_step} groups, {rate:.0f} tokens/s"

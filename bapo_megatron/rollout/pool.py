@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import (
@@ -244,31 +244,26 @@ class EnginePool:
             self.states.mark_lost(pooled, describe_cause(error))
 
 
+@dataclass(eq=False)
 class _Job(CompletionSink):
     """One response: what was asked for, and what came so far from whichever server."""
 
-    _pooled: PooledEngine
+    pool: EnginePool
+    request: GenerateRequest
+    on_part: Callable[[Completion], None]
+    trace: RequestTrace
+    num_received: int = 0
+    """Tokens since it was sent the last time."""
+    was_sent: bool = False
+    """Whether any server got it."""
+    num_failures: int = 0
+    """How often a server failed it since the last token came."""
+    _num_before: int = 0
+    _oldest_version: int = 0
+    _pooled: PooledEngine = field(init=False)
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        request: GenerateRequest,
-        on_part: Callable[[Completion], None],
-        trace: RequestTrace,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.request = request
-        self.trace = trace
-        self.num_received = 0
-        """Tokens since it was sent the last time."""
-        self.was_sent = False
-        """Whether any server got it."""
-        self.num_failures = 0
-        """How often a server failed it since the last token came."""
-        self._pool = pool
-        self._on_part = on_part
-        self._oldest_version = 0
-        self._num_before = 0
 
     @property
     def num_remaining(self) -> int:
@@ -296,7 +291,7 @@ class _Job(CompletionSink):
 
         Engines may have a newer one than the pool during a pause, while it is given to them.
         """
-        newest = None if self._pool.is_paused else self._pool.states.version
+        newest = None if self.pool.is_paused else self.pool.states.version
         return self._oldest_version <= version and (newest is None or version <= newest)
 
     def first_tokens(self, cached_tokens: int) -> None:
@@ -306,7 +301,7 @@ class _Job(CompletionSink):
     def take(self, part: Completion) -> None:
         """Keep a piece and hand it on; tokens show that engines answer sensibly."""
         if len(part.token_ids):
-            self.num_failures = self._pooled.num_broken = self._pool.num_unusable = 0
+            self.num_failures = self._pooled.num_broken = self.pool.num_unusable = 0
         self.num_received += len(part.token_ids)
         super().take(part)
-        self._on_part(part)
+        self.on_part(part)
