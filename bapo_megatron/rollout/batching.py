@@ -58,10 +58,7 @@ def _difference(now: Any, then: Any) -> Any:
 
 @dataclass(eq=False)
 class BatchCollector:
-    """Owns the buffer and the data position; forms one batch after the other.
-
-    ``attach`` comes before the first batch.
-    """
+    """Owns the buffer and the data position; forms one batch after the other."""
 
     interaction: Interaction
     grader: Grader
@@ -88,7 +85,7 @@ class BatchCollector:
         self._selection = Selection(self._buffer, self.config, self.replay, self.plan)
 
     def attach(self, pool: EnginePool) -> None:
-        """Sample from these servers."""
+        """Sample from these servers; comes before the first batch."""
         self._pool, self._is_attached = pool, True
         self._episodes = Episodes(
             pool,
@@ -347,8 +344,7 @@ class BatchCollector:
         generation_s: float,
     ) -> RolloutStats:
         new = totals.since(self._before)
-        is_dynamic = self._selection.is_dynamic
-        num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
+        num_filled = sum(map(self._selection.is_useless, chosen))
         staying = [group for group, reason in left_over if reason is None]
         return RolloutStats(
             generated_tokens=new.generated_tokens,

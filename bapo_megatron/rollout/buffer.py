@@ -56,7 +56,6 @@ class PendingSample:
     """Decoded texts of policy and environment, by turns, without special tokens; set together with
     the reward."""
     has_begun: bool = False
-    """The environment has begun the episode."""
     state: Any = None
     """State of the environment after its latest answer."""
     awaits_answer: bool = False
@@ -214,7 +213,6 @@ class PendingGroup:
 
     def to_group(self) -> Group:
         """The record for the trainer; every sample is finished and scored."""
-        assert self.is_finished
         assert self.is_scored
         return Group(self.group_id, tuple(pending.sample for pending in self.samples))
 

@@ -56,7 +56,6 @@ _MAX_MESSAGE_BYTES = 4 << 30
 """Limit of one line: a restored buffer of unfinished samples can be large."""
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
-_OWNER_POLL_S = 1.0
 
 
 class Collector:
@@ -238,9 +237,6 @@ class Collector:
 
         A prompt that crashes its server is sent again after each restart, once the trainer has
         pushed the weights; without a limit that goes on for ever.
-
-        Raises:
-            RolloutError: It was asked ``_MAX_PUSHES`` times, and no response was finished since.
         """
         assert self._pool is not None, "connect comes first"
         num_results = self._evaluator.num_samples
@@ -331,7 +327,7 @@ async def _wait_for_owner_to_go() -> None:
     """Return when the owner has died; processes that it forked may still hold the socket."""
     owner_pid = int(os.environ[OWNER_PID_VARIABLE])
     while os.getppid() == owner_pid:
-        await asyncio.sleep(_OWNER_POLL_S)
+        await asyncio.sleep(1.0)
 
 
 def main(file_descriptor: int) -> None:

@@ -78,12 +78,9 @@ class ColocatedServers:
     async def _on_all(
         self, servers: Iterable[EngineServer], act: Callable[[Engine], Awaitable[None]]
     ) -> None:
-        """Act on each server's engine; a server that fails is killed, so that it is started again.
+        """Act on each server's engine.
 
-        Nobody knows which memory it holds.
-
-        Raises:
-            RolloutError: An engine refuses.
+        A server that fails is killed and started again: nobody knows which memory it holds.
         """
         by_address = {pooled.address: pooled for pooled in self.pool.states.engines}
         owned = [(server, by_address[server.address]) for server in servers]

@@ -1,7 +1,4 @@
-"""The samples of an evaluation: every one is made once, graded, and kept as it finishes.
-
-What is made of them is in ``evaluation/``.
-"""
+"""The samples of an evaluation: every one is made once, graded, and kept as it finishes."""
 
 import contextlib
 import time
@@ -33,7 +30,6 @@ class Evaluator:
     interaction: Interaction
     grader: Grader
     votes: RewardPool
-    """Compares answers with each other."""
     sets: Sequence[EvalSet]
     config: RunConfig
     report: Callable[[str], None]

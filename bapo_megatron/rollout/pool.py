@@ -190,10 +190,7 @@ class EnginePool:
         return True
 
     async def _after_failure(self, job: "_Job", pooled: PooledEngine, error: ServerError) -> None:
-        """Take the engine out, unless only the connection broke, and not time and again.
-
-        Raises where the job has failed too often.
-        """
+        """Take the engine out, unless only the connection broke; raise after too many failures."""
         job.num_failures += 1
         if not pooled.is_lost:
             is_broken = isinstance(error, BrokenConnectionError)

@@ -61,11 +61,9 @@ class PooledEngine:
     num_ranks: int = 1
     """Processes that share its model."""
     num_requests: int = 0
-    """Requests that the pool has given it."""
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
-    """It was told to sample nothing."""
 
     @property
     def address(self) -> str:

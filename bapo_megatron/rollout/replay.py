@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,11 @@ async def _in_thread(write: Callable[[], None]) -> None:
         raise
 
 
+@dataclass(frozen=True)
 class ReplaySource:
     """A ``RolloutSource`` that reads the dumps in ``<run_dir>/rollouts`` of an earlier run."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    directory: Path
 
     @property
     def weights(self) -> None:
@@ -90,9 +91,9 @@ class ReplaySource:
             RolloutError: There is none, or it belongs to another step.
             DumpError: It is cut short, or no dump of this format.
         """
-        path = self._directory / f"step_{step:06d}.parquet"
+        path = self.directory / f"step_{step:06d}.parquet"
         if not path.is_file():
-            present = sorted(self._directory.glob("step_*.parquet"))
+            present = sorted(self.directory.glob("step_*.parquet"))
             found = f"from {present[0].name} to {present[-1].name}" if present else "none"
             raise RolloutError(
                 f"{path}: no dump of this step (found: {found}); set train.steps to the number of "

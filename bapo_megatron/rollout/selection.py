@@ -44,10 +44,9 @@ class Selection:
         self._young: set[int] = set()
         self._young_version = -1
         limit = config.staleness
-        self.is_dynamic = config.dynamic_sampling.enabled
-        """Whether groups with equal rewards are left out."""
+        self._is_dynamic = config.dynamic_sampling.enabled
         self._has_limit = limit.max_age is not None and limit.action != "mask"
-        self.needs_scores = self.is_dynamic or self._has_limit
+        self.needs_scores = self._is_dynamic or self._has_limit
         """Whether it decides by scores, not only by which responses are complete."""
 
     def steps_ahead(self, step: int) -> int:
@@ -56,7 +55,7 @@ class Selection:
 
     def num_to_draw(self, num_groups: int) -> int:
         """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""
-        num_useful = len(self._buffer) - len(self._equal_groups())
+        num_useful = sum(not self.is_useless(group) for group in self._buffer)
         return max(0, num_groups + self._config.oversample_groups - num_useful)
 
     def choose(self, num_new: int, num_replayed: int, spent_tokens: int) -> list[PendingGroup]:
@@ -67,7 +66,7 @@ class Selection:
         ready = self.ready()
         if len(ready) >= num_new:
             return ready[:num_new]
-        equal = self._equal_groups()
+        equal = [group for group in self._buffer if self.is_useless(group)]
         ratio = self._config.dynamic_sampling.max_groups_ratio
         if equal and len(ready) + len(equal) >= ratio * self._config.groups_per_step:
             missing = num_new - len(ready)
@@ -83,7 +82,7 @@ class Selection:
         """Groups that may be trained on, oldest first."""
         if self.needs_scores:
             # Of age too: a group that is not scored may still turn out to be too old.
-            return [g for g in self._buffer if g.is_scored and not self._is_useless(g)]
+            return [g for g in self._buffer if g.is_scored and not self.is_useless(g)]
         return [group for group in self._buffer if group.is_finished]
 
     def stale_samples(
@@ -118,7 +117,7 @@ class Selection:
 
     def _reason_to_drop(self, group: PendingGroup) -> DropReason | None:
         max_carries = self._config.max_carries
-        if self._is_useless(group):
+        if self.is_useless(group):
             return DropReason.EQUAL_REWARDS
         if not self._config.partial:
             return DropReason.SURPLUS
@@ -144,12 +143,9 @@ class Selection:
         picked = generator.choice(len(candidates), size=count, replace=False)
         return [candidates[index] for index in sorted(picked.tolist())]
 
-    def _equal_groups(self) -> list[PendingGroup]:
-        return [group for group in self._buffer if self._is_useless(group)]
-
-    def _is_useless(self, group: PendingGroup) -> bool:
+    def is_useless(self, group: PendingGroup) -> bool:
         """Whether dynamic sampling leaves a group out."""
-        return self.is_dynamic and group.is_scored and group.has_equal_rewards
+        return self._is_dynamic and group.is_scored and group.has_equal_rewards
 
     def _is_stale(self, pending: PendingSample, version: int) -> bool:
         limit = self._config.staleness
