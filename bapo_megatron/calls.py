@@ -4,7 +4,7 @@ A ``Call`` names a request and its response, both frozen dataclasses, or plain v
 starts calls (``Caller``), the other binds a function to each of them (``Answers``). Both use the
 same records, so a field that is renamed on one side fails in mypy on the other. On the wire:
 
-    → {"id": 1, "call": "collect", "arguments": {"step": 0}}
+    → {"id": 1, "call": "collect", "arguments": 0}
     ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
     ← {"id": 1, "result": {"path": "…/step_000000.parquet"}}
 

@@ -22,5 +22,12 @@ def describe_cause(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """Return the first error of nested task groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class InterruptedRunError(Exception):
     """Ctrl-C ended a command that can be continued; the message says how."""

@@ -11,6 +11,7 @@ from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS, RewardConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.errors import first_cause
 from bapo_megatron.evaluation.report import write_results
 from bapo_megatron.evaluation.samples import EvalSample, read_samples
 from bapo_megatron.evaluation.settings import (
@@ -23,12 +24,10 @@ from bapo_megatron.evaluation.settings import (
 from bapo_megatron.evaluation.summary import summarise, votes_pool
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.processes import run_async
-from bapo_megatron.reward.base import RewardError
+from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.messages import first_cause
 from bapo_megatron.telemetry.console import ProgressLine, say
-from bapo_megatron.types import EvalResult, Prompt
+from bapo_megatron.types import EvalResult
 
 _T = TypeVar("_T")
 
@@ -80,8 +79,7 @@ async def _regrade(
             async with Rewards(rewards) as functions, votes_pool(rewards) as votes:
                 await functions.start()
                 functions.require_single()
-                # Nothing is decoded, so no tokenizer is needed.
-                after = await _grade_again(Grader(None, functions), before)
+                after = await _grade_again(functions, before)
                 result = await summarise(
                     str(settings.get("name", path.stem)),
                     after,
@@ -116,26 +114,22 @@ def _recorded_rewards(settings: dict[str, Any], place: str) -> RewardConfig:
 
 
 async def _grade_again(
-    grader: Grader, groups: Sequence[Sequence[EvalSample]]
+    rewards: Rewards, groups: Sequence[Sequence[EvalSample]]
 ) -> list[list[EvalSample]]:
     async def grade(sample: EvalSample) -> EvalSample:
-        prompt = Prompt(
+        facts = SampleFacts(
             prompt_id=sample.prompt_id,
-            token_ids=(),
-            answer=sample.answer,
-            text=sample.prompt,
             source=sample.source,
-            row=sample.row,
-        )
-        score = await grader.grade(
-            sample.turns or (sample.response,),
-            prompt,
-            sample.finish_reason,
+            prompt=sample.prompt,
+            finish_reason=sample.finish_reason.value,
             num_tokens=sample.num_tokens + sample.num_environment_tokens,
-            num_written=sample.num_environment_tokens,
-            state=sample.state,
+            num_turns=1 + len(sample.turns) // 2,
+            environment_tokens=sample.num_environment_tokens,
         )
-        return replace(sample, **asdict(score))
+        response = Response(
+            sample.response, sample.answer, facts, sample.row, sample.turns, sample.state
+        )
+        return replace(sample, **asdict(await rewards.score(response)))
 
     async with asyncio.TaskGroup() as tasks:
         graded = [[tasks.create_task(grade(sample)) for sample in group] for group in groups]

@@ -61,11 +61,9 @@ class PooledEngine:
     num_ranks: int = 1
     """Processes that share its model."""
     num_requests: int = 0
-    """Requests that the pool has given it."""
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
-    """It was told to sample nothing."""
 
     @property
     def address(self) -> str:
@@ -127,8 +125,8 @@ class EngineStates:
     def version(self, version: int | None) -> None:
         self._version = version
         for pooled in self.engines:
-            if pooled.is_usable and pooled.version != str(version):
-                self._move(pooled, EngineState.STALE, f"it has weights version {pooled.version}")
+            if pooled.is_usable:
+                self._judge(pooled)
 
     @property
     def needs_weights(self) -> bool:
@@ -163,11 +161,9 @@ class EngineStates:
         self._raise_refusal()
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
-        """Wait until an engine is usable; returns all that are.
+        """Wait until an engine is usable; returns all that are, none once ``is_over``.
 
-        Args:
-            is_over: Whether nobody wants one any more, so that none is returned; it is asked again
-                after ``wake``.
+        ``wake`` has that asked again.
 
         Raises:
             RolloutError: One cannot be used as it is, or none answers for
@@ -193,13 +189,9 @@ class EngineStates:
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:
         """An engine got ``version`` and reports it; nothing changes if it was lost meanwhile."""
-        if pooled.is_lost:
-            return
-        pooled.version = str(version)
-        if version == self._version:
-            self._move(pooled, EngineState.USABLE, "")
-        else:
-            self._move(pooled, EngineState.STALE, f"it has weights version {version}")
+        if not pooled.is_lost:
+            pooled.version = str(version)
+            self._judge(pooled)
 
     def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
         """Take an engine out; its requests go on elsewhere."""
@@ -211,6 +203,13 @@ class EngineStates:
         pooled.num_broken = 0
         self._move(pooled, EngineState.LOST, reason)
         pooled.engine.give_up(reason)
+
+    def _judge(self, pooled: PooledEngine) -> None:
+        """Whether an engine is usable follows from its version."""
+        if pooled.version == str(self._version):
+            self._move(pooled, EngineState.USABLE, "")
+        else:
+            self._move(pooled, EngineState.STALE, f"it has weights version {pooled.version}")
 
     def _move(self, pooled: PooledEngine, state: EngineState, reason: str) -> None:
         pooled.state, pooled.reason = state, reason
@@ -243,12 +242,13 @@ class EngineStates:
 
     async def _watch(self, pooled: PooledEngine) -> None:
         answered_s = scheduled_s = time.monotonic()
+        timeout_s = self._health.timeout_s
         while True:
             try:
                 known = pooled.version
                 # It waits no longer than the silence that is allowed, but never 0, so that a server
                 # is not blamed where this process itself stood still.
-                limit_s = answered_s + self._health.timeout_s - time.monotonic()
+                limit_s = answered_s + timeout_s - time.monotonic()
                 reported = await pooled.engine.version(max(limit_s, self._health.interval_s))
                 answered_s = time.monotonic()
                 if not pooled.is_answering:
@@ -259,16 +259,19 @@ class EngineStates:
                     self._take_answer(pooled, reported)
                 scheduled_s = await self._check_scheduler(pooled, scheduled_s)
             except (ServerError, TimeoutError) as error:
+                cause = describe_cause(error)
                 if pooled.state is EngineState.STARTING:
-                    pooled.reason = f"it never answered ({describe_cause(error)})"
-                elif time.monotonic() - answered_s >= self._health.timeout_s:
-                    self.mark_lost(
-                        pooled,
-                        f"no answer for {self._health.timeout_s:g} s "
-                        f"({describe_cause(error)}; rollout.health.timeout_s)",
-                    )
-            except RolloutError as error:
-                self._take_refusal(pooled, error)
+                    pooled.reason = f"it never answered ({cause})"
+                elif time.monotonic() - answered_s >= timeout_s:
+                    reason = f"no answer for {timeout_s:g} s ({cause}; rollout.health.timeout_s)"
+                    self.mark_lost(pooled, reason)
+            except RolloutError as error:  # it answers, but cannot be used as it is
+                if pooled.state is EngineState.STARTING:
+                    self._refusal = error
+                    self.wake()
+                else:
+                    self.mark_lost(pooled, str(error))
+                    pooled.reason = str(error)
             interval_s = self._health.interval_s
             if not pooled.is_answering:
                 interval_s = min(interval_s, _MAX_ABSENT_INTERVAL_S)
@@ -291,26 +294,14 @@ class EngineStates:
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
         """An admitted engine reports this weights version."""
-        was_new = pooled.state is EngineState.STARTING
-        if pooled.state is EngineState.STALE or (not was_new and reported == pooled.version):
+        if pooled.state is EngineState.STALE or reported == pooled.version:
             return
         pooled.version = reported
-        if was_new and reported == str(self._version):
-            self._move(pooled, EngineState.USABLE, "")
-        elif pooled.is_lost:
+        if pooled.is_lost:
             _LOG.warning("%s answers again and needs weights", pooled.address)
             self._move(pooled, EngineState.STALE, f"it needs weights again: {pooled.reason}")
         else:
-            self._move(pooled, EngineState.STALE, f"it has weights version {reported}")
-
-    def _take_refusal(self, pooled: PooledEngine, error: RolloutError) -> None:
-        """An engine answers, but cannot be used as it is."""
-        if pooled.state is EngineState.STARTING:
-            self._refusal = error
-            self.wake()
-        else:
-            self.mark_lost(pooled, str(error))
-            pooled.reason = str(error)
+            self._judge(pooled)
 
     async def _check_scheduler(self, pooled: PooledEngine, scheduled_s: float) -> float:
         """Make sure that requests in flight get on, or at least that the scheduler lives.

@@ -2,17 +2,15 @@
 
 Where ``async_steps`` is 0, nothing is in flight between two calls of ``collect``; else generation
 for later steps goes on, never further ahead than that many. With ``fixed_lag``, and with an engine
-that is driven (``driving``), it goes on to an end of its own, which every later call waits for.
+that is driven (``episodes``), it goes on to an end of its own, which every later call waits for.
 """
-
-from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Self
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.stream import PromptMixture, PromptStream
@@ -26,8 +24,7 @@ from bapo_megatron.rollout.buffer import (
     buffer_from_json,
     buffer_to_json,
 )
-from bapo_megatron.rollout.driving import BURST, Driver, reporting
-from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction, reporting
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
@@ -47,9 +44,9 @@ class _Totals:
     environment_errors: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def since(self, before: _Totals) -> _Totals:
+    def since(self, before: Self) -> Self:
         """What was counted after ``before``."""
-        return _Totals(*map(_difference, astuple(self), astuple(before)))
+        return type(self)(*map(_difference, astuple(self), astuple(before)))
 
 
 def _difference(now: Any, then: Any) -> Any:
@@ -59,48 +56,44 @@ def _difference(now: Any, then: Any) -> Any:
     return {key: n for key, n in sorted(differences.items()) if n}
 
 
+@dataclass(eq=False)
 class BatchCollector:
     """Owns the buffer and the data position; forms one batch after the other."""
 
-    def __init__(
-        self,
-        interaction: Interaction,
-        grader: Grader,
-        prompts: PromptStream | PromptMixture,
-        config: RolloutConfig,
-        replay: ReplayConfig,
-        plan: BatchPlan,
-        report: Callable[[str], None],
-    ) -> None:
-        """Put the parts together; ``attach`` comes before the first batch."""
-        self._interaction = interaction
-        self._grader = grader
-        self._prompts = prompts
-        self._config = config
-        self._plan = plan
-        self._report = report
-        self._buffer = RolloutBuffer(num_earlier_batches=replay.batches)
-        self._selection = Selection(self._buffer, config, replay, plan)
-        self._is_attached = False
-        self._pool: EnginePool
-        self._episodes: Episodes
-        self._driver: Driver
-        self._ahead: asyncio.Task[None] | None = None
-        """Generates until an end of its own; its failure is that of the next ``collect``."""
-        self._sampled_version: int | None = None
-        """Version of the weights that sampled last."""
-        self._num_regenerated = 0
-        self._is_paused = False
-        self._started_s = 0.0
-        self._before = _Totals()
-        """As of the last batch."""
+    interaction: Interaction
+    grader: Grader
+    prompts: PromptStream | PromptMixture
+    config: RolloutConfig
+    replay: ReplayConfig
+    plan: BatchPlan
+    report: Callable[[str], None]
+    _is_attached: bool = False
+    _pool: EnginePool = field(init=False)
+    _episodes: Episodes = field(init=False)
+    _ahead: asyncio.Task[None] | None = None
+    """Generates until an end of its own; its failure is that of the next ``collect``."""
+    _sampled_version: int | None = None
+    """Version of the weights that sampled last."""
+    _num_regenerated: int = 0
+    _is_paused: bool = False
+    _started_s: float = 0.0
+    _before: _Totals = _Totals()
+    """As of the last batch."""
+
+    def __post_init__(self) -> None:
+        self._buffer = RolloutBuffer(num_earlier_batches=self.replay.batches)
+        self._selection = Selection(self._buffer, self.config, self.replay, self.plan)
 
     def attach(self, pool: EnginePool) -> None:
-        """Sample from these servers."""
+        """Sample from these servers; comes before the first batch."""
         self._pool, self._is_attached = pool, True
-        self._episodes = Episodes(pool, self._interaction, self._grader, self._request_of)
-        awaits_scores = self._selection.needs_scores
-        self._driver = Driver(pool, self._episodes, awaits_scores=awaits_scores)
+        self._episodes = Episodes(
+            pool,
+            self.interaction,
+            self.grader,
+            self._request_of,
+            awaits_scores=self._selection.needs_scores,
+        )
 
     @property
     def finished_samples(self) -> int:
@@ -125,82 +118,86 @@ class BatchCollector:
     async def collect(
         self, step: int, hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]]
     ) -> RolloutBatch | None:
-        """Generate and score the batch of ``step``.
+        """Generate and score the batch of ``step`` (0, 1, …), and hand it over with its texts.
 
-        Args:
-            step: Counted from 0.
-            hand_over: Delivers the batch and its texts. Its groups count as trained only when this
-                has returned; where it fails, nothing has changed, and the next call forms the batch
-                again.
-
-        Returns:
-            The batch; none where no server holds the newest weights any more: push them and repeat
-            the call.
+        Its groups count as trained only when ``hand_over`` has returned; where that fails, nothing
+        has changed, and the next call forms the batch again. Returns none where no server holds the
+        newest weights any more: push them and repeat the call.
 
         Raises:
             RolloutError: No server could go on.
             RewardError: Grading failed.
         """
-        version = self._pool.version
+        version = self._pool.states.version
         assert version is not None, "weights are synchronised before the first batch"
         replayed = self._selection.replayed(step, version)
-        num_new = self._config.groups_per_step - len(replayed)
-        num_ahead = self._selection.steps_ahead(step) * self._config.groups_per_step
+        num_new = self.config.groups_per_step - len(replayed)
+        num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
             self._started_s = time.monotonic()  # generation starts: time counts from now
-        with reporting(lambda: self._report(f"rollout {step}: {self._describe()}")):
+
+        def choose() -> list[PendingGroup]:
+            return self._selection.choose(num_new, len(replayed), self._new_tokens)
+
+        with reporting(lambda: self.report(f"rollout {step}: {self._describe()}")):
             await self._end_ahead()
             self._check_lag(step, num_new, version)
-            if not await self._generate(num_new, len(replayed), num_ahead, version):
-                return None
+            num_wanted = num_new if self.config.fixed_lag is not None else num_new + num_ahead
+            while True:
+                self._give_up_stale(version)
+                self._go_on(num_wanted)
+                if choose():
+                    break
+                if self._pool.states.needs_weights:
+                    return None
+                await self._episodes.wait_for_change()
             generation_s = time.monotonic() - self._started_s
-            chosen = await self._settle(num_new, len(replayed), version, stops=not num_ahead)
+            if not num_ahead:
+                await self._stop()
+                # Older groups may have got their scores meanwhile: they come first, if still young.
+                self._give_up_stale(version)
+            chosen = choose()
+            await self._episodes.settle()  # whose scores are counted must not depend on graders
+            while not all(group.is_scored for group in chosen):
+                await self._episodes.wait_for_change()
         left_over = self._selection.left_over(chosen)
+        carried = [group for group, reason in left_over if reason is None and group.is_underway]
         totals, formed_s = self._totals(left_over), time.monotonic()
         groups = merge(chosen, replayed)
         stats = self._stats(totals, chosen, len(replayed), left_over, generation_s)
         batch = RolloutBatch(step, version, tuple(group.to_group() for group in groups), stats)
         await hand_over(batch, [pending.text() for group in groups for pending in group.samples])
-        self._commit(chosen, left_over)
+        self._commit(chosen, left_over, carried)
         self._before, self._started_s = totals, formed_s
         if num_ahead:
             self._start_ahead(num_ahead, version)
         return batch
 
     async def pause(self) -> bool:
-        """Make way for new weights; nothing is sampled until ``resume``.
-
-        Returns:
-            Whether generation was running.
-        """
+        """Make way for new weights until ``resume``; returns whether generation was running."""
         await self.wait_for_ahead()
         if self._episodes.is_running:
             self._is_paused = True
-            await self._episodes.pause(self._config.weight_sync)
+            await self._episodes.pause(self.config.weight_sync)
         return self._is_paused
 
     async def resume(self) -> None:
         """Go on after ``pause``, with what is young enough for the new weights."""
         if self._is_paused:
-            if self._pool.version is not None:
-                self._give_up_stale(self._pool.version)
+            if self._pool.states.version is not None:
+                self._give_up_stale(self._pool.states.version)
             self._is_paused = False
             await self._episodes.resume(self._buffer)
-
-    def leave_out_lost(self, num_requests: int) -> None:
-        """Leave out requests that an evaluation lost: batches did not."""
-        lost = self._before.lost_requests + num_requests
-        self._before = replace(self._before, lost_requests=lost)
 
     def state(self) -> dict[str, Any]:
         """Data position, buffer, and what was counted since the last batch, as JSON values."""
         return {
-            "prompts": self._prompts.state(),
+            "prompts": self.prompts.state(),
             "buffer": buffer_to_json(self._buffer),
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
-            "fixed_lag": self._config.fixed_lag,
-            "environment": self._config.environment,
+            "fixed_lag": self.config.fixed_lag,
+            "environment": self.config.environment,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -209,19 +206,18 @@ class BatchCollector:
         Raises:
             ValueError: It belongs to other data, another seed or other group sizes.
         """
-        self._prompts.restore(state["prompts"])
+        self.prompts.restore(state["prompts"])
         buffer_from_json(self._buffer, state["buffer"])
-        nothing = _Totals(dropped=dict(self._buffer.dropped))
-        self._before = nothing.since(_Totals(**state["counted"]))
+        self._before = self._totals().since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
         for name in ("fixed_lag", "environment"):
-            value = getattr(self._config, name)
+            value = getattr(self.config, name)
             if state[name] != value:
                 raise ValueError(
                     f"rollout.{name}: was {state[name]} when the samples were saved and is {value} "
                     "now; resume with the same value"
                 )
-        size, max_tokens = self._config.samples_per_group, self._config.max_response_tokens
+        size, max_tokens = self.config.samples_per_group, self.config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
         for saved in (*self._buffer, *earlier):
             if len(saved.samples) != size:
@@ -230,7 +226,7 @@ class BatchCollector:
                     f"{saved.group_id} was saved and is {size} now; resume with the same value"
                 )
         for group in self._buffer:
-            if self._grader.sees_groups and not group.is_scored:
+            if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # as other reward functions left it
             num_tokens = max(pending.num_tokens for pending in group.samples)
             if num_tokens > max_tokens:
@@ -241,66 +237,34 @@ class BatchCollector:
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:
         """The request for a sample's whole response."""
-        sample, prompt, config = pending.sample, pending.prompt, self._config
+        sample, prompt, config = pending.sample, pending.prompt, self.config
         return GenerateRequest(
             input_ids=prompt.token_ids,
             sampling=SamplingSettings(
                 temperature=config.temperature,
                 max_new_tokens=config.max_response_tokens,
-                seed=sample_seed(self._plan.seed, sample.group_id, sample.index),
+                seed=sample_seed(self.plan.seed, sample.group_id, sample.index),
             ),
             label=f"sample {sample.index} of group {sample.group_id}, {prompt.prompt_id}",
             order=(sample.group_id, sample.index),
         )
 
-    async def _generate(
-        self, num_new: int, num_replayed: int, num_ahead: int, version: int
-    ) -> bool:
-        """Generate until a batch can be chosen; returns whether servers still hold the weights."""
-        num_wanted = num_new if self._config.fixed_lag is not None else num_new + num_ahead
-        while True:
-            self._give_up_stale(version)
-            self._go_on(num_wanted)
-            if self._choose(num_new, num_replayed):
-                return True
-            if self._pool.needs_weights:
-                return False
-            await self._driver.advance()
-
-    async def _settle(
-        self, num_new: int, num_replayed: int, version: int, *, stops: bool
-    ) -> list[PendingGroup]:
-        """Choose the groups of a batch, and wait for their scores."""
-        if stops:
-            await self._stop()
-            # Older groups may have got their scores meanwhile: they come first, if young enough.
-            self._give_up_stale(version)
-        chosen = self._choose(num_new, num_replayed)
-        await self._driver.settle()  # whose scores are counted must not depend on graders
-        while not all(group.is_scored for group in chosen):
-            await self._driver.advance()
-        return chosen
-
-    def _choose(self, num_new: int, num_replayed: int) -> list[PendingGroup]:
-        spent_tokens = self._episodes.generated_tokens - self._before.generated_tokens
-        return self._selection.choose(num_new, num_replayed, spent_tokens)
-
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
         for _ in range(self._selection.num_to_draw(num_groups)):
-            self._buffer.start_group(next(self._prompts), self._config.samples_per_group)
+            self._buffer.start_group(next(self.prompts), self.config.samples_per_group)
         self._episodes.advance(self._buffer)
 
     def _give_up_stale(self, version: int) -> None:
         """Drop or restart what is older than ``rollout.staleness`` allows."""
         stands_still = self._is_paused or not self._episodes.is_running
         for group, old in self._selection.stale_samples(version, unfinished=stands_still):
-            if self._config.staleness.action == "drop":
+            if self.config.staleness.action == "drop":
                 self._drop(group, DropReason.STALE)
                 continue
             for pending in old:
                 self._episodes.cancel(pending)
-            group.start_again(old, sees_groups=self._grader.sees_groups)
+            group.start_again(old, sees_groups=self.grader.sees_groups)
             self._num_regenerated += len(old)
 
     def _drop(self, group: PendingGroup, reason: DropReason) -> None:
@@ -310,10 +274,10 @@ class BatchCollector:
 
     async def _stop(self) -> None:
         await self._episodes.stop()
-        await self._driver.settle()
+        await self._episodes.settle()
 
     def _start_ahead(self, num_groups: int, version: int) -> None:
-        if self._config.fixed_lag is not None or self._driver.is_driving:
+        if self.config.fixed_lag is not None or self._pool.stepper is not None:
             self._ahead = asyncio.create_task(self._generate_ahead(num_groups, version))
         else:
             self._go_on(num_groups)
@@ -326,14 +290,14 @@ class BatchCollector:
         """
         try:
             self._go_on(num_groups)
-            if self._config.fixed_lag is not None:
+            if self.config.fixed_lag is not None:
                 while not all(group.is_finished for group in self._buffer):
-                    if self._pool.needs_weights:
+                    if self._pool.states.needs_weights:
                         break  # ``_check_lag`` says it, unless the same weights come again
-                    await self._driver.advance()
+                    await self._episodes.wait_for_change()
             else:
-                remaining = self._config.decode_steps_ahead
-                while remaining and (made := await self._driver.drive(min(BURST, remaining))):
+                remaining = self.config.decode_steps_ahead
+                while remaining and (made := await self._episodes.drive(min(BURST, remaining))):
                     remaining -= made
                     self._give_up_stale(version)
                     self._go_on(num_groups)
@@ -353,7 +317,7 @@ class BatchCollector:
     def _check_lag(self, step: int, num_new: int, version: int) -> None:
         """With a fixed lag, the weights that began responses must also have completed them."""
         sampled, self._sampled_version = self._sampled_version, version
-        if self._config.fixed_lag is None:
+        if self.config.fixed_lag is None:
             return
         unfinished = sum(not group.is_finished for group in self._buffer)
         if unfinished and sampled not in (None, version):
@@ -367,7 +331,7 @@ class BatchCollector:
         if step > 0 and self._selection.num_to_draw(num_new):
             raise RolloutError(
                 f"rollout.fixed_lag: the groups of step {step} must have been sampled "
-                f"{self._config.fixed_lag} steps before, got {len(self._buffer)} in the "
+                f"{self.config.fixed_lag} steps before, got {len(self._buffer)} in the "
                 "checkpoint; resume with the train.steps of the run that saved it"
             )
 
@@ -380,16 +344,16 @@ class BatchCollector:
         generation_s: float,
     ) -> RolloutStats:
         new = totals.since(self._before)
-        is_dynamic = self._selection.is_dynamic
-        num_filled = sum(is_dynamic and group.has_equal_rewards for group in chosen)
+        num_filled = sum(map(self._selection.is_useless, chosen))
+        staying = [group for group, reason in left_over if reason is None]
         return RolloutStats(
             generated_tokens=new.generated_tokens,
             generation_s=generation_s,
             resumed_samples=new.resumed_samples,
-            unfinished_samples=left_over.num_unfinished_samples,
+            unfinished_samples=sum(group.num_unfinished_samples for group in staying),
             reward_timeouts=new.reward_timeouts,
             reward_errors=new.reward_errors,
-            environment_errors=new.environment_errors if self._config.has_environment else None,
+            environment_errors=new.environment_errors if self.config.has_environment else None,
             replayed_groups=num_replayed,
             equal_reward_groups=new.dropped.get(DropReason.EQUAL_REWARDS, 0) + num_filled,
             filled_groups=num_filled,
@@ -398,19 +362,22 @@ class BatchCollector:
             lost_requests=new.lost_requests,
         )
 
-    def _commit(self, chosen: Sequence[PendingGroup], left_over: LeftOver) -> None:
+    def _commit(
+        self, chosen: Sequence[PendingGroup], left_over: LeftOver, carried: Sequence[PendingGroup]
+    ) -> None:
         """The trainer has the batch: its groups leave, and so do those that are given up."""
         self._buffer.take(chosen)
-        for group, reason in left_over.given_up:
-            self._drop(group, reason)
-        for group in left_over.carried:
+        for group, reason in left_over:
+            if reason is not None:
+                self._drop(group, reason)
+        for group in carried:
             group.carries += 1
         self._buffer.check()
 
-    def _totals(self, left_over: LeftOver | None = None) -> _Totals:
+    def _totals(self, left_over: LeftOver = ()) -> _Totals:
         """What was counted so far; groups that are given up count as dropped."""
-        given_up = () if left_over is None else left_over.given_up
-        dropped = dict(self._buffer.dropped + Counter(reason.value for _, reason in given_up))
+        given_up = Counter(reason.value for _, reason in left_over if reason is not None)
+        dropped = dict(self._buffer.dropped + given_up)
         if not self._is_attached:
             return _Totals(dropped=dropped)
         return _Totals(
@@ -418,16 +385,18 @@ class BatchCollector:
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
-            reward_timeouts=self._grader.num_timeouts,
-            reward_errors=self._grader.num_errors,
-            environment_errors=dict(self._interaction.errors),
+            reward_timeouts=self.grader.num_timeouts,
+            reward_errors=self.grader.num_errors,
+            environment_errors=dict(self.interaction.errors),
             dropped=dropped,
         )
 
+    @property
+    def _new_tokens(self) -> int:
+        return self._episodes.generated_tokens - self._before.generated_tokens
+
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""
-        duration_s = time.monotonic() - self._started_s
-        tokens = self._episodes.generated_tokens - self._before.generated_tokens
+        rate = self._new_tokens / max(time.monotonic() - self._started_s, 1e-9)
         ready = len(self._selection.ready())
-        rate = tokens / max(duration_s, 1e-9)
-        return f"{ready}/{self._config.groups_per_step} groups, {rate:.0f} tokens/s"
+        return f"{ready}/{self.config.groups_per_step} groups, {rate:.0f} tokens/s"

@@ -9,19 +9,16 @@ In between, each of its samples is unfinished (it may have a prefix from earlier
 or of several), finished, or scored. For a checkpoint the whole buffer becomes JSON, bit for bit.
 """
 
-from __future__ import annotations
-
 import base64
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from bapo_megatron.data.staleness import join_spans
-from bapo_megatron.engine.base import Completion
+from bapo_megatron.engine.base import Completion, join
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.types import (
     FinishReason,
@@ -59,7 +56,6 @@ class PendingSample:
     """Decoded texts of policy and environment, by turns, without special tokens; set together with
     the reward."""
     has_begun: bool = False
-    """The environment has begun the episode."""
     state: Any = None
     """State of the environment after its latest answer."""
     awaits_answer: bool = False
@@ -97,12 +93,10 @@ class PendingSample:
         return [*self.prompt.token_ids, *self.sample.response_token_ids.tolist()]
 
     def append(self, part: Completion, max_response_tokens: int) -> None:
-        """Add what an engine sampled; with the end-of-sequence token a turn ends.
+        """Add what an engine sampled after ``input_ids()``; the end-of-sequence token ends a turn.
 
-        Args:
-            part: Tokens after ``input_ids()``.
-            max_response_tokens: Limit of the response over all requests and turns; reaching it is
-                LENGTH, also where the request was aborted at that very token.
+        ``max_response_tokens`` counts over all requests and turns; reaching it is LENGTH, also
+        where the request was aborted at that very token.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
             return  # its last token came with the end of its server, and its reason after it
@@ -137,15 +131,16 @@ class PendingSample:
         """Join the parts, so that ``sample`` has every token."""
         if not self._parts:
             return
-        sample, parts = self.sample, self._parts
-        sample.response_token_ids = np.concatenate(
-            [sample.response_token_ids, *(part.token_ids for part in parts)]
+        sample = self.sample
+        before = Completion(
+            sample.response_token_ids,
+            sample.behaviour_logprobs,
+            sample.versions,
+            FinishReason.ABORT,
         )
-        sample.behaviour_logprobs = np.concatenate(
-            [sample.behaviour_logprobs, *(part.logprobs for part in parts)]
-        )
-        sample.versions = join_spans([sample.versions, *(part.versions for part in parts)])
-        self._parts = []
+        joined = join([before, *self._parts], FinishReason.ABORT)
+        sample.response_token_ids, sample.behaviour_logprobs = joined.token_ids, joined.logprobs
+        sample.versions, self._parts = joined.versions, []
 
     def start_again(self) -> None:
         """Forget the response."""
@@ -177,16 +172,16 @@ class PendingGroup:
     """Batches that were formed while it was started and unfinished."""
 
     @classmethod
-    def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> PendingGroup:
+    def start(cls, group_id: int, prompt: Prompt, samples_per_group: int) -> Self:
         """A group without any token."""
         tokens = prompt.tokens()
         samples = [_empty_sample(group_id, index, tokens) for index in range(samples_per_group)]
         return cls(group_id, [PendingSample(sample, prompt) for sample in samples])
 
     @property
-    def is_started(self) -> bool:
-        """Some sample has tokens."""
-        return any(pending.num_tokens > 0 for pending in self.samples)
+    def is_underway(self) -> bool:
+        """Some sample has tokens, and not every one is finished."""
+        return not self.is_finished and any(pending.num_tokens > 0 for pending in self.samples)
 
     @property
     def is_finished(self) -> bool:
@@ -218,7 +213,6 @@ class PendingGroup:
 
     def to_group(self) -> Group:
         """The record for the trainer; every sample is finished and scored."""
-        assert self.is_finished
         assert self.is_scored
         return Group(self.group_id, tuple(pending.sample for pending in self.samples))
 
@@ -311,13 +305,12 @@ def buffer_from_json(buffer: RolloutBuffer, state: dict[str, Any]) -> None:
             f"cannot restore the rollout buffer: its format is {state['format']}, this version "
             f"reads {_FORMAT}; resume with the version that wrote the checkpoint"
         )
-    groups = [_group_from_json(saved) for saved in state["groups"]]
-    buffer.groups = {group.group_id: group for group in groups}
+    buffer.groups = {saved["group_id"]: _group_from_json(saved) for saved in state["groups"]}
     buffer.next_group_id = state["next_group_id"]
     buffer.num_trained = state["num_trained"]
     buffer.dropped = Counter(state["dropped"])
-    earlier = [tuple(_group_from_json(saved) for saved in batch) for batch in state["earlier"]]
-    buffer.earlier = deque(earlier, buffer.earlier.maxlen)
+    buffer.earlier.clear()
+    buffer.earlier.extend(tuple(map(_group_from_json, batch)) for batch in state["earlier"])
     buffer.check()
 
 
@@ -330,15 +323,6 @@ def _group_to_json(group: PendingGroup) -> dict[str, Any]:
     }
 
 
-def _group_from_json(saved: dict[str, Any]) -> PendingGroup:
-    prompt = Prompt(**{**saved["prompt"], "token_ids": tuple(saved["prompt"]["token_ids"])})
-    group = PendingGroup.start(saved["group_id"], prompt, len(saved["samples"]))
-    group.carries = saved["carries"]
-    for pending, values in zip(group.samples, saved["samples"], strict=True):
-        _fill_sample(pending, values)
-    return group
-
-
 def _sample_to_json(pending: PendingSample) -> dict[str, Any]:
     pending.settle()
     sample = pending.sample
@@ -346,24 +330,26 @@ def _sample_to_json(pending: PendingSample) -> dict[str, Any]:
         name: base64.b64encode(getattr(sample, name).astype(dtype).tobytes()).decode("ascii")
         for name, dtype in _ARRAYS.items()
     }
-    return {
-        **arrays,
-        **{name: getattr(sample, name) for name in _SAMPLE_FIELDS},
-        **{name: getattr(pending, name) for name in _PENDING_FIELDS},
-    }
+    own = {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
+    return {**arrays, **own, **{name: getattr(pending, name) for name in _PENDING_FIELDS}}
 
 
-def _fill_sample(pending: PendingSample, saved: dict[str, Any]) -> None:
-    sample = pending.sample
-    for name, dtype in _ARRAYS.items():
-        values = np.frombuffer(base64.b64decode(saved[name]), dtype=dtype)
-        setattr(sample, name, values.astype(dtype[1:]))
-    sample.versions = tuple(VersionSpan(*span) for span in saved["versions"])
-    sample.written = tuple(WrittenSpan(*span) for span in saved["written"])
-    sample.finish_reason = FinishReason(saved["finish_reason"])
-    for name in _SCORE_FIELDS:
-        setattr(sample, name, saved[name])
-    for name in _PENDING_FIELDS:
-        setattr(pending, name, saved[name])
-    if pending.texts is not None:
-        pending.texts = tuple(pending.texts)
+def _group_from_json(saved: dict[str, Any]) -> PendingGroup:
+    prompt = Prompt(**{**saved["prompt"], "token_ids": tuple(saved["prompt"]["token_ids"])})
+    group = PendingGroup.start(saved["group_id"], prompt, len(saved["samples"]))
+    group.carries = saved["carries"]
+    for pending, values in zip(group.samples, saved["samples"], strict=True):
+        sample = pending.sample
+        for name, dtype in _ARRAYS.items():
+            array = np.frombuffer(base64.b64decode(values[name]), dtype=dtype)
+            setattr(sample, name, array.astype(dtype[1:]))
+        sample.versions = tuple(VersionSpan(*span) for span in values["versions"])
+        sample.written = tuple(WrittenSpan(*span) for span in values["written"])
+        sample.finish_reason = FinishReason(values["finish_reason"])
+        for name in _SCORE_FIELDS:
+            setattr(sample, name, values[name])
+        for name in _PENDING_FIELDS:
+            setattr(pending, name, values[name])
+        if pending.texts is not None:
+            pending.texts = tuple(pending.texts)
+    return group

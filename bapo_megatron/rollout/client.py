@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,8 @@ class CollectorClient:
     ) -> None:
         """Prepare; nothing is started.
 
-        Args:
-            config: The run.
-            on_progress: Takes lines for people during a wait.
-            for_training: Whether batches will be collected; else only evaluations are, and neither
-                the training prompts nor the temperature convention matter.
+        Without ``for_training`` only evaluations are made, and neither the training prompts nor the
+        temperature convention matter. ``on_progress`` takes lines for people during a wait.
         """
         self._config = config
         self._on_progress = on_progress
@@ -65,8 +63,7 @@ class CollectorClient:
         self._opening: Callable[[], None] | None = None
         self._is_connected = False
         # Nobody knows what servers hold that others have started.
-        self._start_version = None if config.rollout.servers else START_VERSION
-        self._lacks_weights = self._start_version is None
+        self._lacks_weights = bool(config.rollout.servers)
 
     def start(self) -> None:
         """Start the collector, which starts the servers, and return at once."""
@@ -85,23 +82,20 @@ class CollectorClient:
                 start_new_session=True,
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._opening = self._start(
-            messages.OPEN,
-            messages.Open(config=self._config, for_training=self._for_training, device=device),
-        )
+        request = messages.Open(config=self._config, for_training=self._for_training, device=device)
+        self._opening = self._start(messages.OPEN, request)
 
     def wait_ready(self) -> None:
         """Wait until prompts are loaded and every server answers by the trainer's convention."""
-        if self._is_connected:
-            return
-        self._wait_opened()
-        self._call(messages.CONNECT, messages.Connect(version=self._start_version))
-        self._is_connected = True
+        if not self._is_connected:
+            self._wait_opened()
+            self._call(messages.CONNECT, None)
+            self._is_connected = True
 
     def collect(self, step: int) -> EncodedBatch | None:
         """Return the batch of ``step``; needs a weight sync before the first one."""
         self.wait_ready()
-        path = self._call(messages.COLLECT, messages.Collect(step=step)).path
+        path = self._call(messages.COLLECT, step).path
         if path is None:
             return None
         batch = read_encoded(path)
@@ -138,37 +132,29 @@ class CollectorClient:
         """Score every evaluation set with the weights that were pushed.
 
         Every sample is kept in ``<run_dir>/eval``, under the step, or ``start`` before training.
-
-        Returns:
-            None where no server holds the trainer's weights any more.
+        None means that no server holds the weights any more.
         """
         self.ensure_weights()
         moment = f"step_{step:06d}" if step >= 0 else "start"
-        return self._evaluate(moment, weights=f"{moment} of {self._config.name}", resume=False)
+        weights = f"{moment} of {self._config.name}"
+        request = messages.Evaluate(moment=moment, weights=weights, resume=False)
+        return self._call(messages.EVALUATE, request).results
 
     def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
-        """Score every evaluation set with ``model.path``; nothing is trained.
+        """Score every evaluation set with ``model.path``, which ``weights`` names.
 
-        Args:
-            weights: Names them, see ``evaluation.settings``.
-            resume: Continue with the samples of an earlier process.
+        ``resume``: continue with the samples of an earlier process.
         """
-        while True:
-            self.ensure_weights()
-            results = self._evaluate("", weights=weights, resume=resume)
-            if results is not None:
-                return results
-            self._lacks_weights = True
-
-    def _evaluate(self, moment: str, *, weights: str, resume: bool) -> list[EvalResult] | None:
-        request = messages.Evaluate(moment=moment, weights=weights, resume=resume)
-        results = self._call(messages.EVALUATE, request).results
-        return None if results is None else list(results)
+        self.ensure_weights()
+        request = messages.Evaluate(moment="", weights=weights, resume=resume)
+        while (results := self._call(messages.EVALUATE, request).results) is None:
+            self.sync_weights(self._config.model.path, START_VERSION)
+        return results
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples."""
         self._wait_opened()
-        return self._call(messages.STATE, None).values
+        return self._call(messages.STATE, None)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; works before the servers are ready."""
@@ -178,7 +164,7 @@ class CollectorClient:
                 "continue with replay, or start a new run with model.path set to its export"
             )
         self._wait_opened()
-        self._call(messages.RESTORE, messages.SourceState(values=state))
+        self._call(messages.RESTORE, state)
 
     def close(self) -> None:
         """End the collector and its servers; safe to call twice, does nothing in a fork."""
@@ -220,7 +206,10 @@ class CollectorClient:
     def _wait_for(self, number: int) -> Any:
         """Handle messages until call ``number`` is answered."""
         while True:
-            match self._receive():
+            while not self._lines:  # in between, a signal that another thread got is handled
+                if self._poll.poll(_POLL_S * 1000):
+                    self._receive()
+            match calls.decode_reply(self._lines.popleft()):
                 case calls.Progress(progress):
                     self._on_progress(progress)
                 case calls.Notice(warning):
@@ -230,13 +219,7 @@ class CollectorClient:
                 case calls.Result(id=id_, result=result) if id_ == number:
                     return result
 
-    def _receive(self) -> calls.Reply | None:
-        """Return the next message, or none if there is none for a while."""
-        if not self._lines and self._poll.poll(_POLL_S * 1000):
-            self._receive_chunk()
-        return calls.decode_reply(self._lines.popleft()) if self._lines else None
-
-    def _receive_chunk(self) -> None:
+    def _receive(self) -> None:
         """Read what the socket has; a line of many megabytes is copied once."""
         assert self._socket is not None
         chunk = b""
@@ -262,14 +245,14 @@ class CollectorClient:
         )
 
 
+@dataclass(frozen=True)
 class _WeightCalls:
     """A ``Caller`` for pushes, which waits for the servers first."""
 
-    def __init__(self, client: CollectorClient) -> None:
-        self._client = client
+    client: CollectorClient
 
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        self._client.wait_ready()
-        return self._client._start(call, request)
+        self.client.wait_ready()
+        return self.client._start(call, request)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
@@ -26,12 +27,11 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_train_sets, log_warnings
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.engine.base import Backend
+from bapo_megatron.engine.base import START_VERSION, Backend
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.supervisor import ServerSupervisor
-from bapo_megatron.environment.base import Environment
 from bapo_megatron.environment.load import load_environment
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, first_cause
 from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.evaluation.summary import votes_pool
 from bapo_megatron.processes import OWNER_PID_VARIABLE
@@ -56,8 +56,6 @@ _MAX_MESSAGE_BYTES = 4 << 30
 """Limit of one line: a restored buffer of unfinished samples can be large."""
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
-_OWNER_POLL_S = 1.0
-_NUM_PROBE_PROMPTS = 4
 
 
 class Collector:
@@ -79,8 +77,8 @@ class Collector:
         self.answers.bind(messages.EVALUATE, self.evaluate)
         self.answers.bind(messages.STATE, self.state)
         self.answers.bind(messages.RESTORE, self.restore)
-        self.timeline = Timeline(is_kept=False)
-        """Has every call as a slice, and every request."""
+        # Has every call as a slice, and every request.
+        self._timeline = Timeline(is_kept=False)
         self._stack = contextlib.AsyncExitStack()
         self._config: RunConfig
         self._backend: Backend
@@ -94,6 +92,23 @@ class Collector:
         self._wire_dir: Path
         self._num_pushes = 0
         self._num_results = -1
+
+    async def answer(self, request: calls.Request) -> calls.Result | calls.Failure:
+        """Answer a call; what the user can do something about becomes one line."""
+        try:
+            with self._timeline.span(request.call):
+                return calls.Result(request.id, await self.answers.answer(request))
+        except Exception as error:
+            cause = first_cause(error)
+            if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
+                raise
+            # Into the log only, the client gets the line. Logging survives a full disk.
+            _LOG.info("call '%s' failed", request.call, exc_info=True)
+            text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
+            if self._supervisor is not None and isinstance(cause, RolloutError):
+                failures = self._supervisor.describe_failures()
+                text += f"\n{failures}" if failures and failures not in text else ""
+            return calls.Failure(request.id, text)
 
     async def close(self) -> None:
         """End graders and servers, close connections, remove temporary files."""
@@ -109,21 +124,22 @@ class Collector:
             rewards = await self._start_rewards(run.reward)
         if run.eval.sets:
             eval_rewards.require_single()
-        environment = await self._start_environment()
+        limits = run.rollout.episodes
+        environment = load_environment(run.rollout.environment, limits)
+        self._stack.push_async_callback(environment.close)
+        await environment.open()
         if run.rollout.timeline:
-            self.timeline = Timeline()
+            self._timeline = Timeline()
         self._start_servers(request.device)  # early, because they take longest
-        self._wire_dir = Path(
-            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bapo-megatron-"))
-        )
+        wire_dir = tempfile.TemporaryDirectory(prefix="bapo-megatron-")
+        self._wire_dir = Path(self._stack.enter_context(wire_dir))
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
         renderer = ChatRenderer(tokenizer, run.data)
         train_sets = load_train_sets(run.data, renderer) if request.for_training else []
         log_warnings(train_sets)
-        limits = run.rollout.episodes
         if request.for_training:
             shaping = Shaping(run.reward, run.rollout.max_response_tokens, rewards.pool)
-            self._probe_prompts = train_sets[0].prompts[:_NUM_PROBE_PROMPTS]
+            self._probe_prompts = train_sets[0].prompts[:4]
             self._batches = BatchCollector(
                 Interaction(environment, renderer, limits),
                 Grader(tokenizer, rewards, shaping, sees_groups=bool(rewards.group_names)),
@@ -150,13 +166,6 @@ class Collector:
         await rewards.start()
         return rewards
 
-    async def _start_environment(self) -> Environment:
-        rollout = self._config.rollout
-        environment = load_environment(rollout.environment, rollout.episodes)
-        self._stack.push_async_callback(environment.close)
-        await environment.open()
-        return environment
-
     def _start_servers(self, device: str) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(self._config, device)
         if self._backend.servers:
@@ -164,14 +173,16 @@ class Collector:
             self._stack.push_async_callback(self._supervisor.close)
             self._supervisor.start()
 
-    async def connect(self, request: messages.Connect) -> None:
+    async def connect(self, _: None) -> None:
         """Reach every engine, and check it before training."""
         rollout = self._config.rollout
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
         engines = await self._backend.connect()
-        self._pool = EnginePool(engines, rollout, request.version, self.timeline)
-        self._stack.push_async_callback(self._pool.close)
+        # Nobody knows what servers hold that others have started.
+        version = None if rollout.servers else START_VERSION
+        self._pool = EnginePool(engines, rollout, version, self._timeline)
+        self._stack.push_async_callback(self._pool.states.close)
         if self._batches is not None:
             self._batches.attach(self._pool)
             self._stack.push_async_callback(self._batches.close)
@@ -182,19 +193,18 @@ class Collector:
             self._colocated = ColocatedServers(
                 self._supervisor, self._pool, self._batches, rollout.weight_sync.timeout_s
             )
-        self._weights = WeightReceiver(
-            self._pool.states, rollout, self._colocated or self._batches, contexts
-        )
-        self._weights.bind_to(self.answers)
-        self._stack.push_async_callback(self._weights.close)
+        generation = self._colocated or self._batches
+        weights = WeightReceiver(self._pool.states, rollout, generation, contexts)
+        weights.bind_to(self.answers)
+        self._stack.push_async_callback(weights.close)
 
-    async def collect(self, request: messages.Collect) -> messages.Collected:
+    async def collect(self, step: int) -> messages.Collected:
         """Collect a batch into a file."""
         assert self._batches is not None, "opened for training"
-        if await self._batches.collect(request.step, self._hand_over) is None:
+        if await self._batches.collect(step, self._hand_over) is None:
             self._count_push()
-            return messages.Collected(path=None)
-        return messages.Collected(path=self._batch_path(request.step))
+            return messages.Collected(None)
+        return messages.Collected(self._batch_path(step))
 
     async def release_memory(self, _: None) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
@@ -206,38 +216,29 @@ class Collector:
         assert self._pool is not None, "connect comes first"
         if self._batches is not None:
             await self._batches.wait_for_ahead()
-        num_lost = self._pool.num_lost_requests
-        try:
-            results = await self._evaluator.evaluate(
-                self._pool, request.moment, request.weights, resume=request.resume
-            )
-        finally:
-            if self._batches is not None:
-                self._batches.leave_out_lost(self._pool.num_lost_requests - num_lost)
+        results = await self._evaluator.evaluate(
+            self._pool, request.moment, request.weights, resume=request.resume
+        )
         if results is None:
             self._count_push()
-            return messages.Evaluated(results=None)
-        return messages.Evaluated(results=tuple(results))
+        return messages.Evaluated(results)
 
-    async def state(self, _: None) -> messages.SourceState:
+    async def state(self, _: None) -> dict[str, Any]:
         """Return data position and buffer."""
         assert self._batches is not None, "opened for training"
         await self._batches.wait_for_ahead()
-        return messages.SourceState(values=self._batches.state())
+        return self._batches.state()
 
-    async def restore(self, state: messages.SourceState) -> None:
+    async def restore(self, state: dict[str, Any]) -> None:
         """Continue from a ``state``."""
         assert self._batches is not None, "opened for training"
-        self._batches.restore(state.values)
+        self._batches.restore(state)
 
     def _count_push(self) -> None:
         """Count that the trainer is asked for weights again, because no server holds them any more.
 
         A prompt that crashes its server is sent again after each restart, once the trainer has
         pushed the weights; without a limit that goes on for ever.
-
-        Raises:
-            RolloutError: It was asked ``_MAX_PUSHES`` times, and no response was finished since.
         """
         assert self._pool is not None, "connect comes first"
         num_results = self._evaluator.num_samples
@@ -255,20 +256,13 @@ class Collector:
             )
         self._num_pushes += 1
 
-    def lost_servers(self, error: BaseException) -> str:
-        """Text to append to ``error``: why own servers do not come back, if that is its cause."""
-        if self._supervisor is None or not isinstance(error, RolloutError):
-            return ""
-        failures = self._supervisor.describe_failures()
-        return f"\n{failures}" if failures and failures not in str(error) else ""
-
     async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
         """Write a batch where the trainer finds it, and what else belongs to its step."""
         kept_texts = texts if self._config.rollout.dump else None
         await write_samples(self._batch_path(batch.step), batch, kept_texts)
         if self._config.rollout.timeline:
-            content = self.timeline.render()
-            self.timeline.clear()  # at once: what ends during the write belongs to the next file
+            content = self._timeline.render()
+            self._timeline.clear()  # at once: what ends during the write belongs to the next file
             path = self._config.run_dir / "timeline" / f"step_{batch.step:06d}.json"
             await write_timeline(path, batch.step, content)
         if self._colocated is not None:
@@ -301,11 +295,20 @@ async def serve(connection: socket.socket) -> None:
     logging.getLogger().addHandler(_WarningsToClient(send))
     collector = Collector(send)
     requests: asyncio.Queue[calls.Request] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_read_requests(reader, requests)),
-        asyncio.create_task(_wait_for_owner_to_go()),
-        asyncio.create_task(_answer_requests(collector, requests, writer, send)),
-    ]
+
+    async def read_requests() -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                requests.put_nowait(calls.decode_request(line))
+
+    async def answer_requests() -> None:
+        while True:
+            send(await collector.answer(await requests.get()))
+            with contextlib.suppress(ConnectionError):  # the client is gone: the other task ends
+                await writer.drain()
+
+    works = (read_requests(), _wait_for_owner_to_go(), answer_requests())
+    tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -322,44 +325,11 @@ def _send(writer: asyncio.StreamWriter, message: calls.Reply) -> None:
         writer.write(calls.encode(message))
 
 
-async def _read_requests(
-    reader: asyncio.StreamReader, requests: asyncio.Queue[calls.Request]
-) -> None:
-    with contextlib.suppress(ConnectionError):
-        while line := await reader.readline():
-            requests.put_nowait(calls.decode_request(line))
-
-
 async def _wait_for_owner_to_go() -> None:
     """Return when the owner has died; processes that it forked may still hold the socket."""
     owner_pid = int(os.environ[OWNER_PID_VARIABLE])
     while os.getppid() == owner_pid:
-        await asyncio.sleep(_OWNER_POLL_S)
-
-
-async def _answer_requests(
-    collector: Collector,
-    requests: asyncio.Queue[calls.Request],
-    writer: asyncio.StreamWriter,
-    send: Callable[[calls.Reply], None],
-) -> None:
-    while True:
-        request = await requests.get()
-        try:
-            with collector.timeline.span(request.call):
-                result = await collector.answers.answer(request)
-        except Exception as error:
-            cause = messages.first_cause(error)
-            if not isinstance(cause, RolloutError | RewardError | ValueError | OSError):
-                raise
-            # Into the log only, the client gets the line. Logging survives a full disk.
-            _LOG.info("call '%s' failed", request.call, exc_info=True)
-            text = str(cause) or f"{type(cause).__name__}; the end of collector.log says where"
-            send(calls.Failure(request.id, f"{text}{collector.lost_servers(cause)}"))
-        else:
-            send(calls.Result(request.id, result))
-        with contextlib.suppress(ConnectionError):  # the client is gone: ``serve`` ends
-            await writer.drain()
+        await asyncio.sleep(1.0)
 
 
 def main(file_descriptor: int) -> None:

@@ -9,6 +9,7 @@ One cycle, between two batches:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 
 from bapo_megatron.engine.base import Engine, EngineServer, MemoryPart
 from bapo_megatron.engine.supervisor import ServerSupervisor
@@ -19,6 +20,7 @@ from bapo_megatron.weight_sync.receive import Pausable
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ColocatedServers:
     """The memory of the trainer's own servers.
 
@@ -26,20 +28,13 @@ class ColocatedServers:
     ``resume`` after them.
     """
 
-    def __init__(
-        self,
-        supervisor: ServerSupervisor,
-        pool: EnginePool,
-        generation: Pausable | None,
-        timeout_s: float,
-    ) -> None:
-        self._supervisor = supervisor
-        self._pool = pool
-        self._generation = generation
-        self._timeout_s = timeout_s
-        # How often each server had been started when it released its memory: it has to be given
-        # back to the same process only.
-        self._starts_at_release: dict[EngineServer, int] = {}
+    supervisor: ServerSupervisor
+    pool: EnginePool
+    generation: Pausable | None
+    timeout_s: float
+    _starts_at_release: dict[EngineServer, int] = field(default_factory=dict)
+    """How often each server had been started when it released its memory: it has to be given back
+    to the same process only."""
 
     async def release(self) -> None:
         """Have every server give its memory away, when a batch is complete.
@@ -49,27 +44,27 @@ class ColocatedServers:
         Raises:
             RolloutError: A server is still busy; nothing was released there.
         """
-        await self._supervisor.hold_restarts()
-        await self._pool.drain()
-        self._pool.states.memory_is_away = True
-        servers = [server for server in self._supervisor.servers if server.is_started]
+        await self.supervisor.hold_restarts()
+        await self.pool.drain()
+        self.pool.states.memory_is_away = True
+        servers = [server for server in self.supervisor.servers if server.is_started]
         self._starts_at_release = {server: server.num_starts for server in servers}
-        await self._on_all(servers, lambda engine: engine.release_memory(self._timeout_s))
+        await self._on_all(servers, lambda engine: engine.release_memory(self.timeout_s))
 
     async def pause(self) -> bool:
         """Pause generation and give the servers memory for new weights; see ``Pausable.pause``."""
-        was_running = self._generation is not None and await self._generation.pause()
+        was_running = self.generation is not None and await self.generation.pause()
         await self._take(MemoryPart.WEIGHTS)
-        self._supervisor.allow_restarts()
+        self.supervisor.allow_restarts()
         return was_running
 
     async def resume(self) -> None:
         """Give the servers memory for their cache, and let requests in."""
         await self._take(MemoryPart.CACHE)
         self._starts_at_release.clear()
-        self._pool.states.memory_is_away = False
-        if self._generation is not None:
-            await self._generation.resume()
+        self.pool.states.memory_is_away = False
+        if self.generation is not None:
+            await self.generation.resume()
 
     async def _take(self, part: MemoryPart) -> None:
         """Give memory back to the processes that have released it."""
@@ -78,19 +73,16 @@ class ColocatedServers:
             for server, num_starts in self._starts_at_release.items()
             if server.is_started and server.num_starts == num_starts
         ]
-        await self._on_all(released, lambda engine: engine.take_memory(part, self._timeout_s))
+        await self._on_all(released, lambda engine: engine.take_memory(part, self.timeout_s))
 
     async def _on_all(
         self, servers: Iterable[EngineServer], act: Callable[[Engine], Awaitable[None]]
     ) -> None:
-        """Act on each server's engine; a server that fails is killed, so that it is started again.
+        """Act on each server's engine.
 
-        Nobody knows which memory it holds.
-
-        Raises:
-            RolloutError: An engine refuses.
+        A server that fails is killed and started again: nobody knows which memory it holds.
         """
-        by_address = {pooled.address: pooled for pooled in self._pool.states.engines}
+        by_address = {pooled.address: pooled for pooled in self.pool.states.engines}
         owned = [(server, by_address[server.address]) for server in servers]
         results = await asyncio.gather(
             *(act(pooled.engine) for _, pooled in owned), return_exceptions=True
@@ -101,7 +93,7 @@ class ColocatedServers:
             if isinstance(result, ServerError):
                 _LOG.warning("%s; it is killed (%s)", result, server.log_path)
                 server.kill()
-                self._pool.states.mark_lost(pooled, str(result))
+                self.pool.states.mark_lost(pooled, str(result))
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
                 raise result

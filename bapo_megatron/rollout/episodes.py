@@ -5,14 +5,20 @@
 One task per sample. It lives as long as requests may be in flight: with ``rollout.async_steps``
 beyond the step that started it. What has been received is in the sample at once, so that a task may
 be ended at any moment and begun again where it stopped.
+
+With an ``engine.base.Stepper`` all decisions of a run are taken between two bursts of decode steps,
+when everything has *settled*: every request waits inside the engine, and, where decisions depend on
+scores, none is outstanding. Such a state depends neither on the clock nor on the order in which
+graders answered, so two runs with one seed decide the same (docs/rollout.md).
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
 from bapo_megatron.data.chat import ChatRenderer
@@ -23,39 +29,41 @@ from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 
+BURST = 16
+"""Decode steps between two decisions. Responses that end within a burst are graded, and others take
+their places, after it: more steps leave places empty, fewer let the engine wait for graders more
+often. What a run samples depends on it, so it is no setting."""
+_MAX_TURNS = 8
+"""Turns of the event loop; a new task is inside the engine after the first, and so is one whose
+environment has answered."""
+_REPORT_INTERVAL_S = 0.5
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Interaction:
-    """Begins episodes and answers turns, within the limits of ``rollout.episodes``."""
+    """Begins episodes and answers turns; the environment's owner closes it."""
 
-    def __init__(
-        self, environment: Environment, renderer: ChatRenderer, config: EpisodesConfig
-    ) -> None:
-        """Put the parts together; the environment's owner closes it."""
-        self._environment = environment
-        self._renderer = renderer
-        self._config = config
-        self.errors: Counter[str] = Counter()
-        """Episodes that ended because the environment failed, by kind."""
+    environment: Environment
+    renderer: ChatRenderer
+    config: EpisodesConfig
+    errors: Counter[str] = field(default_factory=Counter)
+    """Episodes that ended because the environment failed, by kind."""
 
     async def go_on(self, pending: PendingSample, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended.
 
-        The sample changes only once the answer is there.
-
-        Args:
-            pending: Has not begun, or awaits an answer.
-            sampling: For the whole response, with its seed, the same after every resume, and its
-                limit, what the environment writes included.
+        The sample changes only once the answer is there. ``sampling`` is that of the whole
+        response: its seed is the same after every resume, its limit counts what the environment
+        writes.
 
         Raises:
             EnvironmentFailedError: The environment failed, with ``on_error: raise``.
         """
         assert sampling.seed is not None, "episodes have a seed"
+        prompt = pending.prompt
         try:
             if not pending.has_begun:
-                prompt = pending.prompt
                 task = Task(
                     prompt_id=prompt.prompt_id,
                     source=prompt.source,
@@ -64,12 +72,12 @@ class Interaction:
                     row=prompt.row,
                     seed=sampling.seed,
                 )
-                pending.state = await self._environment.start(task)
+                pending.state = await self.environment.start(task)
                 pending.has_begun = True
             else:
                 await self._answer(pending, sampling.max_new_tokens)
         except EnvironmentFailedError as error:
-            if self._config.on_error == "raise":
+            if self.config.on_error == "raise":
                 raise
             if not self.errors[error.kind]:
                 _LOG.warning("%s; the episode ends and is counted, as later ones are", error)
@@ -85,18 +93,18 @@ class Interaction:
             token_ids = sample.segments()[-1].tolist()
             return Turn(
                 number=sample.num_turns - 1,
-                text=self._renderer.decode(token_ids, skips_special=True),
+                text=self.renderer.decode(token_ids, skips_special=True),
                 token_ids=tuple(token_ids),
                 remaining_tokens=remaining,
                 prompt_id=pending.prompt.prompt_id,
             )
 
-        step = await self._environment.step(pending.state, turn)
+        step = await self.environment.step(pending.state, turn)
         token_ids = () if step.is_done else self._token_ids(step, pending)
         pending.state = step.state
         if step.is_done:
             pending.finish(FinishReason.STOP)
-        elif sample.num_turns >= self._config.max_turns:
+        elif sample.num_turns >= self.config.max_turns:
             pending.finish(FinishReason.TURNS)
         elif len(token_ids) >= remaining:
             pending.finish(FinishReason.LENGTH)
@@ -107,91 +115,80 @@ class Interaction:
         """The tokens that the environment writes, all of them the tokenizer's."""
         turn = pending.sample.num_turns - 1
         where = f"rollout.environment: its answer to turn {turn} of {pending.prompt.prompt_id}"
-        if not step.messages:
-            size = self._renderer.vocab_size
-            unknown = [token for token in step.token_ids if not 0 <= token < size]
-            if unknown:
-                raise EnvironmentFailedError(
-                    f"{where} must have tokens from 0 to {size - 1}, got {unknown[0]}; use the "
-                    "model's own tokenizer, or set rollout.episodes.on_error=zero",
-                    "tokens",
-                )
-            return step.token_ids
         try:
-            return self._renderer.continuation(step.messages)
+            if step.messages:
+                return self.renderer.continuation(step.messages)
         except ValueError as error:
             raise EnvironmentFailedError(
                 f"{where} {error}; correct its messages, give token_ids, or set "
                 "rollout.episodes.on_error=zero",
                 "tokens",
             ) from error
+        size = self.renderer.vocab_size
+        unknown = [token for token in step.token_ids if not 0 <= token < size]
+        if unknown:
+            raise EnvironmentFailedError(
+                f"{where} must have tokens from 0 to {size - 1}, got {unknown[0]}; use the "
+                "model's own tokenizer, or set rollout.episodes.on_error=zero",
+                "tokens",
+            )
+        return step.token_ids
 
 
+@dataclass(eq=False)
 class Episodes:
     """The tasks of samples that are on their way, and what they count.
 
     A task fails with ``RolloutError`` where no server could go on or an environment failed, with
-    ``RewardError`` where grading failed; ``raise_failure`` and ``is_settled`` raise it, once.
+    ``RewardError`` where grading failed; ``raise_failure`` and what waits for news raise it, once.
     """
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        interaction: Interaction,
-        grader: Grader,
-        plan: Callable[[PendingSample], GenerateRequest],
-        on_score: Callable[[PendingSample], Awaitable[None]] | None = None,
-    ) -> None:
-        """Put the parts together; nothing is started.
-
-        Args:
-            pool: Samples.
-            interaction: Answers the policy's turns.
-            grader: Decodes and scores.
-            plan: Returns the request for a sample's whole response. The environment gets its seed.
-            on_score: Takes a sample as soon as it has its score.
-        """
-        self._pool = pool
-        self._interaction = interaction
-        self._grader = grader
-        self._plan = plan
-        self._on_score = on_score
-        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._sampling: dict[asyncio.Task[None], PendingSample] = {}
-        """Tasks in which the policy has the turn."""
-        self._asking: set[asyncio.Task[None]] = set()
-        """Tasks that wait for their environment."""
-        self._failure: BaseException | None = None
-        self.is_running = False
-        """Whether requests may be in flight."""
-        self.news = asyncio.Event()
-        """Set when a turn was answered, a sample finished or was scored, and after a failure."""
-        self.generated_tokens = 0
-        """Received so far."""
-        self.resumed_samples = 0
-        """Requests so far that continued a turn."""
-        self.finished_samples = 0
-        """Responses that ended so far."""
+    pool: EnginePool
+    interaction: Interaction
+    grader: Grader
+    plan: Callable[[PendingSample], GenerateRequest]
+    """The request for a sample's whole response."""
+    on_score: Callable[[PendingSample], Awaitable[None]] | None = None
+    """Takes a sample as soon as it has its score."""
+    awaits_scores: bool = False
+    """Every burst of decode steps waits until all scores are there."""
+    is_running: bool = False
+    """Whether requests may be in flight."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a turn was answered, a sample finished or was scored, and after a failure."""
+    generated_tokens: int = 0
+    resumed_samples: int = 0
+    """Requests so far that continued a turn."""
+    finished_samples: int = 0
+    _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
+    _sampling: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
+    """Tasks in which the policy has the turn."""
+    _asking: set[asyncio.Task[None]] = field(default_factory=set)
+    """Tasks that wait for their environment."""
+    _failure: BaseException | None = None
 
     def advance(self, groups: Iterable[PendingGroup]) -> None:
         """Work on every sample that has no score yet; what is in progress goes on."""
         if not self.is_running:
-            self._pool.reopen()
+            self.pool.reopen()
             self.is_running = True
         for group in groups:
             for pending in group.samples:
                 key = (group.group_id, pending.sample.index)
                 is_graded = pending.is_scored or pending.graded is not None
-                task = self._tasks.get(key)
-                if not is_graded and (task is None or task.done()):
-                    self._start(key, pending, group)
+                if is_graded or (key in self._tasks and not self._tasks[key].done()):
+                    continue
+                self._tasks[key] = task = asyncio.create_task(self._play(pending, group))
+                if not pending.is_finished:
+                    self._sampling[task] = pending
+                task.add_done_callback(functools.partial(self._end, key))
 
     async def stop(self) -> None:
         """Abort every request; samples keep what came. Environments and graders go on."""
         if not self.is_running:
             return
         self.is_running = False
-        await self._pool.drain()
+        await self.pool.drain()
         while self._sampling:
             await asyncio.sleep(0)  # their requests have ended
 
@@ -200,12 +197,12 @@ class Episodes:
         if config.in_flight == "abort":
             await self.stop()
         elif self.is_running:
-            await self._pool.pause(config.in_flight)
+            await self.pool.pause(config.in_flight)
 
     async def resume(self, groups: Iterable[PendingGroup]) -> None:
         """Go on after ``pause``."""
         if self.is_running:
-            await self._pool.resume()
+            await self.pool.resume()
         self.advance(groups)
 
     def cancel(self, pending: PendingSample) -> None:
@@ -220,21 +217,40 @@ class Episodes:
             failure, self._failure = self._failure, None
             raise failure
 
-    def is_settled(self, scored: bool) -> bool:
-        """Whether every task that samples waits inside the engine for the next tokens.
+    async def wait_for_change(self) -> None:
+        """Drive a burst, or wait, until there may be something to decide on, or for a moment."""
+        if not await self.drive(BURST):
+            await self._wait_for_news()
+            self.raise_failure()
 
-        So no task is on its way there, or about to end, and none waits for its environment.
+    async def drive(self, max_steps: int) -> int:
+        """Settle, make up to so many decode steps, and settle again; returns the steps made.
 
-        Args:
-            scored: Whether no task may be grading either.
+        They are 0 where there is no request, or nobody that could sample it, or the engine samples
+        by itself.
         """
-        self.raise_failure()
-        if self._asking or len(self._sampling) != self._pool.num_in_flight:
-            return False
-        if any(pending.is_finished or pending.awaits_answer for pending in self._sampling.values()):
-            return False
-        wanted = set(self._tasks.values())
-        return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
+        stepper = self.pool.stepper
+        if stepper is None or not await self.settle(scored=self.awaits_scores):
+            return 0
+        num_steps = await stepper.decode(max_steps)
+        await self.settle(scored=self.awaits_scores)
+        return num_steps
+
+    async def settle(self, *, scored: bool = True) -> bool:
+        """Wait until nothing will change before the next decode step, and maybe for every score.
+
+        Returns whether that is so; else no engine holds the weights any more. Nothing is done where
+        the engine samples by itself.
+        """
+        while self.pool.stepper is not None:
+            for _ in range(_MAX_TURNS):
+                await asyncio.sleep(0)
+                if self._is_settled(scored):
+                    return True
+            await self._wait_for_news()
+            if self.pool.states.needs_weights:
+                return self._is_settled(scored)
+        return True
 
     async def close(self) -> None:
         """End every task."""
@@ -243,12 +259,27 @@ class Episodes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, key: tuple[int, int], pending: PendingSample, group: PendingGroup) -> None:
-        task = asyncio.create_task(self._play(pending, group))
-        self._tasks[key] = task
-        if not pending.is_finished:
-            self._sampling[task] = pending
-        task.add_done_callback(functools.partial(self._end, key))
+    def _is_settled(self, scored: bool) -> bool:
+        """Whether every task that samples waits inside the engine for the next tokens.
+
+        So no task is on its way there, or about to end, and none waits for its environment; with
+        ``scored``, none is grading either.
+        """
+        self.raise_failure()
+        if self._asking or len(self._sampling) != self.pool.num_in_flight:
+            return False
+        if any(pending.is_finished or pending.awaits_answer for pending in self._sampling.values()):
+            return False
+        wanted = set(self._tasks.values())
+        return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
+
+    async def _wait_for_news(self) -> None:
+        """Wait for news, but only for a moment; they count as read."""
+        with contextlib.suppress(TimeoutError):
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
+            async with asyncio.timeout(_REPORT_INTERVAL_S):
+                await self.news.wait()
+        self.news.clear()
 
     def _end(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
         self._sampling.pop(task, None)
@@ -259,27 +290,21 @@ class Episodes:
         self.news.set()
 
     async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Go on until the episode ends or the pool is drained; score what has ended."""
-        if not pending.is_finished:
-            if not await self._play_turns(pending):
-                return
-            self.finished_samples += 1
-            self.news.set()
-        await self._grader.score(pending, group)
-        if self._on_score is not None:
-            await self._on_score(pending)
-
-    async def _play_turns(self, pending: PendingSample) -> bool:
-        """Let policy and environment take their turns; returns whether the episode has ended."""
-        task, request = asyncio.current_task(), self._plan(pending)
+        """Take turns until the episode ends or the pool is drained; score what has ended."""
+        task, request, had_ended = asyncio.current_task(), self.plan(pending), pending.is_finished
         assert task is not None
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
                 await self._ask(task, pending, request.sampling)
             elif not (self.is_running and await self._sample(pending, request)):
-                return False
-        self._sampling.pop(task, None)  # ``stop`` does not wait for its score
-        return True
+                return
+        if not had_ended:
+            self._sampling.pop(task, None)  # ``stop`` does not wait for its score
+            self.finished_samples += 1
+            self.news.set()
+        await self.grader.score(pending, group)
+        if self.on_score is not None:
+            await self.on_score(pending)
 
     async def _ask(
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
@@ -288,7 +313,7 @@ class Episodes:
         self._sampling.pop(task, None)  # nor for its environment
         self._asking.add(task)
         try:
-            await self._interaction.go_on(pending, sampling)
+            await self.interaction.go_on(pending, sampling)
         finally:
             self._asking.discard(task)
         if self.is_running and not pending.is_finished:
@@ -310,6 +335,22 @@ class Episodes:
             sampling=replace(request.sampling, max_new_tokens=remaining),
             sampled_tokens=pending.num_tokens,
         )
-        completion = await self._pool.generate(request, take, affinity=pending.sample.group_id)
+        completion = await self.pool.generate(request, take, pending.sample.group_id)
         self.resumed_samples += is_resumed and completion is not None
         return pending.is_finished or pending.awaits_answer
+
+
+@contextlib.contextmanager
+def reporting(report: Callable[[], None]) -> Iterator[None]:
+    """Call ``report`` at once, and then twice a second until the block ends."""
+
+    async def repeat() -> None:
+        while True:
+            report()
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()

@@ -1,12 +1,9 @@
-"""The samples of an evaluation: every one is made once, graded, and kept as it finishes.
-
-What is made of them is in ``evaluation/``.
-"""
+"""The samples of an evaluation: every one is made once, graded, and kept as it finishes."""
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,134 +15,98 @@ from bapo_megatron.evaluation.settings import EvalSet, settings_of
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.rollout.driving import Driver, reporting
-from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.episodes import Episodes, Interaction, reporting
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_errors
 from bapo_megatron.types import EvalResult
 
-_WAITING_RATIO = 2
-"""Samples on their way per connection: while some are graded or answered, others are sampled."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the missing samples of one prompt belong."""
-
-    group: PendingGroup
-    eval_set: EvalSet
-    journal: SampleJournal
-
-
+@dataclass(eq=False)
 class Evaluator:
     """Samples n responses to each prompt of each set."""
 
-    def __init__(
-        self,
-        interaction: Interaction,
-        grader: Grader,
-        votes: RewardPool,
-        sets: Sequence[EvalSet],
-        config: RunConfig,
-        report: Callable[[str], None],
-    ) -> None:
-        self._interaction = interaction
-        self._grader = grader
-        self._votes = votes
-        self._sets = tuple(sets)
-        self._config = config
-        self._report = report
-        self.num_samples = 0
-        """Samples finished so far, in all evaluations."""
-        self._begun: str | None = None
-        """The evaluation whose files this process has begun."""
+    interaction: Interaction
+    grader: Grader
+    votes: RewardPool
+    sets: Sequence[EvalSet]
+    config: RunConfig
+    report: Callable[[str], None]
+    num_samples: int = 0
+    """Samples finished so far, in all evaluations."""
+    _begun: str | None = None
+    """The evaluation whose files this process has begun."""
 
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
     ) -> list[EvalResult] | None:
-        """Score every set with the weights that the servers hold.
+        """Score every set with the weights that the servers hold; none where no server does.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
         responses of one set before they begin the next.
 
         Args:
             pool: The servers.
-            moment: Begins the names of the results files, see ``samples_file``; empty for an
-                evaluation without training. One that is asked for again continues where it failed.
+            moment: Begins the names of the results files, see ``samples_file``. An evaluation that
+                is asked for again continues where it failed.
             weights: Names the weights; only their samples are continued.
             resume: Continue with the samples of an earlier process.
-
-        Returns:
-            None where no server holds the weights any more.
 
         Raises:
             RolloutError: Servers or an environment failed, or the results cannot be written.
             ResultsError: The files hold samples of something else.
             RewardError: Grading failed; comparing answers too (inside an exception group).
         """
-        is_resumed = resume or self._begun == moment
-        async with contextlib.AsyncExitStack() as stack:
-            journals = [
-                await stack.enter_async_context(self._journal(s, moment, weights, is_resumed))
-                for s in self._sets
-            ]
+        config, is_resumed = self.config, resume or self._begun == moment
+        journals: list[SampleJournal] = []
+        with contextlib.ExitStack() as stack:
+            for eval_set in self.sets:
+                path = samples_file(config.run_dir, moment, eval_set.name)
+                settings = settings_of(eval_set, config, weights)
+                with _write_errors(path):
+                    journals.append(await SampleJournal.open(path, settings, resume=is_resumed))
+                stack.callback(journals[-1].close)
             self._begun = moment
-            if not await self._sample(pool, journals):
-                return None
+            has_all = await self._sample(pool, journals)
+            for journal in journals:
+                with _write_errors(journal.path):
+                    journal.sync()
+        if not has_all:
+            return None
         self._begun = None
         results = []
-        for eval_set, journal in zip(self._sets, journals, strict=True):
-            self._report(f"evaluation of {eval_set.name}: counting")
+        for eval_set, journal in zip(self.sets, journals, strict=True):
+            self.report(f"evaluation of {eval_set.name}: counting")
             indices = range(eval_set.sampling.samples_per_prompt)
             groups = [
                 [journal.samples[prompt.prompt_id, index] for index in indices]
                 for prompt in eval_set.prompts
             ]
-            votes, config = self._votes, self._config
-            results.append(await summarise_set(eval_set, groups, votes, config, weights))
-        path = results_file(self._config.run_dir, moment)
+            results.append(await summarise_set(eval_set, groups, self.votes, config, weights))
+        path = results_file(config.run_dir, moment)
         with _write_errors(path):
             write_results(results, path)
         return results
-
-    @contextlib.asynccontextmanager
-    async def _journal(
-        self, eval_set: EvalSet, moment: str, weights: str, is_resumed: bool
-    ) -> AsyncIterator[SampleJournal]:
-        path = samples_file(self._config.run_dir, moment, eval_set.name)
-        settings = settings_of(eval_set, self._config, weights)
-        with _write_errors(path):
-            journal = await SampleJournal.open(path, settings, resume=is_resumed)
-        try:
-            yield journal
-            with _write_errors(path):
-                journal.sync()
-        finally:
-            journal.close()
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
         """Make every sample that its journal lacks; returns whether servers had the weights."""
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
-        places = self._missing(journals)
-        num_missing = sum(len(place.group.samples) for place in places.values())
-        waiting = deque(place.group for place in places.values())
+        waiting, places = self._missing(journals)
+        num_missing = sum(len(group.samples) for group in waiting)
 
         async def keep(pending: PendingSample) -> None:
-            place = places[pending.sample.group_id]
-            assert pool.version is not None, "a generated answer implies a version"
-            sample = _eval_sample(pending, pool.version, time.monotonic() - started_s)
-            with _write_errors(place.journal.path):
-                await place.journal.append(sample)
-            place.group.samples = [other for other in place.group.samples if other is not pending]
+            _, journal = places[pending.sample.group_id]
+            assert pool.states.version is not None, "a generated answer implies a version"
+            sample = _eval_sample(pending, pool.states.version, time.monotonic() - started_s)
+            with _write_errors(journal.path):
+                await journal.append(sample)
             self.num_samples += 1
 
-        def request_of(pending: PendingSample) -> GenerateRequest:
-            return self._request_of(pending, places[pending.sample.group_id].eval_set)
+        def plan(pending: PendingSample) -> GenerateRequest:
+            return self._request_of(pending, places[pending.sample.group_id][0])
 
-        episodes = Episodes(pool, self._interaction, self._grader, request_of, on_score=keep)
-        driver = Driver(pool, episodes, awaits_scores=False)
+        episodes = Episodes(pool, self.interaction, self.grader, plan, on_score=keep)
 
         def num_made() -> int:
             return sum(len(journal.samples) for journal in journals) - num_before
@@ -153,40 +114,46 @@ class Evaluator:
         def report() -> None:
             done, total = num_before + num_made(), num_before + num_missing
             rate = episodes.generated_tokens / max(time.monotonic() - began_s, 1e-9)
-            self._report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
+            self.report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
 
-        max_underway = _WAITING_RATIO * self._config.rollout.max_connections
-        if driver.is_driving:  # gets all: what it samples next must not depend on graders
+        # While some are graded or answered, others are sampled.
+        max_underway = 2 * self.config.rollout.max_connections
+        if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
-        num_begun = 0
+        num_begun, num_lost = 0, pool.num_lost_requests
         try:
             with reporting(report):
                 while num_made() < num_missing:
-                    if pool.needs_weights:
+                    if pool.states.needs_weights:
                         return False
                     while waiting and num_begun - num_made() < max_underway:
                         num_begun += len(waiting[0].samples)
                         episodes.advance([waiting.popleft()])
-                    await driver.advance()
+                    await episodes.wait_for_change()
             return True
         finally:
             await episodes.close()
+            pool.num_lost_requests = num_lost  # those of an evaluation are not a batch's
 
-    def _missing(self, journals: Sequence[SampleJournal]) -> dict[int, _Place]:
-        """Missing samples by group, in the order of sets and prompts."""
-        places: dict[int, _Place] = {}
-        for eval_set, journal in zip(self._sets, journals, strict=True):
+    def _missing(
+        self, journals: Sequence[SampleJournal]
+    ) -> tuple[deque[PendingGroup], dict[int, tuple[EvalSet, SampleJournal]]]:
+        """Missing samples, in the order of sets and prompts, and where those of a group belong."""
+        groups: deque[PendingGroup] = deque()
+        places: dict[int, tuple[EvalSet, SampleJournal]] = {}
+        for eval_set, journal in zip(self.sets, journals, strict=True):
             for prompt in eval_set.prompts:
                 # Numbers of its own: those of training may be in flight.
                 group_id = -1 - len(places)
                 group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
                 group.samples = [
                     pending
-                    for index, pending in enumerate(group.samples)
-                    if (prompt.prompt_id, index) not in journal.samples
+                    for pending in group.samples
+                    if (prompt.prompt_id, pending.sample.index) not in journal.samples
                 ]
-                places[group_id] = _Place(group, eval_set, journal)
-        return places
+                groups.append(group)
+                places[group_id] = eval_set, journal
+        return groups, places
 
     def _request_of(self, pending: PendingSample, eval_set: EvalSet) -> GenerateRequest:
         """The request for a sample's whole response."""
@@ -198,7 +165,7 @@ class Evaluator:
                 max_new_tokens=sampling.max_response_tokens,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=sample_seed(self._config.seed, eval_set.name, prompt_id, sample.index),
+                seed=sample_seed(self.config.seed, eval_set.name, prompt_id, sample.index),
             ),
             label=f"evaluation of {eval_set.name}, {prompt_id}, sample {sample.index}",
             order=(-sample.group_id, sample.index),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_megatron.data.chat import decode
@@ -9,36 +10,23 @@ from bapo_megatron.reward.base import Response, SampleFacts, Score
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import ShapedReward, Shaping
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.types import FinishReason, Prompt, Sample
+from bapo_megatron.types import FinishReason, Sample
 
 
+@dataclass(eq=False)
 class Grader:
-    """Decodes responses and has them scored in worker processes."""
+    """Decodes responses and has them scored in worker processes, which others start and close."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        rewards: Rewards,
-        shaping: Shaping | None = None,
-        *,
-        sees_groups: bool = False,
-    ) -> None:
-        """Keep the parts; the owner of ``rewards`` closes them.
-
-        Args:
-            tokenizer: The model's Hugging Face tokenizer.
-            rewards: The reward functions.
-            shaping: What is added for training samples, if anything.
-            sees_groups: Whether rewards depend on the whole group.
-        """
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._shaping = shaping
-        self.sees_groups = sees_groups
-        self.num_timeouts = 0
-        """Samples scored 0 because grading them took too long."""
-        self.num_errors = 0
-        """Samples scored 0 because a reward function failed."""
+    tokenizer: Any
+    rewards: Rewards
+    shaping: Shaping | None = None
+    """What is added for the samples of a training."""
+    sees_groups: bool = field(default=False, kw_only=True)
+    """Whether rewards depend on the whole group."""
+    num_timeouts: int = 0
+    """Samples scored 0 because grading them took too long."""
+    num_errors: int = 0
+    """Samples scored 0 because a reward function failed."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
         """Fill in text and reward of a finished sample, unless it was begun again meanwhile.
@@ -46,49 +34,29 @@ class Grader:
         Raises:
             RewardError: A reward function failed.
         """
-        sample = pending.sample
-        segments = [token_ids.tolist() for token_ids in sample.segments()]
-        response = _response(
-            [decode(self._tokenizer, token_ids, skips_special=True) for token_ids in segments],
-            pending.prompt,
-            sample.finish_reason,
-            len(sample.response_token_ids),
-            sample.num_written,
-            pending.state,
+        sample, prompt = pending.sample, pending.prompt
+        texts = tuple(
+            decode(self.tokenizer, token_ids.tolist(), skips_special=True)
+            for token_ids in sample.segments()
         )
-        score = await self._rewards.score(response)
+        facts = SampleFacts(
+            prompt_id=prompt.prompt_id,
+            source=prompt.source,
+            prompt=prompt.text,
+            finish_reason=sample.finish_reason.value,
+            num_tokens=len(sample.response_token_ids),
+            num_turns=sample.num_turns,
+            environment_tokens=sample.num_written,
+        )
+        turns = texts if len(texts) > 1 else ()
+        response = Response(texts[-1], prompt.answer, facts, prompt.row, turns, pending.state)
+        score = await self.rewards.score(response)
         if pending.sample is not sample:
             return
         pending.graded = response, score
         members = group.samples if self.sees_groups else [pending]
         if all(member.graded is not None for member in members):
             await self._reward(members)
-
-    async def grade(
-        self,
-        texts: Sequence[str],
-        prompt: Prompt,
-        finish_reason: FinishReason = FinishReason.STOP,
-        *,
-        num_tokens: int = 0,
-        num_written: int = 0,
-        state: Any = None,
-    ) -> Score:
-        """The score of a response that was decoded before, without the shaping of training.
-
-        Args:
-            texts: What policy and environment wrote, by turns, without special tokens.
-            prompt: What it answers.
-            finish_reason: Why it ended.
-            num_tokens: How long it was.
-            num_written: How many of the tokens the environment wrote.
-            state: Last state of the environment.
-
-        Raises:
-            RewardError: A reward function failed.
-        """
-        response = _response(texts, prompt, finish_reason, num_tokens, num_written, state)
-        return await self._rewards.score(response)
 
     async def _reward(self, members: Sequence[PendingSample]) -> None:
         """Give graded samples their rewards, all at once, unless one is begun again meanwhile."""
@@ -97,7 +65,7 @@ class Grader:
         responses = [response for response, _ in graded]
         scores = [score for _, score in graded]
         if self.sees_groups:
-            scores = await self._rewards.score_group(responses, scores)
+            scores = await self.rewards.score_group(responses, scores)
         shaped = await asyncio.gather(*map(self._shape, samples, responses, scores))
         if any(member.sample is not s for member, s in zip(members, samples, strict=True)):
             return
@@ -111,27 +79,6 @@ class Grader:
             pending.texts = response.turns or (response.text,)
 
     async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
-        if self._shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
+        if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
-        return await self._shaping.apply(score, response, sample.sampled_token_ids)
-
-
-def _response(
-    texts: Sequence[str],
-    prompt: Prompt,
-    finish_reason: FinishReason,
-    num_tokens: int,
-    num_written: int,
-    state: Any,
-) -> Response:
-    facts = SampleFacts(
-        prompt_id=prompt.prompt_id,
-        source=prompt.source,
-        prompt=prompt.text,
-        finish_reason=finish_reason.value,
-        num_tokens=num_tokens,
-        num_turns=1 + len(texts) // 2,
-        environment_tokens=num_written,
-    )
-    turns = tuple(texts) if len(texts) > 1 else ()
-    return Response(texts[-1], prompt.answer, facts, prompt.row, turns, state)
+        return await self.shaping.apply(score, response, sample.sampled_token_ids)

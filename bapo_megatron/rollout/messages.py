@@ -24,48 +24,33 @@ class RolloutSource(Protocol):
     @property
     def weights(self) -> Caller | None:
         """Answers the calls of ``weight_sync.messages``; None where there are no servers."""
-        ...
 
     def wait_ready(self) -> None:
         """Wait until batches can be asked for; weights may still have to be pushed."""
-        ...
 
     def release_memory(self) -> None:
         """Have servers on the trainer's GPUs give their memory away until weights are pushed."""
-        ...
 
     def collect(self, step: int) -> EncodedBatch | None:
         """Return the batch of ``step`` (0, 1, …) as it was written; blocks until it is complete.
 
         None means that no server holds the newest weights any more: push them, then ask again.
         """
-        ...
 
     def evaluate(self, step: int) -> list[EvalResult] | None:
         """Score every configured evaluation set with the weights the servers hold.
 
         None means that no server holds them any more: push them, then ask again.
         """
-        ...
 
     def state(self) -> dict[str, Any]:
         """Data position and unfinished samples as plain JSON values, for the checkpoint."""
-        ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` returned."""
-        ...
 
     def close(self) -> None:
         """End every process that the source started; safe to call twice."""
-        ...
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first error of nested task groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +64,9 @@ class Open:
     """Where servers run: ``cuda`` or ``cpu``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connect:
-    """Reach every server and probe its temperature convention before training."""
-
-    version: int | None
-    """Weights version that the servers hold, if known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collect:
-    """Collect the batch of a step into a file."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Collected:
-    """The response to ``Collect``."""
+    """The response to ``COLLECT``."""
 
     path: Path | None
     """The batch's file; None where no server holds the newest weights any more: push them, then
@@ -110,31 +80,25 @@ class Evaluate:
     moment: str
     """Begins the names of the results files."""
     weights: str
-    """Names the weights."""
     resume: bool
     """Continue with the samples of an earlier process."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     """The response to ``Evaluate``."""
 
-    results: tuple[EvalResult, ...] | None
+    results: list[EvalResult] | None
     """None as in ``Collected``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceState:
-    """Data position and unfinished samples; ``RESTORE`` continues from it."""
-
-    values: dict[str, Any]
-    """JSON values, as they lie in the checkpoint."""
-
-
 OPEN = Call("open", Open, type(None))
-CONNECT = Call("connect", Connect, type(None))
+CONNECT = Call("connect", type(None), type(None))
+"""Reach every server and probe its temperature convention before training."""
 RELEASE_MEMORY = Call("release_memory", type(None), type(None))
-COLLECT = Call("collect", Collect, Collected)
+COLLECT = Call("collect", int, Collected)
+"""Collect the batch of a step into a file."""
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
-STATE = Call("state", type(None), SourceState)
-RESTORE = Call("restore", SourceState, type(None))
+STATE = Call("state", type(None), dict[str, Any])
+"""Data position and unfinished samples as JSON values; ``RESTORE`` continues from them."""
+RESTORE = Call("restore", dict[str, Any], type(None))

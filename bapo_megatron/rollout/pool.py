@@ -1,12 +1,10 @@
 """All engines of a run as one: spreads requests, and continues those of lost engines elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import (
@@ -36,9 +34,6 @@ _MAX_BROKEN = 3
 """In a row for one server, without a token in between: it answers, but samples nothing."""
 _MAX_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
-_MAX_LOAD_RATIO = 1.25
-_LOAD_SLACK = 4.0
-"""Requests share a server while it has at most 1.25 times the least busy one's, and 4 more."""
 
 
 class EnginePool:
@@ -51,14 +46,7 @@ class EnginePool:
         version: int | None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Take the engines; nothing is sent.
-
-        Args:
-            engines: At least one; one that has a ``stepper`` is alone.
-            config: Connections, time limits, and the length of streamed pieces.
-            version: Weights version that an engine must hold to be used; none while there is none.
-            timeline: Records every request.
-        """
+        """Take the engines, of which one with a ``stepper`` is alone; nothing is sent."""
         self.states = EngineStates(engines, config, version)
         """Which engines may be used."""
         self.stepper = engines[0].stepper
@@ -68,6 +56,7 @@ class EnginePool:
         """How often a request was continued because its engine was lost."""
         self.num_unusable = 0
         """Unusable answers since the last token of any server."""
+        self.is_paused = False
         self._config = config
         self._timeline = timeline or Timeline(is_kept=False)
         # What drives a stepper must not wait for requests that wait for those before them.
@@ -76,23 +65,10 @@ class EnginePool:
             if self.stepper is None
             else contextlib.nullcontext()
         )
-        self._balancer = Balancer()
+        self._num_calls: Counter[int] = Counter()
+        """Calls of ``generate`` that have not returned, by affinity."""
+        self._engine_by_affinity: dict[int, PooledEngine] = {}
         self._is_draining = False
-        self._is_paused = False
-
-    async def close(self) -> None:
-        """End what is in flight, and close every connection."""
-        await self.states.close()
-
-    @property
-    def version(self) -> int | None:
-        """Weights version that an engine must hold to be used."""
-        return self.states.version
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether no engine is usable, but one would be with the pool's weights."""
-        return self.states.needs_weights
 
     @property
     def num_in_flight(self) -> int:
@@ -100,23 +76,16 @@ class EnginePool:
         return sum(pooled.engine.num_in_flight for pooled in self.states.engines)
 
     async def generate(
-        self,
-        request: GenerateRequest,
-        on_part: Callable[[Completion], None],
-        affinity: int | None = None,
+        self, request: GenerateRequest, on_part: Callable[[Completion], None], affinity: int
     ) -> Completion | None:
         """Sample one completion, on one engine after the other if they are lost.
 
-        Args:
-            request: What is wanted of all engines together; the pool sets ``version`` and
-                ``stream_tokens``.
-            on_part: Takes each piece as soon as tokens, log-probs and versions are certain; the
-                finish reason is ABORT until the last one.
-            affinity: Requests with the same number go to the same engine as long as one of them is
-                on its way, because it has their common prompt in its cache.
+        The pool sets ``version`` and ``stream_tokens`` of the request. ``on_part`` takes each piece
+        as soon as tokens, log-probs and versions are certain; the finish reason is ABORT until the
+        last one. Requests of one ``affinity`` go to the same engine as long as one of them is on
+        its way, because it has their common prompt in its cache.
 
-        Returns:
-            All of it, ABORT where ``drain`` came first; none where nothing was sent before that.
+        Returns all of it, ABORT where ``drain`` came first; none where nothing was sent before.
 
         Raises:
             RolloutError: The request is refused, there was no usable engine for
@@ -124,22 +93,27 @@ class EnginePool:
         """
         self.states.watch()
         request = replace(request, stream_tokens=self._config.stream_tokens)
-        trace = self._timeline.request(request.label, request.sampled_tokens)
-        job = Job(self, request, on_part, trace)
+        trace = RequestTrace(self._timeline, request.label, request.sampled_tokens)
+        job = _Job(self, request, on_part, trace)
+        self._num_calls[affinity] += 1
         try:
-            with self._balancer.call(affinity):
-                async with self._slots:
-                    while usable := await self.states.wait_usable(lambda: self._is_draining):
-                        pooled = self._balancer.choose(usable, affinity)
-                        pooled.num_requests += 1
-                        try:
-                            if await self._try(job, pooled):
-                                return job.completion()
-                        finally:
-                            pooled.num_requests -= 1
+            async with self._slots:
+                while usable := await self.states.wait_usable(lambda: self._is_draining):
+                    pooled = self._choose(usable, affinity)
+                    pooled.num_requests += 1
+                    try:
+                        if await self._try(job, pooled):
+                            return job.completion()
+                    finally:
+                        pooled.num_requests -= 1
         except BaseException as error:
             trace.ended("cancelled" if isinstance(error, asyncio.CancelledError) else "failed", 0)
             raise
+        finally:
+            self._num_calls[affinity] -= 1
+            if not self._num_calls[affinity]:
+                del self._num_calls[affinity]
+                self._engine_by_affinity.pop(affinity, None)
         trace.ended("abort", 0)
         return job.completion() if job.was_sent else None
 
@@ -160,7 +134,7 @@ class EnginePool:
 
     async def pause(self, mode: PauseMode) -> None:
         """Have every engine sample nothing until ``resume``; requests stay where they are."""
-        self._is_paused = True
+        self.is_paused = True
         answering = [pooled for pooled in self.states.engines if pooled.is_answering]
         for pooled in answering:
             pooled.is_paused = True
@@ -172,30 +146,38 @@ class EnginePool:
         for pooled in paused:
             pooled.is_paused = False
         await asyncio.gather(*(self._control(p, p.engine.resume()) for p in paused))
-        self._is_paused = False
+        self.is_paused = False
 
-    def is_known(self, oldest: int, version: int) -> bool:
-        """Whether ``version`` may have sampled for a request that was sent at ``oldest``.
+    def _choose(self, usable: Sequence[PooledEngine], affinity: int) -> PooledEngine:
+        """The engine of those that share a prompt, unless another has much less to do.
 
-        Engines may have a newer one than the pool during a pause, while it is given to them.
+        A cached prompt saves little beside a long response: in the simulation of docs/benchmarks
+        whole groups on one server made the end of a step 1.4 times as long.
         """
-        newest = None if self._is_paused else self.version
-        return oldest <= version and (newest is None or version <= newest)
+        chosen = least_busy = min(usable, key=lambda pooled: pooled.load)
+        before = self._engine_by_affinity.get(affinity)
+        max_load = 1.25 * least_busy.load + 4.0  # requests per rank
+        if before is not None and before in usable and before.load <= max_load:
+            chosen = before
+        self._engine_by_affinity[affinity] = chosen
+        return chosen
 
-    async def _try(self, job: Job, pooled: PooledEngine) -> bool:
+    async def _try(self, job: "_Job", pooled: PooledEngine) -> bool:
         """Let one engine go on with a job; returns whether the job has ended."""
-        assert self.version is not None, "a usable engine has the pool's version"
-        if job.num_remaining == 0:
-            job.end_at_limit()
+        version = self.states.version
+        assert version is not None, "a usable engine has the pool's version"
+        if job.num_remaining == 0:  # a server was lost after the last token that may come
+            job.take(join([], FinishReason.LENGTH))
+            job.trace.ended(FinishReason.LENGTH.value, 0)
             return True
         num_broken = pooled.num_broken
         try:
-            await pooled.engine.stream(job.start(pooled, self.version), job)
+            await pooled.engine.stream(job.start(pooled, version), job)
             reason = job.finish_reason
             if reason is FinishReason.ABORT and not self._is_draining:
                 raise ServerError(
-                    f"{pooled.address}: gave up after {job.num_received} tokens ({job.label}); "
-                    "somebody else aborts its requests, or its log says why"
+                    f"{pooled.address}: gave up after {job.num_received} tokens "
+                    f"({job.request.label}); somebody else aborts its requests, or its log says why"
                 )
         except ServerError as error:
             job.trace.ended("lost", job.num_received)
@@ -207,11 +189,8 @@ class EnginePool:
         job.trace.ended(reason.value, job.num_received)
         return True
 
-    async def _after_failure(self, job: Job, pooled: PooledEngine, error: ServerError) -> None:
-        """Take the engine out, unless only the connection broke, and not time and again.
-
-        Raises where the job has failed too often.
-        """
+    async def _after_failure(self, job: "_Job", pooled: PooledEngine, error: ServerError) -> None:
+        """Take the engine out, unless only the connection broke; raise after too many failures."""
         job.num_failures += 1
         if not pooled.is_lost:
             is_broken = isinstance(error, BrokenConnectionError)
@@ -244,13 +223,13 @@ class EnginePool:
     async def _abort_until_quiet(self, pooled: PooledEngine) -> None:
         """Abort an engine's requests until no call of ``generate`` is left."""
         # Repeated, because an engine forgets the abort of a request that is still on its way.
-        while self._balancer.num_calls:
+        while self._num_calls:
             if pooled.engine.num_in_flight and not pooled.is_lost:
                 # If it does not answer, its requests are given up in time.
                 with contextlib.suppress(ServerError):
                     await pooled.engine.abort(self._config.health.timeout_s)
             await asyncio.sleep(0)  # is enough for an engine in this process
-            if self._balancer.num_calls:
+            if self._num_calls:
                 await asyncio.sleep(_ABORT_INTERVAL_S)
 
     async def _control(self, pooled: PooledEngine, call: Awaitable[None]) -> None:
@@ -262,62 +241,55 @@ class EnginePool:
             self.states.mark_lost(pooled, describe_cause(error))
 
 
-class Job(CompletionSink):
+@dataclass(eq=False)
+class _Job(CompletionSink):
     """One response: what was asked for, and what came so far from whichever server."""
 
-    _pooled: PooledEngine
+    pool: EnginePool
+    request: GenerateRequest
+    on_part: Callable[[Completion], None]
+    trace: RequestTrace
+    num_received: int = 0
+    """Tokens since it was sent the last time."""
+    was_sent: bool = False
+    """Whether any server got it."""
+    num_failures: int = 0
+    """How often a server failed it since the last token came."""
+    _num_before: int = 0
+    _oldest_version: int = 0
+    _pooled: PooledEngine = field(init=False)
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        request: GenerateRequest,
-        on_part: Callable[[Completion], None],
-        trace: RequestTrace,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.trace = trace
-        self.label = request.label
-        self.num_tokens = 0
-        """Received so far."""
-        self.was_sent = False
-        """Whether any server got it."""
-        self.num_failures = 0
-        """How often a server failed it since the last token came."""
-        self._pool = pool
-        self._request = request
-        self._on_part = on_part
-        self._oldest_version = 0
-        self._num_before = 0
 
     @property
     def num_remaining(self) -> int:
         """Tokens that may still come."""
-        return self._request.sampling.max_new_tokens - self.num_tokens
-
-    @property
-    def num_received(self) -> int:
-        """Tokens since it was sent the last time."""
-        return self.num_tokens - self._num_before
+        return self.request.sampling.max_new_tokens - self._num_before - self.num_received
 
     def start(self, pooled: PooledEngine, version: int) -> GenerateRequest:
         """It goes to an engine with ``version``; returns what that one has to do."""
         self._pooled = pooled
         self._oldest_version = version
-        self._num_before = self.num_tokens
+        self._num_before, self.num_received = self._num_before + self.num_received, 0
         self.was_sent = True
-        self.trace.sent(pooled.address, self.num_tokens)
-        request = self._request
+        self.trace.sent(pooled.address, self._num_before)
+        request = self.request
         return replace(
             request,
             input_ids=[*request.input_ids, *self.completion().token_ids.tolist()],
             sampling=replace(request.sampling, max_new_tokens=self.num_remaining),
             version=version,
-            sampled_tokens=request.sampled_tokens + self.num_tokens,
+            sampled_tokens=request.sampled_tokens + self._num_before,
         )
 
     def is_known(self, version: int) -> bool:
-        """Whether this weights version may have sampled."""
-        return self._pool.is_known(self._oldest_version, version)
+        """Whether this weights version may have sampled.
+
+        Engines may have a newer one than the pool during a pause, while it is given to them.
+        """
+        newest = None if self.pool.is_paused else self.pool.states.version
+        return self._oldest_version <= version and (newest is None or version <= newest)
 
     def first_tokens(self, cached_tokens: int) -> None:
         """The first tokens of a server came."""
@@ -326,53 +298,7 @@ class Job(CompletionSink):
     def take(self, part: Completion) -> None:
         """Keep a piece and hand it on; tokens show that engines answer sensibly."""
         if len(part.token_ids):
-            self.num_failures = self._pooled.num_broken = self._pool.num_unusable = 0
-        self.num_tokens += len(part.token_ids)
+            self.num_failures = self._pooled.num_broken = self.pool.num_unusable = 0
+        self.num_received += len(part.token_ids)
         super().take(part)
-        self._on_part(part)
-
-    def end_at_limit(self) -> None:
-        """The server was lost after the last token that may come."""
-        self.take(join([], FinishReason.LENGTH))
-        self.trace.ended(FinishReason.LENGTH.value, 0)
-
-
-class Balancer:
-    """Chooses servers: one for requests that share a prompt, unless another has much less to do.
-
-    A cached prompt saves little beside a long response: in the simulation of docs/benchmarks whole
-    groups on one server made the end of a step 1.4 times as long.
-    """
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        """Requests on their way."""
-        self._num_by_affinity: Counter[int] = Counter()
-        self._engine_by_affinity: dict[int, PooledEngine] = {}
-
-    @contextlib.contextmanager
-    def call(self, affinity: int | None) -> Iterator[None]:
-        """A request is on its way; its affinity is remembered as long as it has one."""
-        self.num_calls += 1
-        if affinity is not None:
-            self._num_by_affinity[affinity] += 1
-        try:
-            yield
-        finally:
-            self.num_calls -= 1
-            if affinity is not None:
-                self._num_by_affinity[affinity] -= 1
-                if not self._num_by_affinity[affinity]:
-                    del self._num_by_affinity[affinity]
-                    self._engine_by_affinity.pop(affinity, None)
-
-    def choose(self, usable: Sequence[PooledEngine], affinity: int | None) -> PooledEngine:
-        """The engine for a request, out of at least one."""
-        least_busy = min(usable, key=lambda pooled: pooled.load)
-        chosen = None if affinity is None else self._engine_by_affinity.get(affinity)
-        max_load = _MAX_LOAD_RATIO * least_busy.load + _LOAD_SLACK
-        if chosen is None or chosen not in usable or chosen.load > max_load:
-            chosen = least_busy
-        if affinity is not None:
-            self._engine_by_affinity[affinity] = chosen
-        return chosen
+        self.on_part(part)

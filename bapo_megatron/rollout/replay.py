@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from bapo_megatron.data.dump import read_encoded, step_of, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch, SampleText
-
-_P = ParamSpec("_P")
 
 
 async def write_samples(
@@ -19,11 +19,7 @@ async def write_samples(
 ) -> None:
     """Write a batch whose samples nobody changes meanwhile, in a thread.
 
-    Args:
-        path: Where the trainer reads the batch.
-        batch: The batch.
-        texts: Written beside it for people, if given; first, so that a dump that is there is
-            complete.
+    ``texts`` are written beside it for people, and first, so that a dump that is there is complete.
 
     Raises:
         RolloutError: The file cannot be written; nothing is left behind.
@@ -33,14 +29,14 @@ async def write_samples(
     remedy = "set rollout.dump=false to keep only the newest batch in the temporary directory"
     with write_errors(what, path, remedy):
         if texts is not None:
-            await _in_thread(write_texts, path, batch.step, texts)
-        await _in_thread(write_batch, path, batch)
+            await _in_thread(functools.partial(write_texts, path, batch.step, texts))
+        await _in_thread(functools.partial(write_batch, path, batch))
 
 
 async def write_timeline(path: Path, step: int, content: str) -> None:
     """Write what ``Timeline.render`` returned, in a thread."""
     with write_errors(f"the timeline of step {step}", path, "set rollout.timeline=false"):
-        await _in_thread(atomic_write_text, path, content)
+        await _in_thread(functools.partial(atomic_write_text, path, content))
 
 
 @contextlib.contextmanager
@@ -58,12 +54,12 @@ def write_errors(what: str, path: Path, remedy: str) -> Iterator[None]:
         ) from error
 
 
-async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+async def _in_thread(write: Callable[[], None]) -> None:
     """Run ``write`` in a thread; where the caller is cancelled, wait until it has ended.
 
     Otherwise it would write into the temporary directory that is just being removed.
     """
-    writing = asyncio.ensure_future(asyncio.to_thread(write, *args, **kwargs))
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
@@ -71,11 +67,11 @@ async def _in_thread(write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwa
         raise
 
 
+@dataclass(frozen=True)
 class ReplaySource:
     """A ``RolloutSource`` that reads the dumps in ``<run_dir>/rollouts`` of an earlier run."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    directory: Path
 
     @property
     def weights(self) -> None:
@@ -95,9 +91,9 @@ class ReplaySource:
             RolloutError: There is none, or it belongs to another step.
             DumpError: It is cut short, or no dump of this format.
         """
-        path = self._directory / f"step_{step:06d}.parquet"
+        path = self.directory / f"step_{step:06d}.parquet"
         if not path.is_file():
-            present = sorted(self._directory.glob("step_*.parquet"))
+            present = sorted(self.directory.glob("step_*.parquet"))
             found = f"from {present[0].name} to {present[-1].name}" if present else "none"
             raise RolloutError(
                 f"{path}: no dump of this step (found: {found}); set train.steps to the number of "

@@ -6,16 +6,13 @@ are those of ``config.rollout``; docs/rollout.md shows them as states and transi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import response_age
 from bapo_megatron.rollout.buffer import DropReason, PendingGroup, PendingSample, RolloutBuffer
-
-_REPLAY_STREAM = 1
-"""Tells the replay's random numbers from others of the same seed and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +26,8 @@ class BatchPlan:
     """The number of groups of a batch is a multiple of this."""
 
 
-@dataclass(slots=True)
-class LeftOver:
-    """Groups that are in the buffer and not in the batch that is formed."""
-
-    given_up: list[tuple[PendingGroup, DropReason]] = field(default_factory=list)
-    """No later batch will get them, and why."""
-    carried: list[PendingGroup] = field(default_factory=list)
-    """They stay, started and unfinished."""
-    num_unfinished_samples: int = 0
-    """Unfinished samples of all groups that stay, started or not."""
+LeftOver = Sequence[tuple[PendingGroup, DropReason | None]]
+"""Groups in the buffer that a batch does not take, and why no later one gets them, if none does."""
 
 
 class Selection:
@@ -55,10 +44,9 @@ class Selection:
         self._young: set[int] = set()
         self._young_version = -1
         limit = config.staleness
-        self.is_dynamic = config.dynamic_sampling.enabled
-        """Whether groups with equal rewards are left out."""
+        self._is_dynamic = config.dynamic_sampling.enabled
         self._has_limit = limit.max_age is not None and limit.action != "mask"
-        self.needs_scores = self.is_dynamic or self._has_limit
+        self.needs_scores = self._is_dynamic or self._has_limit
         """Whether it decides by scores, not only by which responses are complete."""
 
     def steps_ahead(self, step: int) -> int:
@@ -67,21 +55,18 @@ class Selection:
 
     def num_to_draw(self, num_groups: int) -> int:
         """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""
-        num_useful = len(self._buffer) - len(self._equal_groups())
+        num_useful = sum(not self.is_useless(group) for group in self._buffer)
         return max(0, num_groups + self._config.oversample_groups - num_useful)
 
     def choose(self, num_new: int, num_replayed: int, spent_tokens: int) -> list[PendingGroup]:
         """The new groups of a batch, oldest first; none while there are not enough.
 
-        Args:
-            num_new: Groups that fill the batch.
-            num_replayed: Groups of earlier batches that are in it anyway.
-            spent_tokens: Response tokens generated for it so far.
+        ``spent_tokens``: response tokens generated for the batch so far.
         """
         ready = self.ready()
         if len(ready) >= num_new:
             return ready[:num_new]
-        equal = self._equal_groups()
+        equal = [group for group in self._buffer if self.is_useless(group)]
         ratio = self._config.dynamic_sampling.max_groups_ratio
         if equal and len(ready) + len(equal) >= ratio * self._config.groups_per_step:
             missing = num_new - len(ready)
@@ -95,22 +80,18 @@ class Selection:
 
     def ready(self) -> list[PendingGroup]:
         """Groups that may be trained on, oldest first."""
-        if self.is_dynamic:
-            return [g for g in self._buffer if g.is_scored and not g.has_equal_rewards]
-        if self._has_limit:
-            # A group that is not scored may still turn out to be too old.
-            return [group for group in self._buffer if group.is_scored]
+        if self.needs_scores:
+            # Of age too: a group that is not scored may still turn out to be too old.
+            return [g for g in self._buffer if g.is_scored and not self.is_useless(g)]
         return [group for group in self._buffer if group.is_finished]
 
     def stale_samples(
         self, version: int, *, unfinished: bool
     ) -> list[tuple[PendingGroup, list[PendingSample]]]:
-        """Groups with responses that are older than allowed, and these responses.
+        """Groups with responses that are older than allowed at ``version``, and these responses.
 
-        Args:
-            version: Present weights version.
-            unfinished: Whether to look at unfinished groups too; nothing may be sampled meanwhile.
-                Their oldest tokens do not become younger, the mean over a response may.
+        With ``unfinished`` also unfinished groups, of which nothing may be sampled meanwhile: their
+        oldest tokens do not become younger, the mean over a response may.
         """
         if not self._has_limit:
             return []
@@ -132,47 +113,39 @@ class Selection:
     def left_over(self, taken: Sequence[PendingGroup]) -> LeftOver:
         """What becomes of the groups in the buffer that a batch does not take."""
         taken_ids = {group.group_id for group in taken}
-        useless_ids = {group.group_id for group in self._equal_groups()}
+        return [(g, self._reason_to_drop(g)) for g in self._buffer if g.group_id not in taken_ids]
+
+    def _reason_to_drop(self, group: PendingGroup) -> DropReason | None:
         max_carries = self._config.max_carries
-        result = LeftOver()
-        for group in self._buffer:
-            if group.group_id in taken_ids:
-                continue
-            is_underway = group.is_started and not group.is_finished
-            if group.group_id in useless_ids:
-                result.given_up.append((group, DropReason.EQUAL_REWARDS))
-            elif not self._config.partial:
-                result.given_up.append((group, DropReason.SURPLUS))
-            elif is_underway and max_carries is not None and group.carries >= max_carries:
-                result.given_up.append((group, DropReason.CARRIED))
-            else:
-                result.num_unfinished_samples += group.num_unfinished_samples
-                if is_underway:
-                    result.carried.append(group)
-        return result
+        if self.is_useless(group):
+            return DropReason.EQUAL_REWARDS
+        if not self._config.partial:
+            return DropReason.SURPLUS
+        if group.is_underway and max_carries is not None and group.carries >= max_carries:
+            return DropReason.CARRIED
+        return None
 
     def replayed(self, step: int, version: int) -> list[PendingGroup]:
         """Groups of earlier batches for the batch of ``step``; the seed decides which."""
         if not self._replay.batches:
             return []
         limit = self._replay.max_age
-        candidates = [
-            group
-            for batch in self._buffer.earlier
-            for group in batch
-            if limit is None or _oldest_age(group, version) <= limit
-        ]
+
+        def is_young(group: PendingGroup) -> bool:
+            ages = (response_age(p.sample.versions, version, "oldest") for p in group.samples)
+            return limit is None or max(ages) <= limit
+
+        candidates = [group for batch in self._buffer.earlier for group in batch if is_young(group)]
         max_groups = math.floor(self._replay.share * self._config.groups_per_step)
         count = min(max_groups, len(candidates))
-        generator = np.random.default_rng([self._plan.seed, _REPLAY_STREAM, step])
+        # The 1 tells these random numbers from others of the same seed and step.
+        generator = np.random.default_rng([self._plan.seed, 1, step])
         picked = generator.choice(len(candidates), size=count, replace=False)
         return [candidates[index] for index in sorted(picked.tolist())]
 
-    def _equal_groups(self) -> list[PendingGroup]:
-        """Scored groups that dynamic sampling leaves out, oldest first."""
-        if not self.is_dynamic:
-            return []
-        return [group for group in self._buffer if group.is_scored and group.has_equal_rewards]
+    def is_useless(self, group: PendingGroup) -> bool:
+        """Whether dynamic sampling leaves a group out."""
+        return self._is_dynamic and group.is_scored and group.has_equal_rewards
 
     def _is_stale(self, pending: PendingSample, version: int) -> bool:
         limit = self._config.staleness
@@ -190,9 +163,3 @@ def merge(
     keyed = [((i + 0.5) * total / len(new), group) for i, group in enumerate(new)]
     keyed += [((i + 0.5) * total / len(replayed), group) for i, group in enumerate(replayed)]
     return tuple(group for _, group in sorted(keyed, key=lambda pair: pair[0]))
-
-
-def _oldest_age(group: PendingGroup, version: int) -> float:
-    return max(
-        response_age(pending.sample.versions, version, "oldest") for pending in group.samples
-    )

@@ -216,7 +216,7 @@ async def _measure(address: str, case: Case, load: Load, seconds: float) -> Row:
         for result in await asyncio.gather(*tasks, return_exceptions=True)
         if not isinstance(result, asyncio.CancelledError)
     ]
-    await client.pool.close()
+    await client.pool.states.close()
     assert not failures, failures[0]
     return Row(
         case=case.name,

@@ -27,7 +27,7 @@ from bapo_megatron.engine.base import CompletionSink, GenerateRequest, SamplingS
 from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
-from bapo_megatron.rollout.driving import BURST
+from bapo_megatron.rollout.episodes import BURST
 from bapo_megatron.tiny.model import build_tokenizer
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish
 from tests.engine.sglang.servers import KEYS, running

@@ -7,7 +7,7 @@ misplaced or misattributed tokens are seen. Ids from ``WRITTEN`` are an environm
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -76,6 +76,11 @@ class FakePool:
         self.on_drain: Callable[[], None] | None = None
         """What else happens while requests are aborted."""
         self._is_draining = False
+
+    @property
+    def states(self) -> Self:
+        """Its own: there is one engine."""
+        return self
 
     async def generate(
         self,

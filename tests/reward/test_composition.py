@@ -88,21 +88,21 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
 
     async def grade():
         async with Rewards(config) as rewards:
-            grader = Grader(Decoder(), rewards, Shaping(config, 2, rewards.pool))
-            group = PendingGroup.start(0, prompt, 1)
-            [pending] = group.samples
-            pending.sample.response_token_ids = np.array([7])
-            pending.sample.finish_reason = FinishReason.LENGTH
-            await grader.score(pending, group)
-            evaluated = await grader.grade(
-                (r"\boxed{7}",), prompt, FinishReason.LENGTH, num_tokens=1
-            )
-            return pending, evaluated
+            graded = []
+            for shaping in (Shaping(config, 2, rewards.pool), None):
+                group = PendingGroup.start(0, prompt, 1)
+                [pending] = group.samples
+                pending.sample.response_token_ids = np.array([7])
+                pending.sample.finish_reason = FinishReason.LENGTH
+                await Grader(Decoder(), rewards, shaping).score(pending, group)
+                graded.append(pending)
+            return graded
 
-    pending, evaluated = asyncio.run(grade())
+    pending, evaluation = asyncio.run(grade())
+    _, evaluated = evaluation.graded
 
     assert pending.texts == (r"\boxed{7}",)
-    assert evaluated.reward == 1.25
+    assert evaluation.sample.reward == evaluated.reward == 1.25
     assert evaluated.components == {"math": 1.0, "facts": 0.25}
     assert pending.is_scored
     assert pending.sample.reward == 0.5 - 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 T = 0.5
 PROMPT = [1, 2, 3]
+AFFINITIES = itertools.count(1000)
+"""Of requests that need not share a server."""
 LIMIT_S = 60
 """No test comes near it on a machine that works."""
 
@@ -52,7 +55,7 @@ async def pool_of(
         async with asyncio.timeout(LIMIT_S):
             yield pool
     finally:
-        await pool.close()
+        await pool.states.close()
 
 
 def clients_of(
@@ -89,6 +92,7 @@ class Response:
             label="sample 1",
             **{"sampling": SamplingSettings(T, max_tokens), **options},
         )
+        affinity = next(AFFINITIES) if affinity is None else affinity
         self.task = asyncio.create_task(pool.generate(request, self.parts.append, affinity))
 
     @property

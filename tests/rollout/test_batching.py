@@ -114,19 +114,6 @@ def test_a_token_budget_ends_the_step_with_what_is_complete() -> None:
     play(scene)
 
 
-def test_requests_that_an_evaluation_lost_are_not_those_of_the_batch() -> None:
-    async def scene() -> None:
-        setup = Setup()
-        setup.pool.num_lost_requests = 5
-        setup.batches.leave_out_lost(3)
-        batch = setup.collect(0)
-        await settle()
-        await setup.give([0, 1], 4, ends=True)
-        assert (await batch).stats.lost_requests == 2
-
-    play(scene)
-
-
 def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them() -> None:
     async def scene() -> None:
         setup = Setup()

@@ -23,7 +23,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
-from bapo_megatron.rollout.messages import COLLECT, Collect
+from bapo_megatron.rollout.messages import COLLECT
 from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
 from tests.engine.helpers import descendants, reference_logprobs
@@ -268,7 +268,7 @@ def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
     with FakeSglang(token_interval_s=0.2) as fake:
         client = open_client(make_config(servers=(fake.address,)))
         client.sync_weights(tmp_path, 1)
-        client._start(COLLECT, Collect(step=0))
+        client._start(COLLECT, 0)
         while not fake.requests:
             time.sleep(0.02)
         collector = find_process("rollout.collector")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -176,8 +177,8 @@ def test_a_timeline_keeps_nothing_open_of_a_request_that_is_over(
                     await until(lambda: len(response.token_ids) == 5)
                     response.task.cancel()
                 await asyncio.gather(response.task, return_exceptions=True)
-        assert not timeline._opened
-        last = timeline._closed[-1].slices[-1]
+        assert all(block.span_s[1] < math.inf for block in timeline.blocks)
+        last = timeline.blocks[-1].slices[-1]
         assert last.args["end"] == (end or "failed")
 
     asyncio.run(run())
@@ -219,7 +220,7 @@ def test_weights_that_break_every_server_end_the_run() -> None:
             async with pool_of(fake) as pool:
                 task = Response(pool).task
                 while not task.done():
-                    if pool.needs_weights:
+                    if pool.states.needs_weights:
                         pool.states.mark_updated(pool.states.engines[0], 0)
                     await asyncio.sleep(0.01)
                 with pytest.raises(RolloutError, match="3 answers in a row are unusable"):
@@ -254,6 +255,6 @@ def test_a_server_that_is_lost_after_the_last_token_is_not_replaced() -> None:
         assert pending.sample.finish_reason is FinishReason.LENGTH
         assert len(pending.sample.response_token_ids) == 13
         assert other.requests == []
-        assert not timeline._opened
+        assert all(block.span_s[1] < math.inf for block in timeline.blocks)
 
     asyncio.run(run())

@@ -736,7 +736,7 @@ def test_a_group_has_either_all_its_rewards_or_none() -> None:
     async def scene() -> None:
         setup = await _group(num_ended=0)
         shaping = SlowShaping()
-        setup.episodes._grader._shaping = shaping
+        setup.episodes.grader.shaping = shaping
         for index in range(3):
             await setup.tokens(index + 1, ends=True, index=index)
         assert _rewards(setup) == [None, None, None]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
@@ -43,9 +43,14 @@ class Pool:
     loses_after: int | None = None
     version: int = 7
     needs_weights: bool = False
+    num_lost_requests: int = 5
     requests: list[tuple[str, SamplingSettings]] = field(default_factory=list)
     affinities: dict[str, int] = field(default_factory=dict)
     stepper: None = None
+
+    @property
+    def states(self) -> Self:
+        return self
 
     def reopen(self) -> None: ...
 
@@ -62,6 +67,7 @@ class Pool:
             self.needs_weights = True
             await asyncio.Event().wait()
         assert not request.return_logprobs
+        self.num_lost_requests += 1
         self.requests.append((request.label, request.sampling))
         self.affinities[request.label.rpartition(",")[0]] = affinity
         tokens = np.full(3, len(self.requests), dtype=np.int32)
@@ -154,6 +160,7 @@ def test_every_sample_is_made_once_and_the_results_are_written(tmp_path: Path) -
     assert "| sums | m (0123) | 4 | 0.6 | 1.0 | -1 | 4,096 |" in (tmp_path / "eval.md").read_text()
     assert len(set(pool.affinities.values())) == 8
     assert max(pool.affinities.values()) < 0
+    assert pool.num_lost_requests == 5, "requests that an evaluation lost are not those of a batch"
 
 
 @pytest.mark.parametrize("fails_after", [0, 1, 7, 20, 31])

@@ -83,12 +83,12 @@ class Setup:
         self.collector = self.new_collector(delay_s)
 
     def new_collector(self, delay_s: float = 0.0) -> BatchCollector:
-        self.grader = Grader(Decoder(), Rewards(delay_s))
+        grader = Grader(Decoder(), Rewards(delay_s))
         stream = PromptStream(PROMPTS, seed=0, shuffle=False)
         plan = BatchPlan(seed=0, total_steps=100, updates_per_batch=1)
         collector = BatchCollector(
             single_turn(),
-            self.grader,
+            grader,
             stream,
             self.config,
             ReplayConfig(),
@@ -116,7 +116,7 @@ async def _setup(*fakes: FakeSglang, **options: Any) -> AsyncIterator[Setup]:
     try:
         yield setup
     finally:
-        await setup.pool.close()
+        await setup.pool.states.close()
 
 
 def _assert_intact(sample: Sample) -> None:
@@ -284,8 +284,6 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
-                # An evaluation that goes on meanwhile has its own.
-                await setup.grader.grade(("1",), PROMPTS[7])
                 assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
 
     asyncio.run(run())

@@ -115,7 +115,7 @@ async def _collect(
     finally:
         await pool.drain()
         await batches.close()
-        await pool.close()
+        await pool.states.close()
     return made
 
 

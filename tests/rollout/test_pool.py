@@ -113,14 +113,14 @@ def test_without_a_usable_server_requests_wait_for_weights() -> None:
         with FakeSglang(version="7") as fake:
             async with pool_of(fake, version=None) as pool:
                 await pool.states.wait_for_engines()
-                assert pool.needs_weights
+                assert pool.states.needs_weights
                 response = Response(pool)
                 await asyncio.sleep(0.2)
                 assert fake.requests == []
                 fake.version = "8"
                 pool.states.version = 8
                 pool.states.mark_updated(pool.states.engines[0], 8)
-                assert not pool.needs_weights
+                assert not pool.states.needs_weights
                 completion = await response.check(20, FinishReason.LENGTH)
         assert [span.version for span in completion.versions] == [8]
 
@@ -309,7 +309,7 @@ def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to
                 lengths = [{len(r["input_ids"]) for r in fake.requests} for fake in (one, two)]
                 assert lengths == [{3}, {4}]
                 await pool.drain()
-                assert len(pool._balancer._engine_by_affinity) == 0
+                assert pool._engine_by_affinity == {}
 
     asyncio.run(run())
 
@@ -364,7 +364,7 @@ def test_requests_wait_for_a_connection_only_where_an_engine_samples_by_itself(
         for response in responses:
             response.task.cancel()
         await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
-        await pool.close()
+        await pool.states.close()
         return num_in_flight
 
     assert asyncio.run(run()) == (2 if stepper is None else 5)
@@ -395,6 +395,6 @@ def test_an_engine_is_told_how_much_of_its_input_the_response_has_already() -> N
         assert (list(first.input_ids), first.sampled_tokens) == ([1, 2, 3, 50, 51], 2)
         assert list(second.input_ids) == [1, 2, 3, 50, 51, 52, 53, 54]
         assert (second.sampled_tokens, second.sampling.max_new_tokens) == (5, 17)
-        await pool.close()
+        await pool.states.close()
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.rollout.timeline import Timeline, allocate_lanes
+from bapo_megatron.rollout.timeline import RequestTrace, Timeline, allocate_lanes
 
 
 class Clock:
@@ -54,7 +54,7 @@ def times(row: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
 
 def test_a_request_is_queued_then_read_then_sampled(timeline: Timeline, clock: Clock) -> None:
     clock.wait(1.0)
-    trace = timeline.request("sample 3 of group 7")
+    trace = RequestTrace(timeline, "sample 3 of group 7")
     clock.wait(0.5)
     trace.sent("http://a", 0)
     clock.wait(0.25)
@@ -78,7 +78,7 @@ def test_a_request_is_queued_then_read_then_sampled(timeline: Timeline, clock: C
 def test_a_lost_request_waits_again_and_is_resumed_on_another_server(
     timeline: Timeline, clock: Clock
 ) -> None:
-    trace = timeline.request("r")
+    trace = RequestTrace(timeline, "r")
     trace.sent("http://b", 0)
     clock.wait(1.0)
     trace.first_tokens(0)
@@ -101,7 +101,7 @@ def test_a_lost_request_waits_again_and_is_resumed_on_another_server(
 
 
 def test_a_response_of_an_earlier_step_is_resumed_with_all_its_tokens(timeline: Timeline) -> None:
-    trace = timeline.request("r", sampled_tokens=100)
+    trace = RequestTrace(timeline, "r", sampled_tokens=100)
     trace.sent("a", 0)
     trace.first_tokens(0)
     trace.ended("lost", 20)
@@ -118,7 +118,7 @@ def test_a_response_of_an_earlier_step_is_resumed_with_all_its_tokens(timeline: 
 def test_a_request_can_be_aborted_in_every_phase(
     timeline: Timeline, clock: Clock, num_phases: int, row: str, name: str
 ) -> None:
-    trace = timeline.request("r")
+    trace = RequestTrace(timeline, "r")
     for enter in (lambda: trace.sent("a", 5), lambda: trace.first_tokens(0))[: num_phases - 1]:
         enter()
     clock.wait(1.0)
@@ -131,7 +131,7 @@ def test_a_request_can_be_aborted_in_every_phase(
 def test_what_goes_on_is_drawn_until_now_and_is_whole_in_the_next_file(
     timeline: Timeline, clock: Clock
 ) -> None:
-    done, running = timeline.request("done"), timeline.request("running")
+    done, running = RequestTrace(timeline, "done"), RequestTrace(timeline, "running")
     clock.wait(1.0)
     done.ended("abort", 0)
     first = slices(timeline)["queue"]
@@ -167,7 +167,7 @@ def test_intervals_of_a_lane_never_overlap_and_lanes_are_as_few_as_possible(
     drawn: list[tuple[int, int]],
 ) -> None:
     intervals = sorted((start, start + length) for start, length in drawn)
-    lanes = allocate_lanes(intervals)
+    lanes = list(allocate_lanes(intervals))
     for lane in set(lanes):
         own = [interval for interval, given in zip(intervals, lanes, strict=True) if given == lane]
         assert all(before[1] <= after[0] for before, after in pairwise(own))
@@ -182,7 +182,7 @@ def test_intervals_of_a_lane_never_overlap_and_lanes_are_as_few_as_possible(
 def test_requests_in_flight_at_once_lie_on_lanes_of_their_own(
     timeline: Timeline, clock: Clock
 ) -> None:
-    traces = [timeline.request(f"r{number}") for number in range(3)]
+    traces = [RequestTrace(timeline, f"r{number}") for number in range(3)]
     for trace in traces[:2]:
         trace.sent("a", 0)
         clock.wait(1.0)
@@ -196,7 +196,7 @@ def test_requests_in_flight_at_once_lie_on_lanes_of_their_own(
 
 def test_a_timeline_that_is_off_takes_everything_and_keeps_nothing() -> None:
     timeline = Timeline(is_kept=False)
-    trace = timeline.request("r")
+    trace = RequestTrace(timeline, "r")
     trace.sent("a", 0)
     trace.ended("lost", 3)
     trace.first_tokens(0)
