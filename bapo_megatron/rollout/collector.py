@@ -88,7 +88,6 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
-        self._weights: WeightReceiver
         self._wire_dir: Path
         self._num_pushes = 0
         self._num_results = -1

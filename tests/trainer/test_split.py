@@ -15,7 +15,7 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.trainer.split import Layout, SplitUpdate, split_step
+from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -264,7 +264,8 @@ def test_a_rank_gets_its_own_micro_batches() -> None:
     rules, zeros = PackingRules(data_size=2, max_tokens=5, flops=SequenceFlops(1, 0)), np.zeros(4)
 
     ranks = [
-        Layout(rules, data_rank=rank).pack(samples, range(4), zeros, zeros)[1] for rank in range(2)
+        SplitShape(rules, data_rank=rank).pack(samples, range(4), zeros, zeros)[1]
+        for rank in range(2)
     ]
 
     assert [len(rank) for rank in ranks] == [2, 2]
