@@ -114,9 +114,9 @@ def _rank_main(
     )
     try:
         from bapo_megatron.policy import cpu_compat
-        from bapo_megatron.policy.quiet import ignore_known_warnings
+        from bapo_megatron.policy.megatron_import import import_megatron
 
-        ignore_known_warnings()
+        import_megatron()
         cpu_compat.install()
         torch.save(function(*args), scratch / f"result_{rank}")
     except BaseException:

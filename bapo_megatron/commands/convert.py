@@ -31,9 +31,9 @@ def command(
     ] = False,
 ) -> None:
     """Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model."""
-    from bapo_megatron.policy.quiet import ignore_known_warnings
+    from bapo_megatron.policy.megatron_import import import_megatron
 
-    ignore_known_warnings()  # before megatron is imported
+    import_megatron()
     from bapo_megatron.policy.convert import Amount
     from bapo_megatron.policy.convert import convert as run_conversion
 

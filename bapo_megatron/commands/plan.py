@@ -101,9 +101,9 @@ def _read_architecture(model_path: Path, config_file: Path | None) -> HfConfig:
 
 def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
     """Build every stage on the meta device, which leaves this process unfit for a GPU; compare."""
-    from bapo_megatron.policy.quiet import ignore_known_warnings
+    from bapo_megatron.policy.megatron_import import import_megatron
 
-    ignore_known_warnings()  # before megatron is imported
+    import_megatron()
     from bapo_megatron.policy.meta_model import stage_parameters
 
     for stage in range(layout.pipeline):

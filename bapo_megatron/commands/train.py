@@ -24,9 +24,9 @@ def command(
         # waits in C++; what rank 0 started ends by itself once rank 0 is gone.
         end_with_parent(signal.SIGKILL)
     run_config = load(config, [*(overrides or []), *(["resume=true"] if resume else [])])
-    from bapo_megatron.policy.quiet import ignore_known_warnings
+    from bapo_megatron.policy.megatron_import import import_megatron
 
-    ignore_known_warnings()  # before megatron is imported
+    import_megatron()
     from bapo_megatron.trainer.checkpointing import how_to_continue
     from bapo_megatron.trainer.loop import train as run_training
 

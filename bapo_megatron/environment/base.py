@@ -5,12 +5,16 @@
 until a step is done. Nothing but the state is kept between two calls.
 """
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from bapo_megatron.data.chat import Message
 from bapo_megatron.errors import RolloutError
+
+if TYPE_CHECKING:
+    from bapo_megatron.data.chat import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,8 @@ def test_a_first_state_must_be_json_too():
 
 def test_a_step_that_hangs_is_ended_at_the_limit_while_others_go_on():
     async def use(environment):
+        both = [environment.step(None, turn_of("fine")) for _ in range(2)]
+        await asyncio.gather(*both)  # both processes are up now
         hanging = asyncio.create_task(environment.step(None, turn_of("hang")))
         others = [await environment.step(None, turn_of("fine")) for _ in range(3)]
         assert not hanging.done()
@@ -156,12 +158,12 @@ def test_a_step_that_hangs_is_ended_at_the_limit_while_others_go_on():
             await hanging
         return raised.value, others, await environment.step(None, turn_of("fine"))
 
-    error, others, after = run("Bad", use, workers=2, step_timeout_s=1.5)
+    error, others, after = run("Bad", use, workers=2, step_timeout_s=3)
 
     assert error.kind == "timeout"
     assert str(error) == (
         f"rollout.environment: {OWN}:Bad.step must return within rollout.episodes.step_timeout_s = "
-        "1.5 s, and did not (prompt 'set:7', turn 0); correct it, raise the limit, or set "
+        "3 s, and did not (prompt 'set:7', turn 0); correct it, raise the limit, or set "
         "rollout.episodes.on_error=zero"
     )
     assert [step.is_done for step in (*others, after)] == [True] * 4

@@ -1,6 +1,9 @@
-"""Hides warnings that tell a user of this project nothing; call it before megatron is imported."""
+"""How a command imports Megatron-core: without noise, and on the CPU without the compiler."""
 
 import warnings
+from unittest import mock
+
+import torch
 
 MESSAGES = (
     r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses
@@ -14,7 +17,15 @@ MESSAGES = (
 )
 
 
-def ignore_known_warnings() -> None:
-    """Add filters for warnings of Megatron-core and of torch about Megatron-core."""
+def import_megatron() -> None:
+    """Import Megatron-core; to be called before any module that imports it.
+
+    Megatron decorates functions with ``torch.compile`` as it is imported, which loads the compiler:
+    a third of a process's start. On a CPU build of torch none of them is called, and they stay as
+    they are.
+    """
     for message in MESSAGES:
         warnings.filterwarnings("ignore", message=message)
+    if torch.version.cuda is None:
+        with mock.patch.object(torch, "compile", lambda function: function):
+            import megatron.core  # noqa: F401
