@@ -32,6 +32,7 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_bounds_prints_the_decision_as_json(tokens: Path) -> None:
     result = run(["bounds", str(tokens), "--preset", "paper", "--json"])
     assert result.returncode == 0, result.stderr
@@ -44,6 +45,7 @@ def test_bounds_prints_the_decision_as_json(tokens: Path) -> None:
     assert report["positive_share"] == pytest.approx(1.5 / 3.7, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_bounds_prints_a_table_for_people(tokens: Path) -> None:
     result = run(["bounds", str(tokens), "--contribution", "gradient"])
     assert result.returncode == 0, result.stderr
@@ -52,6 +54,7 @@ def test_bounds_prints_a_table_for_people(tokens: Path) -> None:
     assert "→" in result.stdout
 
 
+@pytest.mark.slow
 def test_bounds_uses_the_dual_clip_of_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npz"
     np.savez(
@@ -129,6 +132,7 @@ def test_resume_is_an_option_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == [["seed=1", "resume=true"], ["resume=true"], ["seed=1"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -155,6 +159,7 @@ def test_keys_and_their_meaning_can_be_searched_in_a_pipe() -> None:
     assert "Chunks of layers of each stage (interleaved schedule)" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["base.yaml", "demo.yaml", "gsm8k-tiny.yaml", "eval-aime.yaml", "eval-aime-tiny.yaml"]
 )

@@ -20,6 +20,7 @@ MACHINE = {
 }
 
 
+@pytest.mark.slow
 def test_modes_are_compared_by_the_welch_standard_error_and_drawn(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from tests.benchmarks.bench_client import Case, Load, measure
 from tests.benchmarks.bench_connections import time_waves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_incremental", [True, False])
 def test_every_case_receives_tokens_from_its_server(is_incremental: bool) -> None:
     load = Load(requests=4, prompt_tokens=8, response_tokens=30, tokens_per_s=400.0)

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launch import REPOSITORY
+
+pytestmark = pytest.mark.slow
 
 
 def test_both_sides_are_measured_and_reported(tmp_path: Path) -> None:

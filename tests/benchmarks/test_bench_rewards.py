@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.benchmarks.bench_rewards import Load, _report, make_items, measure
 
 
@@ -13,6 +15,7 @@ def test_the_load_has_its_share_of_hostile_answers_in_a_fixed_order() -> None:
     assert items == make_items(load)
 
 
+@pytest.mark.slow
 def test_answers_are_graded_and_counted_while_a_heartbeat_goes_on() -> None:
     load = Load(40, 0.1, 1, 5.0, 2048, 800)
 

@@ -180,6 +180,7 @@ def test_lengths_have_the_stated_mean_and_truncation() -> None:
     assert correlation == pytest.approx(0.5, abs=0.06)
 
 
+@pytest.mark.slow
 def test_the_report_names_every_mode_and_the_figure_is_drawn(tmp_path: Any) -> None:
     names = [mode.name for mode in modes()]
     assert set(TIMES) | set(LENGTHS) <= set(names)

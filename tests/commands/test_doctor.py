@@ -151,6 +151,7 @@ def test_other_versions_than_those_measured_are_named(
     assert found.verdict == verdict
 
 
+@pytest.mark.slow
 def test_the_command_reports_this_machine_as_json() -> None:
     result = run(["doctor", "--json"])
     assert result.returncode == 0, result.stdout + result.stderr

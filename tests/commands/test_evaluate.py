@@ -56,6 +56,7 @@ def samples_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_samples_are_graded_again_without_server_and_configuration(
     samples_file: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_samples_are_graded_again_without_server_and_configuration(
     assert samples_file.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -244,6 +246,7 @@ def _samples(run_dir: Path, year: int) -> list[EvalSample]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_sample(
     aime: Callable[[str, Path], list[str]],

@@ -135,6 +135,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
     config: Path, tmp_path: Path, engine: str
@@ -173,6 +174,7 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
     assert f"{run_dir / 'rollouts'} already holds rollouts; change run_dir" in again.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["generate", str(config), f"run_dir={run_dir}", "rollout.engine=local"]

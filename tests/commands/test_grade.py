@@ -18,6 +18,8 @@ from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import RewardError
 from tests.launch import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 GRADE = [sys.executable, "-m", "bapo_megatron", "grade"]
 HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
 

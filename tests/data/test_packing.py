@@ -125,6 +125,7 @@ def test_interleaved_stages_get_whole_rounds_of_micro_batches():
     assert plan.slots == 4 + 4 + 4 + 2
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=40),

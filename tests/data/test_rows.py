@@ -309,6 +309,7 @@ def test_only_the_columns_that_are_named_stay_in_memory(tmp_path, load):
     assert load(path, row_columns=())[0].row == {}
 
 
+@pytest.mark.slow
 def test_gsm8k_answers_are_the_final_numbers(shared_data, load):
     prompts = load(shared_data / "gsm8k_test.jsonl")
 

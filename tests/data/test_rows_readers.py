@@ -141,6 +141,7 @@ def test_a_parquet_file_that_is_damaged_within_is_refused_on_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_set_of_the_hub_is_loaded_once_and_then_read_without_a_network(tmp_path):
     with FakeHub(
         {"acme/sums": {"data/train.jsonl": [GSM8K] * 3, "data/test.jsonl": [GSM8K]}}

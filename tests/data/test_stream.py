@@ -98,6 +98,7 @@ def test_a_mixture_resumed_after_any_draws_equals_the_uninterrupted_one(
     assert drawn == uninterrupted
 
 
+@pytest.mark.slow
 @given(mixtures)
 @settings(max_examples=150, deadline=None)
 def test_after_every_draw_each_set_is_less_than_one_prompt_from_its_share(sets):

@@ -107,6 +107,7 @@ def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
     play(case, ask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_tokens_logprobs_and_versions_come_in_pieces_and_belong_together(
     case: Case, temperature: float
@@ -173,6 +174,7 @@ def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(case:
     play(case, abort_and_continue)
 
 
+@pytest.mark.slow
 @EACH_PAUSE
 def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: PauseMode) -> None:
     async def pause(engine: Engine) -> None:
@@ -266,6 +268,7 @@ def test_requests_that_are_given_up_end_with_the_reason(case: Case) -> None:
     play(case, give_up)
 
 
+@pytest.mark.slow
 def test_new_weights_are_used_and_tokens_have_their_version(
     case: Case, model_dir: Path, changed_dir: Path
 ) -> None:

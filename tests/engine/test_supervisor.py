@@ -189,6 +189,7 @@ def test_a_server_that_does_not_get_ready_in_time_is_an_error(fate: Path) -> Non
     supervise(fate, use, server={"start_timeout_s": 0.5})
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_is_started_again_after_pauses(
     fate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,6 +222,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert restart_wait_s(10_000, max_s=60) == 60
 
 
+@pytest.mark.slow
 def test_after_a_while_without_failure_a_server_is_started_again_at_once(
     fate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,6 +238,7 @@ def test_after_a_while_without_failure_a_server_is_started_again_at_once(
     supervise(fate, use)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_killed_and_started_again(
     fate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_server_that_hangs_is_killed_and_started_again(
     supervise(fate, use, health={"timeout_s": 0.5})
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_meanwhile_is_waited_for(
     fate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_first_state_must_be_json_too():
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_at_the_limit_while_others_go_on():
     async def use(environment):
         both = [environment.step(None, turn_of("fine")) for _ in range(2)]
@@ -204,6 +205,7 @@ def test_what_an_environment_prints_or_reads_does_not_disturb_the_messages(capfd
     assert "printed by an environment" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -51,6 +51,7 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(16, 1, 4) == 0.25
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(SAMPLES, st.data())
 def test_maj_at_k_is_the_mean_vote_over_all_subsets(samples, data):
@@ -84,6 +85,7 @@ def test_maj_at_1_is_the_share_of_right_samples_with_an_answer():
     assert majority_at_k(6, clusters, 1) == pytest.approx(2 / 6, abs=1e-15)
 
 
+@pytest.mark.slow
 def test_large_numbers_of_samples_stay_probabilities():
     # All 1000 answers differ: every vote is a tie, right as often as a single sample.
     clusters = candidates(range(1000), [1.0] * 250 + [0.0] * 750)

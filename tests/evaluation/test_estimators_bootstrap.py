@@ -17,6 +17,7 @@ def scores_of(rng: np.random.Generator, num_problems: int) -> np.ndarray:
     return rng.binomial(SAMPLES, rng.beta(0.5, 0.5, num_problems)) / SAMPLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_problems", "low", "high"), [(5, 0.78, 0.92), (10, 0.88, 0.97), (30, 0.91, 0.98)]
 )

@@ -45,6 +45,7 @@ def test_a_problem_whose_comparisons_are_slow_stops_comparing(monkeypatch: pytes
     assert pool.num_calls == 4
 
 
+@pytest.mark.slow
 def test_the_math_reward_s_own_workers_find_equal_values_of_several_problems():
     async def count() -> list[tuple[tuple[int, ...], int]]:
         async with RewardPool(workers=1, timeout_s=20) as pool:

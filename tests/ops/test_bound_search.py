@@ -64,6 +64,7 @@ def random_rule(rng: np.random.Generator) -> Rule:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_the_decision_equals_exact_arithmetic_on_random_and_edge_batches(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -87,6 +88,7 @@ def test_every_candidate_holds_the_exact_sums() -> None:
             assert (pair.positive, pair.negative) == tuple(units / 2**48 for units in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["share", "ratio"])
 def test_exact_ties_pass_as_in_exact_arithmetic(measure: str) -> None:
     rng = np.random.default_rng(11)
@@ -110,6 +112,7 @@ token = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(token, max_size=12),
     contribution=st.sampled_from(["surrogate", "gradient"]),
@@ -151,6 +154,7 @@ def test_the_decision_equals_the_float64_loop_away_from_the_target(seed: int) ->
     assert compared >= 95
 
 
+@pytest.mark.slow
 def test_the_recipe_equals_the_released_loop_outside_its_margin() -> None:
     rng = np.random.default_rng(5)
     rule = paper_rule(order="lower_first", measure="ratio", target=1.0)

@@ -32,6 +32,7 @@ def paper_grid(**changes: object) -> extension.ClipGrid:
 
 
 class TestContributions:
+    @pytest.mark.slow
     @pytest.mark.parametrize("weight", ["uniform", "behaviour_prob"])
     @pytest.mark.parametrize("num_tokens", [*EDGE_TOKENS, 4097])
     @pytest.mark.parametrize("dual_clip", [None, 3.0])

@@ -107,6 +107,7 @@ def test_a_million_tokens_at_the_limits_do_not_overflow(advantage: float, measur
     assert signed == num_tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -15,6 +15,7 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from tests.planning.cases import MODELS, PARAMETERS, layout_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_every_chunk_of_every_stage_has_the_parameters_that_megatron_builds(
     case: str, measured: dict[str, Any]

@@ -156,6 +156,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(
         assert "\n" not in error
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_wrote_or_why_not(models: dict[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "megatron"
     result = run(["convert", str(models["qwen3"]), str(target), "--dtype", "bfloat16"])

@@ -21,6 +21,7 @@ def run(code: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_importing_the_policy_leaves_torch_as_it_is() -> None:
     out = run(
         "import torch; before = torch.cuda.current_device, torch.cuda.manual_seed\n"
@@ -32,6 +33,7 @@ def test_importing_the_policy_leaves_torch_as_it_is() -> None:
     assert out.split("\n")[:2] == ["True", "no cuda"]
 
 
+@pytest.mark.slow
 def test_installed_shims_put_cuda_tensors_on_the_cpu_and_seed_its_generator() -> None:
     out = run(
         "import torch\n"

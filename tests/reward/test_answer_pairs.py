@@ -38,6 +38,7 @@ def test_the_set_is_large_and_varied():
     assert len({pair["category"] for pair in PAIRS}) >= 25
 
 
+@pytest.mark.slow
 def test_every_pair_is_graded_right_or_is_a_known_limit(scores):
     wrong = [
         (pair["category"], pair["answer"], pair["response"], score.reason)

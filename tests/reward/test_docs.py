@@ -57,6 +57,7 @@ def test_the_function_of_the_page_works(tmp_path, monkeypatch):
     assert given.components == {"math": 1.0, "style": 1.0}
 
 
+@pytest.mark.slow
 def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_path, monkeypatch):
     source = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)[1]
     (tmp_path / "my_groups.py").write_text(source)
@@ -85,6 +86,7 @@ def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_
     assert given[1].components == {"math": 1.0, "shortest": 1.0}
 
 
+@pytest.mark.slow
 def test_short_answers_are_worth_more():
     config = config_in(EXAMPLES / "short_answers.py")
 

@@ -83,6 +83,7 @@ def peak_of(worker):
     return int(found[1]) if found else None
 
 
+@pytest.mark.slow
 def test_no_hostile_answer_earns_anything(outcomes):
     scores = {name: score for name, (score, _, _) in outcomes[0].items()}
 
@@ -97,6 +98,7 @@ def test_every_hostile_answer_takes_a_bounded_time(outcomes):
     assert slow == {}
 
 
+@pytest.mark.slow
 def test_few_hostile_answers_need_the_hard_limit(outcomes):
     killed = {name: cpu_s for name, (score, _, cpu_s) in outcomes[0].items() if score.timed_out}
     # A worker that had to share its processor was killed too early: it may use as much as it would

@@ -103,6 +103,7 @@ def test_an_answer_in_a_sentence_is_compared_by_its_value():
     assert grade_math_answer("The answer is 19 dollars.", "18").reward == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
 def test_every_gsm8k_solution_grades_its_own_answer_and_no_other(shared_data, name):
     solutions = [
@@ -208,6 +209,7 @@ def test_fractions_are_right_if_and_only_if_they_are_equal(top, bottom, other_to
         assert score.reward == float(is_equal)
 
 
+@pytest.mark.slow
 @_FAST
 @given(st.text(max_size=60), st.text(max_size=20))
 def test_any_text_has_a_score_and_the_same_one_again(response, reference):
@@ -217,6 +219,7 @@ def test_any_text_has_a_score_and_the_same_one_again(response, reference):
         assert score == grade_math_answer(text, reference)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=5, unique=True), st.randoms())
 def test_sets_are_equal_in_any_order_and_points_in_one_order(numbers, random):

@@ -58,6 +58,7 @@ def test_answers_are_graded_concurrently_and_closing_leaves_no_process():
     assert children() == set()
 
 
+@pytest.mark.slow
 def test_a_hanging_answer_scores_zero_and_its_worker_is_replaced():
     async def grade():
         async with RewardPool(workers=1, timeout_s=0.5) as pool:
@@ -132,6 +133,7 @@ def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_t
     asyncio.run(grade())
 
 
+@pytest.mark.slow
 def test_an_answer_that_needs_too_much_memory_does_not_break_the_pool():
     async def grade():
         async with RewardPool(workers=1, timeout_s=60, memory_limit_mb=256) as pool:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     Open = Callable[[RunConfig], CollectorClient]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def open_client() -> Iterator[Open]:

@@ -25,6 +25,7 @@ def with_rewards(config: RunConfig, **reward: Any) -> RunConfig:
     return RunConfig.model_validate({**config.model_dump(mode="json"), "reward": reward})
 
 
+@pytest.mark.slow
 def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_path: Path) -> None:
     with FakeSglang(stop_at=20) as fake:
         config = with_rewards(

@@ -47,6 +47,7 @@ def test_a_request_without_tokens_for_too_long_goes_elsewhere() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_for_its_turn_while_others_get_tokens_is_left_alone() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}, token_interval_s=0.05) as fake:

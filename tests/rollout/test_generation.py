@@ -252,6 +252,7 @@ def test_a_state_with_other_group_sizes_or_longer_samples_is_refused() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_grading_does_not_hold_up_generation() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:

@@ -139,6 +139,7 @@ def test_a_new_version_of_the_pool_leaves_the_servers_stale() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_all_servers_lost_is_an_error_that_names_each_and_why() -> None:
     async def run() -> str:
         with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
@@ -277,6 +278,7 @@ def test_drain_ends_although_a_server_hangs_or_ignores_aborts() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) -> None:
     async def run() -> None:

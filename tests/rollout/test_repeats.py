@@ -13,6 +13,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.reward.base import Response
     from bapo_megatron.types import RolloutBatch
+
+pytestmark = pytest.mark.slow
 
 TOTAL_STEPS, UPDATES = 5, 2
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -432,9 +433,9 @@ def check_tokens(sample: Sample) -> None:
     np.testing.assert_array_equal(sample.behaviour_logprobs, expected)
 
 
-TestRolloutInvariants = RolloutMachine.TestCase
+TestRolloutInvariants = pytest.mark.slow(RolloutMachine.TestCase)
 TestRolloutInvariants.settings = settings(
-    max_examples=1500,
+    max_examples=750,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -22,6 +22,7 @@ def test_learning_rate_rises_linearly_and_falls_along_a_cosine():
     assert rates == pytest.approx([0.4, 0.8, 0.682843, 0.4, 0.117157], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_thirty_steps_lower_the_loss_and_the_thread_count_comes_back():
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)

@@ -16,6 +16,8 @@ from tests.trainer.dumps import write_dumps
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def _first_line(arguments: list[str]) -> tuple[int, str]:
     result = run(["train", *arguments])

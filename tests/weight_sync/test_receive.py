@@ -179,6 +179,7 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
     assert [server.version for server in servers] == ["2", "2"]
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
     servers: list[FakeWeightServer],
 ) -> None:
@@ -195,6 +196,7 @@ def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
     run_sync(servers, use, weight_sync={"timeout_s": 6})
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
     servers: list[FakeWeightServer],
 ) -> None:
@@ -309,6 +311,7 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
     run_sync(servers, use)
 
 
+@pytest.mark.slow
 def test_a_slow_server_loads_on_while_another_one_refuses(
     servers: list[FakeWeightServer],
 ) -> None:

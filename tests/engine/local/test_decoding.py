@@ -40,6 +40,7 @@ def _assert_equal(one: list[Completion], other: list[Completion]) -> None:
         assert first.finish_reason is second.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rows", [8, 16, 256])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_logprobs_are_those_of_transformers(
@@ -56,6 +57,7 @@ def test_logprobs_are_those_of_transformers(
     assert sum(len(completion.token_ids) for completion in completions) > 300
 
 
+@pytest.mark.slow
 def test_width_grows_and_rows_become_fewer_while_long_responses_go_on(model_dir: Path) -> None:
     requests = [
         *ragged_requests(40, max_new_tokens=12),
@@ -123,6 +125,7 @@ def test_the_length_of_bursts_changes_no_bit(model_dir: Path, burst: int) -> Non
     _assert_equal(in_eights, other)
 
 
+@pytest.mark.slow
 def test_other_company_changes_log_probs_by_rounding_only(model_dir: Path) -> None:
     requests = ragged_requests(24)
     together = use_engine(model_dir, lambda engine: complete(engine, *requests))

@@ -118,6 +118,7 @@ def _assert_of(directory: Path, completion: Completion, prompt: list[int] = PROM
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_directory_is_loaded(model_dir: Path, changed_dir: Path) -> None:
     async def use(engine: LocalEngine) -> list[Completion]:
         before = await complete(engine, request(PROMPT, LONG))

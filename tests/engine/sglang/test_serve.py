@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., subprocess.Popen[str]]
 
+pytestmark = pytest.mark.slow
+
 WITH_FAKE_SERVERS = """
 from bapo_megatron.engine.sglang import server as sglang_server
 sglang_server.LAUNCHER = "tests.fakes.fake_launcher"
