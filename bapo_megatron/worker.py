@@ -66,18 +66,19 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
     try:
         handler = build(*arguments)
     except LoadError as error:
-        _send(output, {"error": str(error)})
+        _send(output, _encoded({"error": str(error)}))
         return
-    _send(output, {"ready": handler.facts})
+    _send(output, _encoded({"ready": handler.facts}))
     for line in requests:
         request = json.loads(line)
-        try:
-            _send(output, {"result": handler.answer(request)})
+        try:  # not around the sending: a part of a line must not be followed by another one
+            reply = _encoded({"result": handler.answer(request)})
         except MemoryError:
             # The parent ends this process: its heap is not to be trusted.
-            _send(output, {"memory": True})
+            reply = _encoded({"memory": True})
         except Exception as error:  # noqa: BLE001 - sent to the parent
-            _send(output, {"error": shown(error, _MAX_ERROR)})
+            reply = _encoded({"error": shown(error, _MAX_ERROR)})
+        _send(output, reply)
 
 
 def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
@@ -89,8 +90,12 @@ def settled(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
     return loop.run_until_complete(wait()) if inspect.isawaitable(result) else result
 
 
-def _send(output: BinaryIO, message: dict[str, Any]) -> None:
-    output.write(json.dumps(message).encode() + b"\n")
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _send(output: BinaryIO, line: bytes) -> None:
+    output.write(line)
     output.flush()
 
 

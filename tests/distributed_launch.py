@@ -24,7 +24,7 @@ MAX_LAYOUTS = 16
 
 # Ranks are forks of a process that has imported Megatron and has done nothing else.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["bapo_megatron.trainer.run"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_ranks(
@@ -62,15 +62,20 @@ def run_to_exit(
     ]
     ports = [store.port for store in stores]
     ranks = [
-        _CONTEXT.Process(target=_rank_main, args=(function, rank, num_ranks, ports, scratch, args))
+        start_fork(_rank_main, function, rank, num_ranks, ports, scratch, args)
         for rank in range(num_ranks)
     ]
-    # Read when the server of forks imports torch, before a main function could set them.
-    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
-        for process in ranks:
-            process.start()
     _wait(ranks, timeout_s)
     return [process.exitcode for process in ranks]
+
+
+def start_fork(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a process that calls ``function``, which lives in a module, with Megatron imported."""
+    process = _CONTEXT.Process(target=function, args=args)
+    # Read when the server of forks imports torch, before a main function could set them.
+    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+        process.start()
+    return process
 
 
 def take_port() -> None:

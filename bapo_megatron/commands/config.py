@@ -12,7 +12,7 @@ from rich.table import Table
 from bapo_megatron.commands.options import OverridesArgument, load
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import dump_yaml
-from bapo_megatron.engine.load import check_training
+from bapo_megatron.trainer.check import check_training
 
 
 def command(

@@ -115,13 +115,19 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
     return hf_config
 
 
+def _count(hf_config: dict[str, Any], name: str) -> int:
+    """A field of config.json, 0 where it is none or no integer: its reader refuses it by name."""
+    value = hf_config.get(name)
+    return value if isinstance(value, int) else 0
+
+
 def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
     """Check that ``tensor_size``, the value of ``key``, divides the model's heads."""
     for name, what in (
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key/value heads"),
     ):
-        heads = hf_config.get(name) or 0
+        heads = _count(hf_config, name)
         if heads % tensor_size:
             raise ConfigError(
                 f"{key}: must divide the model's {heads} {what}, got {tensor_size}; "
@@ -131,7 +137,7 @@ def check_heads(hf_config: dict[str, Any], key: str, tensor_size: int) -> None:
 
 def check_layers(hf_config: dict[str, Any], parallel: ParallelConfig) -> None:
     """Check that the layers of ``config.json`` can be divided over stages and chunks."""
-    layers = hf_config.get("num_hidden_layers") or 0
+    layers = _count(hf_config, "num_hidden_layers")
     parts = parallel.pipeline * parallel.virtual_pipeline
     if layers % parts:
         raise ConfigError(
@@ -158,7 +164,7 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
             "megatron.activation_offload_layers: needs parallel.pipeline = 1, got "
             f"{parallel.pipeline}; set one of them to its default"
         )
-    layers = hf_config.get("num_hidden_layers")
+    layers = _count(hf_config, "num_hidden_layers")
     if layers and offloaded >= layers:
         raise ConfigError(
             f"megatron.activation_offload_layers: must be below the model's {layers} layers, got "
@@ -271,9 +277,9 @@ def _check_positions(
     hf_config: dict[str, Any], config: RunConfig, section: str, max_response_tokens: int
 ) -> None:
     """Every sequence that generation may produce fits the model's positions."""
-    limit = hf_config.get("max_position_embeddings")
+    limit = _count(hf_config, "max_position_embeddings")
     prompt = config.data.max_prompt_tokens
-    if limit is not None and prompt + max_response_tokens > limit:
+    if limit and prompt + max_response_tokens > limit:
         raise ConfigError(
             f"{section}.max_response_tokens: must leave room for data.max_prompt_tokens = "
             f"{prompt} in the model's {limit} positions, got {max_response_tokens}; "

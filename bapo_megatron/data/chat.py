@@ -97,7 +97,7 @@ class ChatRenderer:
                 f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
                 f"{error.message}; correct it"
             ) from error
-        except jinja2.TemplateError:
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError):
             pass  # it may refuse this conversation and accept those of the data
 
     @property

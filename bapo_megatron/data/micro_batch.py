@@ -54,22 +54,12 @@ def build_micro_batch(
     """
     chosen = [samples[i] for i in sample_indices]
     index_S = np.asarray(sample_indices, dtype=np.int64)
-    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
-    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
-    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
-    offset_S = np.cumsum(slots_S) - slots_S
-    used = int(slots_S.sum())
-    token_ids_N = np.zeros(rules.padded_total(used), dtype=np.int64)
-    for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
-        ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
-        token_ids_N[offset : offset + len(ids)] = ids
-    if len(token_ids_N) > used:
-        slots_S = np.append(slots_S, len(token_ids_N) - used)
+    token_ids_N, slots_S, first_row_S = _lay_out(chosen, rules)
     sampled_S = np.array([s.num_sampled for s in chosen], dtype=np.int64)
-    position_T = _ranges(response_S)
+    position_T = _ranges(np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64))
     if any(s.written for s in chosen):
         position_T = position_T[np.concatenate([s.loss_mask for s in chosen])]
-    rows_T = np.repeat(offset_S + prompt_S - 1, sampled_S) + position_T
+    rows_T = np.repeat(first_row_S, sampled_S) + position_T
     mask_T, trained_S = torch.ones(len(rows_T), dtype=torch.float32), sampled_S
     if masks_B is not None:
         masks_S = [masks_B[i] for i in sample_indices]
@@ -98,6 +88,28 @@ def build_micro_batch(
         position_T=torch.from_numpy(position_T),
         version_T=_tensor([token_versions(s.versions) for s in chosen], np.int64),
     )
+
+
+def _lay_out(
+    chosen: Sequence[Sample], rules: PackingRules
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Put sequences one behind the other.
+
+    Returns the token ids [N], the positions of each sequence [S], with the padding at the end as
+    one more, and the row that predicts the first response token of each sample.
+    """
+    prompt_S = np.array([len(s.prompt.token_ids) for s in chosen], dtype=np.int64)
+    response_S = np.array([len(s.response_token_ids) for s in chosen], dtype=np.int64)
+    slots_S = np.array([rules.slots(n) for n in (prompt_S + response_S).tolist()], dtype=np.int64)
+    offset_S = np.cumsum(slots_S) - slots_S
+    used = int(slots_S.sum())
+    token_ids_N = np.zeros(rules.padded_total(used), dtype=np.int64)
+    for offset, sample in zip(offset_S.tolist(), chosen, strict=True):
+        ids = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
+        token_ids_N[offset : offset + len(ids)] = ids
+    if len(token_ids_N) > used:
+        slots_S = np.append(slots_S, len(token_ids_N) - used)
+    return token_ids_N, slots_S, offset_S + prompt_S - 1
 
 
 def _tensor(parts: Sequence[ArrayLike], dtype: type) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
-from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import ENGINES
 from bapo_megatron.names import LoadError, load_named
@@ -53,16 +52,3 @@ def load_kind(name: str) -> EngineKind:
         return cast("EngineKind", load_named(path)())
     except LoadError as error:
         raise ConfigError(f"rollout.engine: {error}") from error
-
-
-def check_training(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
-    """Check what training needs, before anything is started; arguments as of ``check_config``."""
-    from bapo_megatron.algorithm.advantage import Advantages  # imports torch
-    from bapo_megatron.algorithm.load_objective import load_objective
-
-    check_config(config, world_size, owns_files=owns_files)
-    if owns_files and config.replay.dumps is None:
-        load_kind(config.rollout.engine).check(config)
-    # ``LossStage`` loads the objective again, for its device and kernels.
-    load_objective(config.algorithm)
-    Advantages(config.algorithm.advantage)

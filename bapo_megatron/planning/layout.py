@@ -4,7 +4,6 @@ Parameters are counted exactly: they are those of the model that Megatron builds
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -119,9 +118,11 @@ def possible_layouts(hf: HfConfig, gpus: int, *, node_gpus: int, max_data: int) 
             continue
         for virtual in range(1, MAX_VIRTUAL + 1 if pipeline > 1 else 2):
             layout = Layout(tensor, tensor > 1, pipeline, virtual, context, data)
-            with suppress(ValueError):  # the model cannot be divided so
+            try:
                 check_division(hf, layout.parallel)
-                yield layout
+            except ValueError:  # the model cannot be divided so
+                continue
+            yield layout
 
 
 def layer_parameters(hf: HfConfig, tensor: int) -> int:

@@ -47,8 +47,14 @@ METADATA = {
 }
 
 LOAD_ERRORS = (
-    *(CheckpointException, CheckpointingException),  # torch's, a BaseException, and Megatron's
-    *(RuntimeError, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError),
+    CheckpointException,  # torch's, a BaseException
+    CheckpointingException,  # Megatron's
+    RuntimeError,
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    pickle.UnpicklingError,
 )
 
 

@@ -142,8 +142,9 @@ def to_shard(
         whole = torch.cat([whole, whole.new_zeros(padding, hf.hidden_size)])
     elif len(tensors) > 1:
         num_groups = _num_groups(weight, hf, size)
-        by_group = [tensor.unflatten(0, (num_groups, -1)) for tensor in tensors]
-        whole = torch.cat(by_group, dim=1).flatten(0, 1)
+        # Cut before they are joined: a rank has no room to spare for the parts of the others.
+        own = [tensor.unflatten(0, (num_groups, -1)).chunk(size)[rank] for tensor in tensors]
+        return torch.cat(own, dim=1).flatten(0, 1)
     return whole if weight.axis is None else whole.chunk(size, weight.axis)[rank]
 
 

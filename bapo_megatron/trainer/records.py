@@ -184,10 +184,11 @@ class Numbers:
                 f"algorithm.objective: it reports '{min(taken)}', a metric of the trainer; choose "
                 "another name"
             )
-        self._counts, self._sums = (
-            {name: v for name, v in kind.items() if corrects or not name.startswith("correct")}
-            for kind in (COUNTS, SUMS)
-        )
+
+        def measured(values: dict[str, Value]) -> dict[str, Value]:
+            return {n: v for n, v in values.items() if corrects or not n.startswith("correct")}
+
+        self._counts, self._sums = measured(COUNTS), measured(SUMS)
         self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
         self._report_names = tuple(report_names)
         reports = (f"{_REPORT}{name}" for name in report_names)

@@ -24,7 +24,6 @@ from bapo_megatron.distributed import (
     init_distributed,
     shutdown_distributed,
 )
-from bapo_megatron.engine.load import check_training
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
@@ -37,6 +36,7 @@ from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
+from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump

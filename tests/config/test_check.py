@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -347,6 +348,14 @@ def test_a_broken_model_configuration_is_refused(check, text, message):
 
     with pytest.raises(ConfigError, match=rf"model\.path: 'model/config\.json' .*{message}"):
         check()
+
+
+def test_numbers_of_the_model_that_are_texts_are_left_to_its_reader(check):
+    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    Path("model/config.json").write_text(json.dumps(dict.fromkeys(names, "6")))
+
+    check("parallel.tensor=2", "parallel.pipeline=2", world_size=4)
+    check("megatron.activation_offload_layers=1")
 
 
 def test_a_token_of_a_service_must_be_in_its_variable(monkeypatch):

@@ -1,0 +1,8 @@
+"""What forked processes have imported when they begin: Megatron, as the commands import it."""
+
+from bapo_megatron.policy.megatron_import import import_megatron
+
+import_megatron()
+
+import bapo_megatron.cli  # noqa: E402
+import bapo_megatron.trainer.loop  # noqa: E402, F401
