@@ -24,13 +24,15 @@ CHAT_TEMPLATE = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that start servers or several processes, and other slow ones, come first.
+    """Modules with more of these marks come first.
 
     Workers take whole modules (``--dist loadscope``); a long one at the end would run alone.
     """
-    marks = ("sglang", "distributed", "slow")
-    long = {item.path for item in items if any(map(item.get_closest_marker, marks))}
-    items.sort(key=lambda item: item.path not in long)
+    marks = {path: set[str]() for path in {item.path for item in items}}
+    for item in items:
+        names = {mark.name for mark in item.iter_markers()}
+        marks[item.path] |= names & {"sglang", "distributed", "slow"}
+    items.sort(key=lambda item: -len(marks[item.path]))
 
 
 @pytest.fixture(scope="session")

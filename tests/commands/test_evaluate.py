@@ -171,14 +171,14 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
         evaluate_model(hotter)
 
 
-NUM_SAMPLES = 60 * 16
+NUM_SAMPLES = 60 * 8
 
 
 @pytest.fixture(scope="module")
 def aime(
     tmp_path_factory: pytest.TempPathFactory, shared_data: Path, random_model: Path
 ) -> Callable[[str, Path], list[str]]:
-    """Arguments of ``eval``: AIME 2024 and 2025, 16 samples each, of a random model."""
+    """Arguments of ``eval``: AIME 2024 and 2025, 8 samples each, of a random model."""
     path = tmp_path_factory.mktemp("aime") / "aime.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -196,7 +196,7 @@ def aime(
                         }
                         for year in (24, 25)
                     ],
-                    "samples_per_prompt": 16,
+                    "samples_per_prompt": 8,
                     "temperature": 0.6,
                     "max_response_tokens": 6,
                 },
@@ -279,19 +279,19 @@ def test_an_evaluation_that_is_killed_goes_on_without_losing_or_repeating_a_samp
     for year in (24, 25):
         samples = _samples(run_dir, year)
         assert [each.key for each in samples] == sorted(
-            (f"aime{year}.parquet:{row}", index) for row in range(30) for index in range(16)
+            (f"aime{year}.parquet:{row}", index) for row in range(30) for index in range(8)
         )
     results = json.loads((run_dir / "eval.json").read_text())
     assert [entry["name"] for entry in results] == ["aime24", "aime25"]
     for entry in results:
-        assert (entry["num_prompts"], entry["samples_per_prompt"]) == (30, 16)
+        assert (entry["num_prompts"], entry["samples_per_prompt"]) == (30, 8)
         assert [score["name"] for score in entry["scores"]] == [
-            "avg@16",
+            "avg@8",
             "pass@1",
             "pass@4",
-            "pass@16",
+            "pass@8",
             "maj@4",
-            "maj@16",
+            "maj@8",
         ]
         assert entry["wall_s"] > 0
 

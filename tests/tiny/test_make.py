@@ -126,10 +126,12 @@ def sample_answers(model_dir: Path, problems: list[dict[str, str]]) -> tuple[lis
         ids = tokenizer([f"<bos><|user|>{row['prompt']}<|assistant|>" for row in chosen])
         ids_BS = torch.tensor(ids["input_ids"])
         prompt_length = ids_BS.shape[1]
+        new_ids, cache = ids_BS, None
         for _ in range(80):
-            probabilities = model(ids_BS).logits[:, -1].softmax(-1)
-            drawn = torch.multinomial(probabilities, 1, generator=generator)
-            ids_BS = torch.cat((ids_BS, drawn), dim=1)
+            output = model(new_ids, past_key_values=cache, use_cache=True)
+            cache, probabilities = output.past_key_values, output.logits[:, -1].softmax(-1)
+            new_ids = torch.multinomial(probabilities, 1, generator=generator)
+            ids_BS = torch.cat((ids_BS, new_ids), dim=1)
         for row, response in zip(chosen, ids_BS[:, prompt_length:], strict=True):
             text, end, _ = tokenizer.decode(response).partition("<eos>")
             texts.append(text + end)

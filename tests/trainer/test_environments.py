@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.types import RolloutBatch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SEED, STEPS, LONGEST = 7, 4, 32
 MODULE = r'''
@@ -412,7 +412,9 @@ def test_a_server_continues_episodes_of_earlier_weights(
     settings["rollout"] |= {
         "engine": "sglang",
         "async_steps": 0,
-        "oversample_groups": 8,  # most are unfinished when four groups are complete
+        # The others begin as these end: some are unfinished when four groups are complete.
+        "oversample_groups": 8,
+        "max_connections": 12,
         "max_response_tokens": 120,
         "stream_tokens": 2,
         "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},

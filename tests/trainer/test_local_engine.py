@@ -20,7 +20,7 @@ from tests.trainer.chaos import steps, wait_for
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 5
 TIMES = re.compile("time/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 OWN = "tests.algorithm.own_objectives"
 ALGORITHMS: dict[str, dict[str, Any]] = {

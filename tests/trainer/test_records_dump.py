@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COLUMNS = ["logprob", "behaviour_logprob", "advantage", "entropy", "mask"]
 LAYOUTS = {
