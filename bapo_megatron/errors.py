@@ -5,6 +5,10 @@ class RolloutError(RuntimeError):
     """Generation failed and cannot go on; the message is one line that says what to do."""
 
 
+class RefusedError(RolloutError):
+    """A server refuses a call: a setting is wrong, and every server would refuse it."""
+
+
 class ServerError(RolloutError):
     """One server failed; others may go on."""
 

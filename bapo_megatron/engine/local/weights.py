@@ -55,7 +55,8 @@ class LocalWeights:
         """Do nothing."""
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
-        """See ``WeightControl``."""
+        """See ``WeightControl``; the group of a push that was broken off is left."""
+        self.close()
         self._group = await _in_thread(
             lambda: join_group(place, timeout_s, timeout_s), "join the group", timeout_s
         )

@@ -37,9 +37,10 @@ from bapo_megatron.engine.sglang.convention import check_temperature_convention,
 from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
+from bapo_megatron.engine.sglang.stream import EventReader, StreamParser
 from bapo_megatron.errors import (
     BrokenConnectionError,
+    RefusedError,
     RolloutError,
     ServerError,
     ServerGoneError,
@@ -114,7 +115,7 @@ class SglangClient:
             del self._in_flight[rid]
         if parser.is_finished:
             return
-        if isinstance(cause, TimeoutError):
+        if flight.scope.expired():
             raise ServerGoneError(
                 f"{self.address}: {flight.reason} (request: {request.label})"
             ) from cause

@@ -8,8 +8,13 @@ from typing import Any
 import httpx
 
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.engine.sglang.stream import RefusedError
-from bapo_megatron.errors import BrokenConnectionError, ServerError, ServerGoneError, describe_cause
+from bapo_megatron.errors import (
+    BrokenConnectionError,
+    RefusedError,
+    ServerError,
+    ServerGoneError,
+    describe_cause,
+)
 
 _BACKOFFS_S = (0.25, 0.5, 1.0)
 _CONNECT_TIMEOUT_S = 10.0

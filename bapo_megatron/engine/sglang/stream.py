@@ -24,15 +24,11 @@ import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion, GenerateRequest, join
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RefusedError
 from bapo_megatron.types import FinishReason, VersionSpan
 
 _MAX_EVENT_BYTES = 64 << 20
 _END = b"[DONE]"
-
-
-class RefusedError(RolloutError):
-    """The server refuses the request: a setting is wrong, and every server would refuse it."""
 
 
 class EventReader:

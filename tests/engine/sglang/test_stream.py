@@ -9,7 +9,8 @@ import pytest
 
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
-from bapo_megatron.engine.sglang.stream import EventReader, RefusedError, StreamParser
+from bapo_megatron.engine.sglang.stream import EventReader, StreamParser
+from bapo_megatron.errors import RefusedError
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
