@@ -1,0 +1,168 @@
+"""Episodes whose tokens and answers a test decides, one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.environment.base import Step
+from bapo_megatron.reward.base import Score
+from bapo_megatron.rollout.buffer import RolloutBuffer, buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.episodes import Episodes, Interaction
+from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.types import FinishReason, Prompt
+from tests.fakes.fake_pool import WRITTEN, FakePool
+from tests.fakes.scripted_environment import ScriptedEnvironment
+from tests.rollout.batching_setup import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bapo_megatron.environment.base import Task, Turn
+    from bapo_megatron.reward.base import Response
+    from bapo_megatron.rollout.buffer import PendingSample
+    from bapo_megatron.rollout.pool import EnginePool
+
+PROMPT = Prompt("p:0", (1, 2), "7", "What?", "p", {"level": 3})
+MAX_TOKENS = 40
+ABORT = WeightSyncConfig(in_flight="abort")
+
+
+class Renderer:
+    """Its text is the list of ids; a message becomes as many tokens as its content has letters."""
+
+    vocab_size = 2000
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+    def continuation(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        letters = "".join(message["content"] for message in messages)
+        if letters == "refused":
+            raise ValueError("is refused by the chat template (no such role)")
+        return tuple(range(WRITTEN + 500, WRITTEN + 500 + len(letters)))
+
+
+class CountingRewards:
+    """Half a point for each token of the last turn; with a group, one more for the best."""
+
+    def __init__(self) -> None:
+        self.responses: list[Response] = []
+        """What ``score`` was asked."""
+        self.groups: list[list[Response]] = []
+        """What ``score_group`` was asked."""
+        self.held: asyncio.Event | None = None
+        """Groups wait for it."""
+
+    async def score(self, response: Response) -> Score:
+        self.responses.append(response)
+        if response.sample.finish_reason == "environment":
+            return Score(0.0, answer_found=False)
+        return Score(len(response.text.split()) / 2, components={"length": 1.0})
+
+    async def score_group(
+        self, responses: Sequence[Response], scores: Sequence[Score]
+    ) -> list[Score]:
+        self.groups.append(list(responses))
+        if self.held is not None:
+            await self.held.wait()
+        best = max(score.reward for score in scores)
+        return [
+            Score(score.reward + (score.reward == best), answer_found=score.answer_found)
+            for score in scores
+        ]
+
+
+class Setup:
+    """A group of episodes, each with an environment that follows a script."""
+
+    def __init__(
+        self,
+        answer: Callable[[Any, Turn], Step],
+        *,
+        begin: Callable[[Task], Any] = lambda task: [],
+        num_samples: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        state: str | None = None,
+        version: int = 0,
+        sees_groups: bool = False,
+        pool: EnginePool | None = None,
+        **episodes: Any,
+    ) -> None:
+        self.environment = ScriptedEnvironment(answer, begin)
+        self.environment.waits = True
+        self.pool: Any = FakePool(version) if pool is None else pool
+        self.rewards = CountingRewards()
+        self.max_tokens = max_tokens
+        config = EpisodesConfig.model_validate(episodes)
+        self.interaction = Interaction(self.environment, Renderer(), config)
+        grader = Grader(Renderer(), self.rewards, sees_groups=sees_groups)
+        self.episodes = Episodes(self.pool, self.interaction, grader, self.request_of)
+        self.buffer = RolloutBuffer()
+        if state is None:
+            self.buffer.start_group(PROMPT, num_samples)
+        else:
+            buffer_from_json(self.buffer, json.loads(state))
+        [self.group] = self.buffer
+
+    def request_of(self, pending: PendingSample) -> GenerateRequest:
+        sample = pending.sample
+        return GenerateRequest(
+            input_ids=pending.prompt.token_ids,
+            sampling=SamplingSettings(0.5, self.max_tokens, seed=100 + sample.index),
+            label=f"sample {sample.index}",
+            order=(sample.group_id, sample.index),
+        )
+
+    @property
+    def pending(self) -> PendingSample:
+        return self.group.samples[0]
+
+    async def advance(self) -> None:
+        self.episodes.advance(self.buffer)
+        await settle()
+
+    async def begin(self) -> None:
+        """Every episode is begun."""
+        await self.advance()
+        await self.answer()
+
+    async def answer(self, count: int | None = None) -> None:
+        """Let environments answer."""
+        self.environment.let_answer(count)
+        await settle()
+
+    async def tokens(self, count: int, *, ends: bool = False, index: int = 0) -> None:
+        """Let a sample receive tokens; with ``ends`` the last one ends its turn."""
+        [request] = [r for r in self.pool.requests if r.label == f"sample {index}"]
+        self.pool.give(request, count, FinishReason.STOP if ends else FinishReason.ABORT)
+        await settle()
+
+    async def push(self, version: int) -> None:
+        await self.episodes.pause(ABORT)
+        self.pool.version = version
+        await self.episodes.resume(self.buffer)
+        await settle()
+
+    def saved(self) -> str:
+        return json.dumps(buffer_to_json(self.buffer))
+
+
+def script(*steps: Step) -> Callable[[Any, Turn], Step]:
+    """The answers to the turns, in order; the state counts what was heard."""
+
+    def answer(state: list[str], turn: Turn) -> Step:
+        step = steps[turn.number]
+        return Step([*state, turn.text], step.messages, step.token_ids, step.is_done)
+
+    return answer
+
+
+THREE_TURNS = script(
+    Step(None, token_ids=[1100, 1101]),
+    Step(None, messages=[{"role": "user", "content": "m"}]),
+    Step(None, is_done=True),
+)
