@@ -67,7 +67,8 @@ class Evaluator:
                     journals.append(await SampleJournal.open(path, settings, resume=is_resumed))
                 stack.callback(journals[-1].close)
             self._begun = moment
-            has_all = await self._sample(pool, journals)
+            with pool.losses_uncounted():
+                has_all = await self._sample(pool, journals)
             for journal in journals:
                 with _write_errors(journal.path):
                     journal.sync()
@@ -120,7 +121,7 @@ class Evaluator:
         max_underway = 2 * self.config.rollout.max_connections
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
-        num_begun, num_lost = 0, pool.num_lost_requests
+        num_begun = 0
         try:
             with reporting(report):
                 while num_made() < num_missing:
@@ -133,7 +134,6 @@ class Evaluator:
             return True
         finally:
             await episodes.close()
-            pool.num_lost_requests = num_lost  # those of an evaluation are not a batch's
 
     def _missing(
         self, journals: Sequence[SampleJournal]

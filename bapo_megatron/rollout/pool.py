@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import RolloutConfig
@@ -74,6 +74,15 @@ class EnginePool:
     def num_in_flight(self) -> int:
         """Requests that engines have got and that have not ended."""
         return sum(pooled.engine.num_in_flight for pooled in self.states.engines)
+
+    @contextlib.contextmanager
+    def losses_uncounted(self) -> Iterator[None]:
+        """Lost requests do not count meanwhile: those of an evaluation are not a batch's."""
+        num_before = self.num_lost_requests
+        try:
+            yield
+        finally:
+            self.num_lost_requests = num_before
 
     async def generate(
         self, request: GenerateRequest, on_part: Callable[[Completion], None], affinity: int

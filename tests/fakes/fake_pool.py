@@ -13,6 +13,7 @@ import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class FakePool:
     def states(self) -> Self:
         """Its own: there is one engine."""
         return self
+
+    losses_uncounted = EnginePool.losses_uncounted
 
     async def generate(
         self,

@@ -18,6 +18,7 @@ from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.evaluation.settings import EvalSet, ResultsError
 from bapo_megatron.reward.base import Response, RewardError, Score
 from bapo_megatron.rollout.evaluation import Evaluator
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
 from tests.fakes.stepped_pool import SteppedPool
@@ -51,6 +52,8 @@ class Pool:
     @property
     def states(self) -> Self:
         return self
+
+    losses_uncounted = EnginePool.losses_uncounted
 
     def reopen(self) -> None: ...
 
