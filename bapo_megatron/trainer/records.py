@@ -1,6 +1,6 @@
 """What a step reports: numbers over tokens, the metrics made of them, and dumps of the tokens.
 
-A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/algorithm.md).
+A new number is one entry in ``SUMS`` or ``COUNTS`` and one in ``QUOTIENTS`` (docs/extending.md).
 Sums and counts are reduced over micro-batches and ranks first; a quotient is formed once, at the
 end of the step, so that no mean of means appears. ``train.dump_tokens`` writes the tokens of whole
 updates for analysis outside the run.
