@@ -187,6 +187,7 @@ def write_parameters(
     num_files = 0
     stream: io.BufferedWriter | None = None
     try:
+        # No generator: while it makes the next piece, it would hold on to the last parameter.
         for item, data, num_bytes in chain(
             starmap(partial(_parameter_piece, hf), parameters), map(_state_piece, _empty_states(hf))
         ):

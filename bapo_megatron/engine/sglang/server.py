@@ -324,11 +324,13 @@ def _hold_port(host: str, port: int) -> socket.socket:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as if_failed:
-            holder = if_failed.enter_context(socket.socket(family))
+        holder = socket.socket(family)
+        try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
-            if_failed.pop_all()
+        except BaseException:
+            holder.close()
+            raise
         return holder
     except socket.gaierror as error:
         raise RolloutError(
