@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -92,29 +93,16 @@ async def grade_file(
     """
     room = asyncio.Semaphore(_LINES_PER_WORKER * config.workers)
     ahead: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-    ready: list[bytes] = []
-    num_graded = 0
+    results = _Results(output, report)
 
     async def read(stream: io.FileIO, rewards: Rewards) -> None:
         async for place, line in _lines(path, stream):
             await room.acquire()
             ahead.put_nowait(asyncio.create_task(_grade_one(rewards, place, line)))
 
-    async def write() -> None:
-        nonlocal num_graded
-        content = b"".join(ready)
-        await _in_thread(lambda: _write(output, content))
-        num_graded += len(ready)
-        ready.clear()
-        report(num_graded)
-
     async with Rewards(config) as rewards:
         await rewards.start()
-        if rewards.group_names:
-            raise RewardError(
-                f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
-                "together, and lines are graded one by one; leave it out"
-            )
+        _refuse_groups(rewards)
         with _open(path) as stream:
             reading: asyncio.Task[Any] = asyncio.create_task(read(stream, rewards))
             reading.add_done_callback(ahead.put_nowait)  # behind the last line
@@ -122,19 +110,44 @@ async def grade_file(
             try:
                 while (task := await ahead.get()) is not reading:
                     room.release()
-                    if ready and (not task.done() or task.exception()):
-                        await write()
-                    ready.append(await task)
+                    if results.waiting and (not task.done() or task.exception()):
+                        await results.write()
+                    results.waiting.append(await task)
                     if ahead.empty():
-                        await write()
-                if ready:
-                    await write()
+                        await results.write()
+                if results.waiting:
+                    await results.write()
                 await reading
             finally:
                 rest = [reading, task, *(ahead.get_nowait() for _ in range(ahead.qsize()))]
                 for each in rest:
                     each.cancel()
                 await asyncio.gather(*rest, return_exceptions=True)
+
+
+def _refuse_groups(rewards: Rewards) -> None:
+    if rewards.group_names:
+        raise RewardError(
+            f"reward.functions: '{rewards.group_names[0]}' scores the responses to a prompt "
+            "together, and lines are graded one by one; leave it out"
+        )
+
+
+@dataclass(eq=False)
+class _Results:
+    """Lines for the output, in order."""
+
+    output: int
+    report: Callable[[int], None]
+    waiting: list[bytes] = field(default_factory=list)
+    num_written: int = 0
+
+    async def write(self) -> None:
+        content = b"".join(self.waiting)
+        await _in_thread(lambda: _write(self.output, content))
+        self.num_written += len(self.waiting)
+        self.waiting.clear()
+        self.report(self.num_written)
 
 
 async def _grade_one(rewards: Rewards, place: str, line: bytes) -> bytes:
@@ -182,10 +195,10 @@ def _parse(place: str, line: bytes) -> Response:
             f"{place}: must be a JSON object with 'response' and 'answer', got "
             f"{type(record).__name__}; correct the line"
         )
-    for field in ("response", "answer"):
-        if field not in record:
+    for required in ("response", "answer"):
+        if required not in record:
             names = ", ".join(list(record)[:8]) or "none"
-            raise GradeError(f"{place}: field '{field}' is missing (fields: {names}); add it")
+            raise GradeError(f"{place}: field '{required}' is missing (fields: {names}); add it")
     row = {name: value for name, value in record.items() if name not in ("response", "answer")}
     response, num_tokens = record["response"], record.get("num_tokens", 0)
     if not isinstance(response, str):
