@@ -255,44 +255,17 @@ class MegatronPolicy:
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule; ``on_output`` sees the last stage's output [1, N, V]."""
-        transformer = self.chunks[0].config
-        # They divide the tokens of a micro-batch between the matrix products.
-        token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1
         longest = max(micro_batch.num_tokens for micro_batch in micro_batches)
-        # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
-        options = {"fp32_output": False} if transformer.bf16 else {}
 
         def forward_step(
             batches: Iterator[MicroBatch], model: nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
-            host_batch = next(batches)
-            num_tokens, end = host_batch.num_tokens, int(host_batch.cu_seqlens[-1])
-            assert num_tokens % token_ranks == 0, f"{num_tokens} tokens over {token_ranks} ranks"
-            assert end == num_tokens * self.groups.context_size, (
-                f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
-                f"{self.groups.context_size} ranks; padding must belong to a sequence"
-            )
-            micro_batch = host_batch.to(self.device)
-            decoder = get_attr_wrapped_model(model, "decoder")
-            if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
-                decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])
-            # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
-            # which costs nothing with a batch dimension of 1.
-            output = model(
-                input_ids=micro_batch.token_ids_N[None],
-                position_ids=micro_batch.position_ids_N[None],
-                attention_mask=None,
-                packed_seq_params=self._packed_seq_params(host_batch, micro_batch),
-                **options,
-            )
+            micro_batch, output = self._forward_chunk(next(batches), model, longest)
 
             def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
                 del non_loss_data  # the schedule's name for "forward only"; on_output knows
                 return on_output(output, micro_batch)
 
-            padding = longest // token_ranks - len(output)
-            if padding and not get_attr_wrapped_model(model, "post_process"):
-                output = F.pad(output, (0, 0, 0, 0, 0, padding))  # the next stage gets [M, 1, H]
             return output, loss_func
 
         # Each chunk of an interleaved stage walks through the micro-batches by itself.
@@ -307,6 +280,39 @@ class MegatronPolicy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _forward_chunk(
+        self, host_batch: MicroBatch, model: nn.Module, longest: int
+    ) -> tuple[MicroBatch, Tensor]:
+        """Return a micro-batch on the device and what a chunk makes of it, padded to send it on."""
+        transformer = self.chunks[0].config
+        # They divide the tokens of a micro-batch between the matrix products.
+        token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1
+        num_tokens, end = host_batch.num_tokens, int(host_batch.cu_seqlens[-1])
+        assert num_tokens % token_ranks == 0, f"{num_tokens} tokens over {token_ranks} ranks"
+        assert end == num_tokens * self.groups.context_size, (
+            f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
+            f"{self.groups.context_size} ranks; padding must belong to a sequence"
+        )
+        micro_batch = host_batch.to(self.device)
+        decoder = get_attr_wrapped_model(model, "decoder")
+        if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
+            decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])
+        # Float16Module would upcast all logits; the log-prob ops read them in the model's dtype.
+        options = {"fp32_output": False} if transformer.bf16 else {}
+        # On the last stage [1, N, V]: Megatron's layout is [N, 1, V] up to the last transpose,
+        # which costs nothing with a batch dimension of 1.
+        output = model(
+            input_ids=micro_batch.token_ids_N[None],
+            position_ids=micro_batch.position_ids_N[None],
+            attention_mask=None,
+            packed_seq_params=self._packed_seq_params(host_batch, micro_batch),
+            **options,
+        )
+        padding = longest // token_ranks - len(output)
+        if padding and not get_attr_wrapped_model(model, "post_process"):
+            output = F.pad(output, (0, 0, 0, 0, 0, padding))  # the next stage gets [M, 1, H]
+        return micro_batch, output
 
     def _packed_seq_params(
         self, host_batch: MicroBatch, micro_batch: MicroBatch
