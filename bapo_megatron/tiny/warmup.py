@@ -58,20 +58,9 @@ def warm_up(
     Returns:
         Mean cross entropy in nats per response token over the last tenth of the steps.
     """
-    rng = random.Random(f"warmup-{seed}")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
-
-    @functools.cache
-    def prompt_ids(problem: Problem) -> list[int]:
-        ids: list[int] = tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.prompt}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        return ids
-
     losses: list[float] = []
     model.train()
     progress = Progress(
@@ -83,15 +72,9 @@ def warm_up(
     )
     with _torch_threads(settings.num_threads), progress:
         bar = progress.add_task("warm-up", total=settings.num_steps, loss=math.nan)
-        for step in range(settings.num_steps):
+        for step, pairs in enumerate(_draw_batches(tokenizer, problems, mixture, settings, seed)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, settings)
-            drawn = rng.choices(problems, k=settings.batch_size)
-            solutions = tokenizer([write_solution(problem, mixture, rng) for problem in drawn])
-            pairs = [
-                (prompt_ids(problem), [*solution_ids, tokenizer.eos_token_id])
-                for problem, solution_ids in zip(drawn, solutions["input_ids"], strict=True)
-            ]
             optimizer.zero_grad(set_to_none=True)
             losses.append(_accumulate_gradients(model, pairs, tokenizer.pad_token_id))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,6 +83,34 @@ def warm_up(
     model.eval()
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last)
+
+
+def _draw_batches(
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    mixture: SolutionMixture,
+    settings: WarmupSettings,
+    seed: int,
+) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Draw the pairs of prompt ids and response ids of every step."""
+    rng = random.Random(f"warmup-{seed}")
+
+    @functools.cache
+    def prompt_ids(problem: Problem) -> list[int]:
+        ids: list[int] = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.prompt}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return ids
+
+    for _ in range(settings.num_steps):
+        drawn = rng.choices(problems, k=settings.batch_size)
+        solutions = tokenizer([write_solution(problem, mixture, rng) for problem in drawn])
+        yield [
+            (prompt_ids(problem), [*solution_ids, tokenizer.eos_token_id])
+            for problem, solution_ids in zip(drawn, solutions["input_ids"], strict=True)
+        ]
 
 
 def _accumulate_gradients(
