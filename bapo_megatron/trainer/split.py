@@ -127,20 +127,14 @@ def split_step(
             continue
         loss_weight_B = _loss_weights(trained_B, indices, config)
         packing, micro_batches = shape.pack(samples, trains, advantage_B, loss_weight_B, masks_B)
-        updates.append(
-            SplitUpdate(
-                counts,
-                packing={
-                    "packing_real": float(packing.real_tokens),
-                    "packing_slots": float(packing.slots),
-                    "flops_mean": sum(packing.rank_flops) / len(packing.rank_flops),
-                    "flops_max": float(max(packing.rank_flops)),
-                },
-                trained_tokens=int(trained_B[trains].sum()),
-                micro_batches=micro_batches,
-                has_gradient=bool(np.any(advantage_B[trains] != 0)),
-            )
+        update = SplitUpdate(
+            counts,
+            packing=_packing_sums(packing),
+            trained_tokens=int(trained_B[trains].sum()),
+            micro_batches=micro_batches,
+            has_gradient=bool(np.any(advantage_B[trains] != 0)),
         )
+        updates.append(update)
     return tuple(updates)
 
 
@@ -158,6 +152,16 @@ def _counts(
         counts[f"{name}_responses"] = float(np.count_nonzero(is_meant_R))
         counts[f"{name}_length"] = float(length_R[is_meant_R].sum())
     return counts
+
+
+def _packing_sums(packing: UpdatePlan) -> dict[str, float]:
+    """How full the micro-batches of all ranks are, and the work of a mean and the busiest rank."""
+    return {
+        "packing_real": float(packing.real_tokens),
+        "packing_slots": float(packing.slots),
+        "flops_mean": sum(packing.rank_flops) / len(packing.rank_flops),
+        "flops_max": float(max(packing.rank_flops)),
+    }
 
 
 def _loss_weights(trained_B: np.ndarray, indices: list[int], config: AlgorithmConfig) -> np.ndarray:
