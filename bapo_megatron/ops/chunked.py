@@ -249,6 +249,25 @@ class _Chunks:
         )
         return logprob_C, entropy_C, max_C, log_sum_C
 
+    def differentiate_(
+        self, logits_CV: Tensor, chunk: slice, token_loss: TokenLoss
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Overwrite a chunk's logits with ∂loss/∂logits; returns its loss, ℓ and H [C]."""
+        logprob_C, entropy_C, max_C, log_sum_C = self.combine(self.partials(logits_CV, chunk))
+        gradient = token_loss(logprob_C, entropy_C, chunk)
+        self.kernels.logits_backward_(
+            logits_CV,
+            None,
+            self.target_T[chunk],
+            max_C,
+            log_sum_C,
+            entropy_C,
+            gradient.logprob_T,
+            gradient.entropy_T,
+            *self.columns,
+        )
+        return gradient.loss, logprob_C, entropy_C
+
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradients forward and keeps them, not what they are computed from."""
@@ -275,22 +294,10 @@ class _ChunkedLoss(torch.autograd.Function):
             rows_C = chunks.rows_T[chunk]
             hidden_CH = hidden_NH.index_select(0, rows_C)
             grad_CV = chunks.logits(hidden_CH, buffer_CV)
-            combined = chunks.combine(chunks.partials(grad_CV, chunk))
-            logprob_C, entropy_C, max_C, log_sum_C = combined
-            logprob_T[chunk], entropy_T[chunk] = logprob_C, entropy_C
-            gradient = token_loss(logprob_C, entropy_C, chunk)
-            loss += gradient.loss
-            chunks.kernels.logits_backward_(
-                grad_CV,
-                None,
-                chunks.target_T[chunk],
-                max_C,
-                log_sum_C,
-                entropy_C,
-                gradient.logprob_T,
-                gradient.entropy_T,
-                *chunks.columns,
+            chunk_loss, logprob_T[chunk], entropy_T[chunk] = chunks.differentiate_(
+                grad_CV, chunk, token_loss
             )
+            loss += chunk_loss
             if grad_weight_VH is not None:
                 _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
             del hidden_CH  # its room is needed for the other product
