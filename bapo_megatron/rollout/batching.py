@@ -135,31 +135,11 @@ class BatchCollector:
         num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
             self._started_s = time.monotonic()  # generation starts: time counts from now
-
-        def choose() -> list[PendingGroup]:
-            return self._selection.choose(num_new, len(replayed), self._new_tokens)
-
         with reporting(lambda: self.report(f"rollout {step}: {self._describe()}")):
-            await self._end_ahead()
-            self._check_lag(step, num_new, version)
-            num_wanted = num_new if self.config.fixed_lag is not None else num_new + num_ahead
-            while True:
-                self._give_up_stale(version)
-                self._go_on(num_wanted)
-                if choose():
-                    break
-                if self._pool.states.needs_weights:
-                    return None
-                await self._episodes.wait_for_change()
-            generation_s = time.monotonic() - self._started_s
-            if not num_ahead:
-                await self._stop()
-                # Older groups may have got their scores meanwhile: they come first, if still young.
-                self._give_up_stale(version)
-            chosen = choose()
-            await self._episodes.settle()  # whose scores are counted must not depend on graders
-            while not all(group.is_scored for group in chosen):
-                await self._episodes.wait_for_change()
+            generated = await self._generate(step, version, num_new, num_ahead)
+        if generated is None:
+            return None
+        chosen, generation_s = generated
         left_over = self._selection.left_over(chosen)
         carried = [group for group, reason in left_over if reason is None and group.is_underway]
         totals, formed_s = self._totals(left_over), time.monotonic()
@@ -248,6 +228,37 @@ class BatchCollector:
             label=f"sample {sample.index} of group {sample.group_id}, {prompt.prompt_id}",
             order=(sample.group_id, sample.index),
         )
+
+    async def _generate(
+        self, step: int, version: int, num_new: int, num_ahead: int
+    ) -> tuple[list[PendingGroup], float] | None:
+        """Generate until a batch's new groups are scored; returns them and the seconds, or none."""
+
+        def choose() -> list[PendingGroup]:
+            num_replayed = self.config.groups_per_step - num_new
+            return self._selection.choose(num_new, num_replayed, self._new_tokens)
+
+        await self._end_ahead()
+        self._check_lag(step, num_new, version)
+        num_wanted = num_new if self.config.fixed_lag is not None else num_new + num_ahead
+        while True:
+            self._give_up_stale(version)
+            self._go_on(num_wanted)
+            if choose():
+                break
+            if self._pool.states.needs_weights:
+                return None
+            await self._episodes.wait_for_change()
+        generation_s = time.monotonic() - self._started_s
+        if not num_ahead:
+            await self._stop()
+            # Older groups may have got their scores meanwhile: they come first, if still young.
+            self._give_up_stale(version)
+        chosen = choose()
+        await self._episodes.settle()  # whose scores are counted must not depend on graders
+        while not all(group.is_scored for group in chosen):
+            await self._episodes.wait_for_change()
+        return chosen, generation_s
 
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
