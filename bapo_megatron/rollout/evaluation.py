@@ -67,8 +67,7 @@ class Evaluator:
                     journals.append(await SampleJournal.open(path, settings, resume=is_resumed))
                 stack.callback(journals[-1].close)
             self._begun = moment
-            with pool.losses_uncounted():
-                has_all = await self._sample(pool, journals)
+            has_all = await self._sample(pool, journals)
             for journal in journals:
                 with _write_errors(journal.path):
                     journal.sync()
@@ -122,18 +121,19 @@ class Evaluator:
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
         num_begun = 0
-        try:
-            with reporting(report):
-                while num_made() < num_missing:
-                    if pool.states.needs_weights:
-                        return False
-                    while waiting and num_begun - num_made() < max_underway:
-                        num_begun += len(waiting[0].samples)
-                        episodes.advance([waiting.popleft()])
-                    await episodes.wait_for_change()
-            return True
-        finally:
-            await episodes.close()
+        with pool.losses_uncounted():
+            try:
+                with reporting(report):
+                    while num_made() < num_missing:
+                        if pool.states.needs_weights:
+                            return False
+                        while waiting and num_begun - num_made() < max_underway:
+                            num_begun += len(waiting[0].samples)
+                            episodes.advance([waiting.popleft()])
+                        await episodes.wait_for_change()
+                return True
+            finally:
+                await episodes.close()
 
     def _missing(
         self, journals: Sequence[SampleJournal]
