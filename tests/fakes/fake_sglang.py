@@ -122,10 +122,9 @@ class FakeSglang:
         self._aborted: set[str] = set()
         self._running: set[str] = set()
         self._connections: set[socket.socket] = set()
-        self._http = ThreadingHTTPServer(
+        self._http = _HttpServer(
             ("127.0.0.1", self._port), type("Handler", (_Handler,), {"fake": self})
         )
-        self._http.daemon_threads = True
         self._port = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -281,6 +280,13 @@ class FakeSglang:
         is_control = path in _CONTROL_PATHS
         key = self.admin_api_key if is_control and self.admin_api_key else self.api_key
         return bool(key) and header != f"Bearer {key}"
+
+
+class _HttpServer(ThreadingHTTPServer):
+    """Takes many connections at a time; the standard library's five would reset the others."""
+
+    daemon_threads = True
+    request_queue_size = 1024
 
 
 class _Handler(BaseHTTPRequestHandler):
