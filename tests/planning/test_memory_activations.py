@@ -37,6 +37,7 @@ def planned(case: str) -> tuple[float, float, float]:
     return layers, layers + norm_bytes(run) * TOKENS, peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 def test_a_layer_keeps_the_planned_bytes_exactly(case: str, measured: dict[str, Any]) -> None:
     # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.

@@ -12,6 +12,7 @@ from tests.planning.cases import STATE, layout_of, small_model
 from tests.planning.runs import scenario
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", STATE)
 def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
     dtype, parallel, megatron = STATE[case]

@@ -90,6 +90,7 @@ def test_no_hostile_answer_earns_anything(outcomes):
     assert {name: score for name, score in scores.items() if score.reward != 0.0} == {}
 
 
+@pytest.mark.slow
 def test_every_hostile_answer_takes_a_bounded_time(outcomes):
     start_limit_s = 20.0  # a worker that was killed is started again, on a busy machine
 
