@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from tests.trainer.dumps import replay_settings, write_dumps
+from tests.trainer.dumps import MANY_STEPS, replay_settings, write_dumps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 def mixed_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
     """Six steps of dumps with right and wrong samples in every group."""
     return write_dumps(tmp_path_factory.mktemp("mixed"), random_model, steps=6)
+
+
+@pytest.fixture(scope="session")
+def many_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+    """So many small steps that a test can end the training in the middle."""
+    return write_dumps(
+        tmp_path_factory.mktemp("many"),
+        random_model,
+        steps=MANY_STEPS,
+        groups=2,
+        samples_per_group=2,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,9 @@ DUMP_SHAPES = {
 }
 """The dumps that layouts train from (``layout_ranks.Case.dumps``)."""
 
+MANY_STEPS = 200
+"""Of the fixture ``many_dumps``."""
+
 
 def make_random_model(directory: Path) -> Path:
     """Write a random Qwen2 of four layers with the tiny tokenizer; returns the directory."""

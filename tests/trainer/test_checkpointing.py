@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run, start
-from tests.trainer.dumps import write_dumps
+from tests.trainer.dumps import MANY_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,6 @@ COMPARED = (
     "train/lr",
 )
 EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.keep_last=9")
-MANY_STEPS = 200
 
 TP2 = ("parallel.tensor=2",)
 PP2 = ("parallel.pipeline=2",)
@@ -108,18 +107,6 @@ def _end_in_the_middle(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-@pytest.fixture(scope="module")
-def many_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
-    """So many small steps that a test can end the training in the middle."""
-    return write_dumps(
-        tmp_path_factory.mktemp("many"),
-        random_model,
-        steps=MANY_STEPS,
-        groups=2,
-        samples_per_group=2,
-    )
 
 
 @pytest.fixture

@@ -18,15 +18,13 @@ import pytest
 
 from bapo_megatron.data.dump import read_batch, write_batch
 from tests.launch import run, start
-from tests.trainer.dumps import write_dumps
+from tests.trainer.dumps import MANY_STEPS, write_dumps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.distributed
-
-MANY_STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +40,6 @@ def nan_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> P
     path.unlink()
     write_batch(path, replace(batch, groups=(replace(group, samples=tuple(samples)), *groups)))
     return directory
-
-
-@pytest.fixture(scope="module")
-def many_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
-    """So many small steps that a test can end the training in the middle."""
-    return write_dumps(
-        tmp_path_factory.mktemp("many"),
-        random_model,
-        steps=MANY_STEPS,
-        groups=2,
-        samples_per_group=2,
-    )
 
 
 @pytest.fixture
