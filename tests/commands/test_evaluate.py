@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +30,7 @@ from tests.launch import run, start
 from tests.trainer.chaos import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from bapo_megatron.evaluation.samples import EvalSample
 
@@ -219,17 +217,6 @@ def uninterrupted(
     result = run(aime("local", run_dir))
     assert result.returncode == 0, result.stderr
     return run_dir
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """What a failed test leaves behind is killed."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
 
 
 def _lines(run_dir: Path) -> list[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from tests.trainer.chaos import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.slow]
@@ -33,17 +31,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture
 def config(tmp_path: Path, random_model: Path) -> Path:
     return write_config(tmp_path, random_model)
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Runs that a failed test leaves behind are killed."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
 
 
 def test_a_run_outlives_a_server_that_hangs_for_a_while_and_one_that_is_killed(
