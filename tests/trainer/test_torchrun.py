@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import read_batch, write_batch
-from tests.launch import run, start
+from tests.launch import start, torchrun
 from tests.trainer.dumps import MANY_STEPS, write_dumps
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _assert_no_rank_shows_a_traceback(stderr: str) -> None:
 def test_a_nan_is_reported_in_one_line(
     replay_config: Path, nan_dumps: Path, tmp_path: Path
 ) -> None:
-    result = run(
+    result = torchrun(
         [
             "train",
             str(replay_config),
@@ -114,7 +114,7 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
     dumps = tmp_path / "dumps"
     shutil.copytree(mixed_dumps, dumps)
     shutil.copy(dumps / "step_000001.parquet", dumps / "step_000002.parquet")
-    result = run(
+    result = torchrun(
         ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={dumps}"], ranks=2
     )
     assert result.returncode != 0
