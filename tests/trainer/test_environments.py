@@ -405,6 +405,7 @@ def test_a_server_continues_episodes_of_earlier_weights(
         "stream_tokens": 2,
         "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},
     }
+    settings["train"]["steps"] = 4
     settings["checkpoint"] = {"at_end": False}
     settings["eval"] = {}
     path = config.parent / "sglang.yaml"

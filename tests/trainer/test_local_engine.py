@@ -13,6 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run, start
 from tests.trainer.chaos import steps, wait_for
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 5
+STEPS = 4
+GROUPS_PER_STEP = 4
 TIMES = re.compile("time/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$")
 EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
 """A random model is never right; about half of its responses have an even length."""
-DYNAMIC = {"enabled": True, "max_groups_ratio": 3.0}
 MODES: dict[str, dict[str, Any]] = {
     "ahead": {"async_steps": 1, "oversample_groups": 2, "local": {"decode_steps_ahead": 7}},
     "fixed lag": {"fixed_lag": 2},
@@ -37,7 +38,7 @@ RANKS = {"ahead": 1, "fixed lag": 2}
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
-    """Five steps of two updates, saved at every step, in each mode of generation."""
+    """Four steps of two updates, saved at every step, in each mode of generation."""
     directory = tmp_path_factory.mktemp("local")
     rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
     for name, part in (("train", rows[:60]), ("heldout", rows[60:])):
@@ -51,7 +52,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dic
             "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
             "rollout": {
                 "engine": "local",
-                "groups_per_step": 4,
+                "groups_per_step": GROUPS_PER_STEP,
                 "samples_per_group": 4,
                 "max_response_tokens": 24,
                 "temperature": 0.6,
@@ -59,7 +60,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dic
             },
             "algorithm": {"updates_per_batch": 2, "entropy_coefficient": 0.01},
             "optimizer": {"lr": 1e-3},
-            "reward": {"functions": [EVEN_LENGTH]},
+            "reward": {"functions": [EVEN_LENGTH], "workers": 1},
             "train": {"steps": STEPS, "max_tokens_per_micro_batch": 512},
             "checkpoint": {"every_steps": 1, "keep_last": 9},
             "eval": {
@@ -68,6 +69,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dic
                 "max_response_tokens": 24,
                 "every_steps": 2,
             },
+            "log": {"tensorboard": False},
         }
         paths[mode] = directory / f"{mode.replace(' ', '_')}.yaml"
         paths[mode].write_text(yaml.safe_dump(settings))
@@ -106,27 +108,24 @@ def finished(configs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {mode: root / mode for mode in MODES}
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_two_runs_are_equal_bit_for_bit(
-    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path, mode: str
+    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path
 ) -> None:
-    _train(configs, mode, tmp_path / "again")
-    _assert_equal_runs(tmp_path / "again", finished[mode])
+    _train(configs, "ahead", tmp_path / "again")
+    _assert_equal_runs(tmp_path / "again", finished["ahead"])
 
 
-@pytest.mark.parametrize(
-    ("mode", "step"), [("ahead", 1), ("ahead", 2), ("ahead", 4), ("fixed lag", 3)]
-)
-def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(
-    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path, mode: str, step: int
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path
 ) -> None:
+    # Two batches wait in the checkpoint of step 1; the last one is sampled after it.
     resumed = tmp_path / "run"
-    shutil.copytree(finished[mode], resumed)
+    shutil.copytree(finished["fixed lag"], resumed)
     # Forget what came later, as if the run had been killed.
-    (resumed / "checkpoints" / "latest").write_text(f"step_{step}\n")
+    (resumed / "checkpoints" / "latest").write_text("step_1\n")
     shutil.rmtree(resumed / "hf")
-    _train(configs, mode, resumed, "resume=true")
-    _assert_equal_runs(resumed, finished[mode])
+    _train(configs, "fixed lag", resumed, "resume=true")
+    _assert_equal_runs(resumed, finished["fixed lag"])
 
 
 def test_a_killed_run_continues_bit_for_bit_and_leaves_no_process(
@@ -139,6 +138,10 @@ def test_a_killed_run_continues_bit_for_bit_and_leaves_no_process(
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert psutil.wait_procs(children, timeout=30)[1] == []
+    dumps = sorted((run_dir / "rollouts").glob("step_*.parquet"))
+    assert len(dumps) >= 2
+    # Whatever has its final name is whole.
+    assert all(len(read_batch(dump).groups) == GROUPS_PER_STEP for dump in dumps)
     _train(configs, "ahead", run_dir, "resume=true")
     _assert_equal_runs(run_dir, finished["ahead"])
 
@@ -183,12 +186,14 @@ def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
         "algorithm.updates_per_batch=1",
         "train.max_tokens_per_micro_batch=4096",
         "reward.functions=[{name: math, function: math}]",
+        "train.steps=2",
         "checkpoint.every_steps=0",
+        "eval.at_start=false",
         f"eval.sets=[{sets}]",
         "model.dtype=bfloat16",
     )
     rows = steps(run_dir)
-    assert len(rows) == STEPS
+    assert len(rows) == 2
     for row in rows:
         # A random model is never right: no group is mixed, so nothing may be updated.
         assert row["train/skipped_updates"] == (0.0 if row["reward/mixed_groups"] else 1.0)
@@ -198,5 +203,5 @@ def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
     for year in (24, 25):
         assert last[f"eval/aime{year}/avg_at_k"] == 0.0
         assert last[f"eval/aime{year}/pass_at_k"] == 0.0
-        samples = run_dir / "eval" / f"step_{STEPS - 1:06d}_aime{year}.jsonl"
+        samples = run_dir / "eval" / f"step_000001_aime{year}.jsonl"
         assert len(samples.read_text().splitlines()) == 30 * 2
