@@ -6,7 +6,7 @@ same records, so a field that is renamed on one side fails in mypy on the other.
 
     → {"id": 1, "call": "collect", "arguments": 0}
     ← {"progress": "rollout 0: 3/8 groups, 1200 tokens/s"}
-    ← {"id": 1, "result": {"path": "…/step_000000.parquet"}}
+    ← {"id": 1, "result": {"path": "…/step_000001.parquet"}}
 
 or ``{"id": 1, "error": "one line that says what to do"}``; a ``{"warning": "…"}`` may come at any
 time.

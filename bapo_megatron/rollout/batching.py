@@ -339,7 +339,7 @@ class BatchCollector:
                 "engine held these weights any more; continue from an earlier checkpoint, or "
                 "without rollout.fixed_lag"
             )
-        if step > 0 and self._selection.num_to_draw(num_new):
+        if step > 1 and self._selection.num_to_draw(num_new):
             raise RolloutError(
                 f"rollout.fixed_lag: the groups of step {step} must have been sampled "
                 f"{self.config.fixed_lag} steps before, got {len(self._buffer)} in the "

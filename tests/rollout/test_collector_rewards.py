@@ -44,7 +44,7 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
         try:
             client.start()
             client.sync_weights(tmp_path, 1)
-            encoded = client.collect(0)
+            encoded = client.collect(1)
         finally:
             client.close()
 

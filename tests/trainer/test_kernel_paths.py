@@ -54,7 +54,7 @@ def test_every_path_gives_the_loss_and_the_gradients_of_the_reference(
     sequence: bool,
     search: str,
 ) -> None:
-    dump = mixed_dumps / "step_000000.parquet"
+    dump = mixed_dumps / "step_000001.parquet"
     ranks = run_ranks(
         gradients_of_each_path,
         num_ranks,

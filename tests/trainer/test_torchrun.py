@@ -31,7 +31,7 @@ pytestmark = pytest.mark.distributed
 def nan_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
     """Two steps; in the second, the first log-prob of the first sample of group 4 is NaN."""
     directory = write_dumps(tmp_path_factory.mktemp("nan"), random_model, steps=2)
-    path = directory / "step_000001.parquet"
+    path = directory / "step_000002.parquet"
     batch = read_batch(path)
     (group, *groups), (sample, *samples) = batch.groups, batch.groups[0].samples
     logprobs = np.array(sample.behaviour_logprobs)
@@ -105,7 +105,7 @@ def test_a_nan_is_reported_in_one_line(
     # Every rank knows the place; torchrun may end one before it has told.
     lines = {*complaints[0], *complaints[1]}
     assert len(lines) == 1
-    assert lines.pop().startswith("step 1: sample 0 of group 4")
+    assert lines.pop().startswith("step 2: sample 0 of group 4")
 
 
 def test_a_dump_of_another_step_is_named_by_rank_0_alone(
@@ -113,7 +113,7 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
 ) -> None:
     dumps = tmp_path / "dumps"
     shutil.copytree(mixed_dumps, dumps)
-    shutil.copy(dumps / "step_000001.parquet", dumps / "step_000002.parquet")
+    shutil.copy(dumps / "step_000002.parquet", dumps / "step_000003.parquet")
     result = run(
         ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={dumps}"], ranks=2
     )
@@ -121,7 +121,7 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
     _assert_no_rank_shows_a_traceback(result.stderr)
     complaints = _complaints(result.stderr)
     (line,) = complaints[0]
-    assert "step_000002.parquet: holds step 1, not 2" in line
+    assert "step_000003.parquet: holds step 2, not 3" in line
     # torchrun may end rank 1 before it has said anything.
     assert complaints[1] in ([], [f"rank 0: {line}"])
 
