@@ -34,7 +34,7 @@ test: setup
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-quick: setup
-	@$(PY) -m pytest -n $(TEST_WORKERS) -m "not sglang and not distributed and not slow" $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope -m "not sglang and not distributed and not slow" $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff format --check .

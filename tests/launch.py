@@ -10,7 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch.distributed as dist
 
 from tests.distributed_launch import start_fork
 
@@ -54,6 +58,18 @@ def start(
     )
 
 
+def torchrun(arguments: list[str], *, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Run it under torchrun to its end; a run that hangs is killed and fails the test."""
+    process = start(arguments, ranks=ranks)
+    try:
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
 def run(
     arguments: list[str],
     *,
@@ -63,40 +79,65 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run it to its end; a run that hangs is killed and fails the test.
 
-    One rank is a fork that has imported everything: a start from nothing takes seconds.
+    Ranks are forks of a process that has imported everything: a start from nothing takes seconds.
+    As under torchrun, one that fails ends the others.
     """
-    if ranks == 1:
-        return _run_fork(arguments, timeout_s, environment or {})
-    process = start(arguments, ranks=ranks, environment=environment)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise AssertionError(f"still running after {timeout_s} s\n{out}\n{err}") from None
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-
-def _run_fork(
-    arguments: list[str], timeout_s: float, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as scratch:
-        process = start_fork(_main, arguments, _environment(environment), scratch)
-        process.join(timeout_s)
-        has_ended = process.exitcode is not None
-        if not has_ended:
-            os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
+        # As torchrun's agent does, hold the store here: its port is ours from the start.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = [
+            start_fork(
+                _main,
+                arguments,
+                _environment(_of_rank(rank, ranks, store.port) | (environment or {})),
+                scratch,
+            )
+            for rank in range(ranks)
+        ]
+        has_ended = _wait(processes, timeout_s)
         out, err = (Path(scratch, name).read_text() for name in ("out", "err"))
     assert has_ended, f"still running after {timeout_s} s\n{out}\n{err}"
-    return subprocess.CompletedProcess(arguments, process.exitcode or 0, out, err)
+    exit_code = next((code for process in processes if (code := process.exitcode)), 0)
+    return subprocess.CompletedProcess(arguments, exit_code, out, err)
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank; nothing to a single one."""
+    if ranks == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _wait(processes: list[BaseProcess], timeout_s: float) -> bool:
+    """Wait until all have ended; returns whether they did in time."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.terminate()
+        if time.monotonic() > deadline:
+            for process in processes:
+                if process.is_alive():
+                    os.killpg(process.pid or 0, signal.SIGKILL)
+                process.join()
+            return False
+        next(process for process in processes if process.is_alive()).join(0.1)
+    return True
 
 
 def _main(arguments: list[str], environment: dict[str, str], scratch: str) -> None:
     """Be the process that ``start`` starts."""
     os.setsid()
     for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(Path(scratch, name), os.O_CREAT | os.O_WRONLY), descriptor)
+        os.dup2(os.open(Path(scratch, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(REPOSITORY)

@@ -13,7 +13,7 @@ import pytest
 import bapo_megatron
 from bapo_megatron import cli
 from bapo_megatron.commands import train
-from tests.launch import REPOSITORY, run
+from tests.launch import REPOSITORY, run, torchrun
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,7 +106,7 @@ def test_version_and_help_name_the_package_and_its_commands() -> None:
 
 @pytest.mark.distributed
 def test_torchrun_s_report_ends_with_the_error_of_a_rank() -> None:
-    result = run(["train", "no.yaml"], ranks=2)
+    result = torchrun(["train", "no.yaml"], ranks=2)
     assert result.returncode != 0
     report = result.stderr.rpartition("Root Cause")[2]
     assert "traceback : no.yaml: no such file; check the path\n" in report

@@ -363,9 +363,10 @@ def test_a_trainer_waits_for_servers_elsewhere_and_an_evaluation_uses_them_too(
         "eval.max_prompts=4",
         "eval.max_response_tokens=16",
         "train.steps=1",
+        "reward.workers=1",
         "algorithm.entropy_coefficient=0.001",  # a random model is never right: no other signal
     ]
-    env = environment(NPROC="2", **{KEY: "admin-secret"})
+    env = environment(NPROC="1", **{KEY: "admin-secret"})
     run_dir = tmp_path / "run"
     status, lines = run(
         "single_node.sh", str(replay_config), f"run_dir={run_dir}", *overrides, env=env

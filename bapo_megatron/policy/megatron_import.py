@@ -1,9 +1,8 @@
 """How a command imports Megatron-core: without noise, and on the CPU without the compiler."""
 
 import warnings
-from unittest import mock
 
-import torch
+from bapo_megatron.cpu_torch import uncompiled_imports
 
 MESSAGES = (
     r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses
@@ -18,14 +17,8 @@ MESSAGES = (
 
 
 def import_megatron() -> None:
-    """Import Megatron-core; to be called before any module that imports it.
-
-    Megatron decorates functions with ``torch.compile`` as it is imported, which loads the compiler:
-    a third of a process's start. On a CPU build of torch none of them is called, and they stay as
-    they are.
-    """
+    """Import Megatron-core; to be called before any module that imports it."""
     for message in MESSAGES:
         warnings.filterwarnings("ignore", message=message)
-    if torch.version.cuda is None:
-        with mock.patch.object(torch, "compile", lambda function: function):
-            import megatron.core  # noqa: F401
+    with uncompiled_imports():
+        import megatron.core  # noqa: F401

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2Tokenizer
 
-from bapo_megatron.torchvision_names import declare_torchvision_operators
+from bapo_megatron.cpu_torch import declare_torchvision_operators
 
 PAD, EOS, BOS, USER, ASSISTANT = "<pad>", "<eos>", "<bos>", "<|user|>", "<|assistant|>"
 """Their ids are 0 to 4; the bytes follow."""

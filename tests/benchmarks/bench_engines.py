@@ -185,15 +185,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--tokens", type=int, default=64, help="most of a response")
     parser.add_argument("--prompt", type=int, default=24, help="tokens of the longest prompt")
-    parser.add_argument("--wide", type=int, default=384, help="hidden units of the second model")
+    parser.add_argument(
+        "--wide", type=int, default=384, help="hidden units of the second model; 0: leave it out"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as directory:
         sections = measure(runner, options.model.name, options.model, options, device)
-        size = make_wide_model(Path(directory), options.wide)
-        title = f"{size / 1e6:.1f} million parameters"
-        sections += measure(runner, title, Path(directory), options, device)
+        if options.wide:
+            size = make_wide_model(Path(directory), options.wide)
+            title = f"{size / 1e6:.1f} million parameters"
+            sections += measure(runner, title, Path(directory), options, device)
     publish("Engines", sections, options, device)
 
 

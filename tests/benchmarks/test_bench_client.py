@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.benchmarks.bench_client import Case, Load, measure
+from tests.benchmarks.bench_client import Case, measure
 from tests.benchmarks.bench_connections import time_waves
+from tests.benchmarks.stream_server import Load
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from bapo_megatron.types import (
     Sample,
     VersionSpan,
 )
+from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run, start
 
 if TYPE_CHECKING:
@@ -136,13 +137,16 @@ def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("engine", ["local", "sglang"])
 def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
     config: Path, tmp_path: Path, engine: str
 ) -> None:
     run_dir = tmp_path / "run"
     arguments = ["generate", str(config), f"run_dir={run_dir}", f"rollout.engine={engine}"]
-    result = run([*arguments, "--steps", "2"])
+    with FakeSglang(stop_at=60, token_interval_s=0.005) as fake:
+        if engine == "sglang":
+            arguments.append(f"rollout.servers=['{fake.address}']")
+        result = run([*arguments, "--steps", "2"])
     assert result.returncode == 0, result.stdout + result.stderr
     batches = [read_batch(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in (1, 2)]
     names = ["step_000001.parquet", "step_000002.parquet"]

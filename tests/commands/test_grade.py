@@ -1,4 +1,4 @@
-"""The ``grade`` command, as a process of its own."""
+"""The ``grade`` command, as a user starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bapo_megatron.commands.grade import GradeError, grade_file
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import RewardError
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, run
 
 pytestmark = pytest.mark.slow
 
@@ -26,18 +26,6 @@ HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
 
 def line_of(response, answer, **others):
     return json.dumps({"response": response, "answer": answer, **others}) + "\n"
-
-
-def run(arguments, content="", limit_s=60):
-    return subprocess.run(
-        [*GRADE, *arguments],
-        input=content,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        cwd=REPOSITORY,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -79,7 +67,7 @@ def test_every_line_gets_a_line_in_order(tmp_path):
         + line_of(r"\boxed{(x+1)^2}", ["1", "x^2+2x+1"])
     )
 
-    done = run([str(path)])
+    done = run(["grade", str(path)])
 
     assert (done.returncode, done.stderr) == (0, "")
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
@@ -91,10 +79,11 @@ def test_every_line_gets_a_line_in_order(tmp_path):
     ]
 
 
-def test_a_configuration_gives_the_rewards_of_its_run_without_shaping(config):
-    content = line_of(r"\boxed{2}", "2", level=5, finish_reason="length", num_tokens=9)
+def test_a_configuration_gives_the_rewards_of_its_run_without_shaping(tmp_path, config):
+    path = tmp_path / "responses.jsonl"
+    path.write_text(line_of(r"\boxed{2}", "2", level=5, finish_reason="length", num_tokens=9))
 
-    done = run(["-", "--config", str(config), "reward.timeout_s=7"], content)
+    done = run(["grade", str(path), "--config", str(config), "reward.timeout_s=7"])
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
@@ -107,7 +96,15 @@ def test_a_configuration_gives_the_rewards_of_its_run_without_shaping(config):
 
 
 def test_a_bad_line_is_one_line_with_its_number_after_the_results_before_it():
-    done = run(["-"], line_of(r"\boxed{1}", "1") + '{"response": "x"}\n')
+    done = subprocess.run(
+        [*GRADE, "-"],
+        input=line_of(r"\boxed{1}", "1") + '{"response": "x"}\n',
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        check=False,
+    )
 
     assert done.returncode == 1
     assert json.loads(done.stdout)["score"] == 1.0
@@ -143,12 +140,12 @@ def test_every_fault_of_a_line_is_told_with_its_number(tmp_path, bad, message):
 
 
 def test_a_file_or_function_that_is_not_there_is_one_line(tmp_path, config):
-    missing = run([str(tmp_path / "none.jsonl")])
+    missing = run(["grade", str(tmp_path / "none.jsonl")])
     assert missing.returncode == 1
     assert "none.jsonl: cannot be read (No such file or directory)" in missing.stderr
 
     config.write_text(config.read_text().replace(":everything", ":nothing"))
-    unknown = run(["-", "--config", str(config)])
+    unknown = run(["grade", "-", "--config", str(config)])
     assert unknown.returncode == 1
     assert unknown.stderr == (
         "bapo-megatron: reward function 'tests.reward.own_functions:nothing' module "
@@ -162,8 +159,10 @@ def test_a_service_that_is_not_there_is_one_line_however_many_responses_wait(tmp
         f"name: x\nrun_dir: {tmp_path}\nmodel: {{path: none}}\n"
         "reward: {functions: [{name: s, url: 'http://127.0.0.1:9/s', http: {patience_s: 0.1}}]}\n"
     )
+    path = tmp_path / "responses.jsonl"
+    path.write_text(line_of("3", "3") * 60)
 
-    done = run(["-", "--config", str(config)], line_of("3", "3") * 60)
+    done = run(["grade", str(path), "--config", str(config)])
 
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1

@@ -6,7 +6,9 @@ Shape legend: N = rows of logits, V = local columns, T = tokens, P = tensor-para
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
 import shlex
 import shutil
@@ -39,12 +41,32 @@ FLAGS = (
 
 @functools.cache
 def emulated_kernels() -> EmulatedKernels:
-    """The kernels, compiled once per process; skips the test where no compiler is at hand."""
+    """The kernels, compiled once for all processes; skips the test where no compiler is at hand."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no C++ compiler {compiler[0]}: set CXX or install one")
-    with tempfile.TemporaryDirectory() as folder:
-        return EmulatedKernels(build(Path(folder), compiler))
+    folder = REPOSITORY / "build" / "cuda_emulation"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{_digest(compiler)}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # while one process compiles, the others wait
+        if not library.exists():
+            for outdated in folder.glob("*.so"):
+                outdated.unlink()
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                build(Path(scratch), compiler).rename(library)
+    return EmulatedKernels(library)
+
+
+def _digest(compiler: list[str]) -> str:
+    """Digest of all that decides what is compiled: the compiler, its flags, and the sources."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
+    content = hashlib.sha256(version + repr((compiler, FLAGS)).encode())
+    for folder in (REPOSITORY / "csrc", HERE):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:
+                content.update(path.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def build(folder: Path, compiler: list[str]) -> Path:

@@ -100,7 +100,7 @@ def test_a_mixture_resumed_after_any_draws_equals_the_uninterrupted_one(
 
 @pytest.mark.slow
 @given(mixtures)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_after_every_draw_each_set_is_less_than_one_prompt_from_its_share(sets):
     total = sum(Fraction(repr(weight)) for _, weight in sets)
     drawn = Counter[str]()

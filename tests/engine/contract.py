@@ -20,7 +20,6 @@ from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from tests.engine.helpers import reference_logprobs
-from tests.engine.sglang.servers import SglangRelease
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.engine.base import Completion, Engine, Stepper
+    from bapo_megatron.engine.sglang.server import SglangServer
 
 PROMPT = [3, 20, 77, 4]
 LONG = 240
@@ -70,15 +70,13 @@ def fake_case(model_dir: Path, directory: Path) -> Iterator[Case]:
         )
 
 
-@contextlib.contextmanager
-def sglang_case(model_dir: Path, directory: Path, *, release: SglangRelease) -> Iterator[Case]:
+def sglang_case(server: SglangServer, model_dir: Path) -> Case:
     """A real SGLang server."""
-    with release.running(model_dir, directory) as server:
-        yield Case(
-            connect=functools.partial(_connect, server.address, server.keys),
-            expected=functools.partial(reference_logprobs, model_dir),
-            eos_token_id=1,
-        )
+    return Case(
+        connect=functools.partial(_connect, server.address, server.keys),
+        expected=functools.partial(reference_logprobs, model_dir),
+        eos_token_id=1,
+    )
 
 
 @contextlib.contextmanager

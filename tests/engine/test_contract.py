@@ -1,13 +1,12 @@
 """What every engine must do, whatever it is; docs/extending.md says it in words.
 
-SGLang is tested as it is installed, and in an older version where ``requirements/older_sglang.sh``
-has put it into a folder of its own, so that one environment serves both.
+Real SGLang servers are held to it in ``tests.engine.sglang.test_dialect``, which imports these
+tests: a server takes long to start, and there the tests of its own use it, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import shutil
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,8 @@ from tests.engine.contract import (
     fake_case,
     local_case,
     play,
-    sglang_case,
 )
 from tests.engine.helpers import MAX_POSITIONS, reference_logprobs
-from tests.engine.sglang.servers import RELEASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,26 +36,15 @@ if TYPE_CHECKING:
 
     from bapo_megatron.engine.base import Completion, Engine, PauseMode
 
-CASES = [
-    pytest.param(fake_case, id="fake"),
-    pytest.param(local_case, id="local"),
-    *(
-        pytest.param(
-            functools.partial(sglang_case, release=release),
-            id=f"sglang-{release.name}",
-            marks=pytest.mark.sglang,
-        )
-        for release in RELEASES
-    ),
-]
+CASES = [pytest.param(fake_case, id="fake"), pytest.param(local_case, id="local")]
 EACH_PAUSE = pytest.mark.parametrize("mode", ["retract", "in_place"])
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(
+@pytest.fixture(scope="module", name="case", params=CASES)
+def _case(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    """An engine."""
+    """An engine. Modules that import the tests from here have a case of their own instead."""
     with request.param(model_dir, tmp_path_factory.mktemp("engine")) as case:
         yield case
 

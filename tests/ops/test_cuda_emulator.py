@@ -26,7 +26,6 @@ class TestEmulator:
         error = kernels.library.probe_launch(which, ctypes.c_void_p(out.data_ptr()))
         return error, kernels.library.emulator_last_failure().decode(), out[:64].tolist()
 
-    @pytest.mark.slow
     def test_reports_a_barrier_that_other_threads_never_reach(
         self, kernels: EmulatedKernels
     ) -> None:

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.distributed_launch import run_ranks
 
 
 @pytest.fixture(scope="session")
 def measured() -> dict[str, Any]:
-    """What Megatron builds, keeps and sends (tests/planning/measured.py)."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.planning.measured"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    """What Megatron builds, keeps and sends (tests/planning/measured.py).
+
+    Each part is measured when a test first asks for it.
+    """
+    return _Measured()
+
+
+class _Measured(dict[str, Any]):
+    def __missing__(self, part: str) -> Any:
+        (self[part],) = run_ranks(_measure, 1, part)
+        return self[part]
+
+
+def _measure(part: str) -> Any:
+    """Call the function of that name, in a process of its own."""
+    from tests.planning import measured  # imports Megatron
+
+    return getattr(measured, part)()

@@ -1,4 +1,4 @@
-"""What Megatron itself builds, keeps and sends, in a process of its own: prints JSON.
+"""What Megatron itself builds, keeps and sends; for a process of its own.
 
 One process plays every rank, with the fake backend (``policy.meta_model``), so the results of
 collectives are arbitrary; shapes, storages and messages are those of a real run.
@@ -6,7 +6,6 @@ collectives are arbitrary; shapes, storages and messages are those of a real run
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
-from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.meta_model import fake_world, stage_parameters
@@ -227,7 +225,7 @@ def _recorded(phase: str, sent: dict[str, list[int]]) -> Iterator[None]:
         "reduce_scatter_tensor": "reduce-scatter",
     }
     patches = [mock.patch.object(dist, f, noted(n, getattr(dist, f))) for f, n in names.items()]
-    for module in [m for m in sys.modules.values() if m and m.__name__.startswith("megatron.")]:
+    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
         for old, name in (
             ("dist_all_gather_func", "all-gather"),
             ("dist_reduce_scatter_func", "reduce-scatter"),
@@ -241,15 +239,3 @@ def _recorded(phase: str, sent: dict[str, list[int]]) -> Iterator[None]:
     finally:
         for patch in patches:
             patch.stop()
-
-
-if __name__ == "__main__":
-    cpu_compat.install()
-    found = {
-        "parameters": parameters(),
-        "saved": saved(),
-        "messages": messages(),
-        "state": state(),
-        "in_flight": in_flight(),
-    }
-    sys.stdout.write(json.dumps(found))

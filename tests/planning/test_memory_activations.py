@@ -44,6 +44,7 @@ def test_a_layer_keeps_the_planned_bytes_exactly(case: str, measured: dict[str, 
     assert measured["saved"][case]["per_4_layers"] == pytest.approx(planned(case)[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 def test_the_forward_pass_keeps_little_beside_layers_and_final_norm(
     case: str, measured: dict[str, Any]
@@ -53,6 +54,7 @@ def test_the_forward_pass_keeps_little_beside_layers_and_final_norm(
     assert 0 <= beside <= 8 * TOKENS + 4 * 256 * 32 + 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 def test_the_peak_of_the_backward_pass_is_planned_to_ten_percent(
     case: str, measured: dict[str, Any]
@@ -98,6 +100,7 @@ def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> No
     assert logits_bytes(scenario(hf, layout), 65536) > 65536 * 2 * columns
 
 
+@pytest.mark.slow
 def test_chunks_in_flight_are_those_of_megatron_s_schedules(measured: dict[str, Any]) -> None:
     planned_counts = [
         [

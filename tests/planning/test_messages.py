@@ -35,6 +35,7 @@ def sent(measured: dict[str, Any], case: str, *passes: str) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "forward", "both"),
     [
@@ -54,6 +55,7 @@ def test_tensor_parallel_sends_what_megatron_s_model_sends(
     assert sent(measured, case, "forward", "backward") == both
 
 
+@pytest.mark.slow
 def test_context_parallel_sends_keys_and_values(measured: dict[str, Any]) -> None:
     # Keys and values of 64 channels each, of the 256 tokens of a rank: 65,536 bytes in 4 layers.
     once = context_bytes(run_of(MESSAGES["context"]), TOKENS // 2)

@@ -29,14 +29,16 @@ from tests.distributed_launch import joined
 from tests.policy.checkpoint_ranks import OPTIMIZER, resume, save, train_and_save, update
 from tests.policy.parity_ranks import build, snapshot
 
-KILLED_AT = (
-    "in the first shard",
-    "in a later shard",
-    "before the metadata",
-    "before the rename",
-    "before the pointer moves",
-    "after the pointer moved",
+KILLED = (
+    ("in the first shard", "synchronous"),
+    ("in a later shard", "asynchronous"),
+    ("before the metadata", "synchronous"),
+    ("before the rename", "asynchronous"),
+    ("before the pointer moves", "synchronous"),
+    ("after the pointer moved", "asynchronous"),
 )
+"""Moments of a save, and its mode: modes differ in who writes the shards, and in nothing later."""
+
 LATE = "after the pointer moved"
 """The only moment at which the new checkpoint is the last complete one."""
 
@@ -50,13 +52,12 @@ def killed_saves(model: Path, root: Path) -> dict[str, Any]:
     Each kill ends a process of its own, forked from this one, which has imported everything.
     """
     results = {}
-    for moment in KILLED_AT:
-        for asynchronous in (False, True):
-            name = f"{moment}, {'asynchronous' if asynchronous else 'synchronous'}"
-            results[name] = {"code": _in_fork(_die, moment, asynchronous, model, root / name)}
+    for moment, mode in KILLED:
+        status = _in_fork(_die, moment, mode == "asynchronous", model, root / moment)
+        results[moment] = {"code": status}
     with joined() as groups:
-        for name, result in results.items():
-            result |= _continue(model, root / name, groups)
+        for moment, result in results.items():
+            result |= _continue(model, root / moment, groups)
     return results
 
 
@@ -176,20 +177,19 @@ def _continue(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
 
 
 def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[str, Any]:
-    """What loading says of a damaged step 2, and whether step 1 still loads."""
+    """What every rank says of a damaged step 2, and what of the step 1 beside the last of them."""
     policy = build(models["qwen2"], groups)
     for step in (1, 2):
         save(root / "good", step, policy, {"saved": step})
-    results = {}
+    errors = {}
     for name, spoil in DAMAGES.items():
         damaged = root / name
         if groups.rank == 0:
             shutil.copytree(root / "good", damaged)
             spoil(damaged / "step_2")
         torch.distributed.barrier()
-        error = _load_error(damaged / "step_2", build(models["qwen2"], groups))
-        previous = load_checkpoint(damaged / "step_1", build(models["qwen2"], groups))
-        results[name] = {"error": error, "previous": previous}
+        errors[name] = _load_error(damaged / "step_2", policy)
+    previous = load_checkpoint(damaged / "step_1", policy)
     for name, model, megatron in (
         ("other model", "qwen3", {}),
         ("other width", "wide", {}),
@@ -197,9 +197,8 @@ def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[
         ("other optimizer", "qwen2", {"distributed_optimizer": False}),
     ):
         other = build(models[model], groups, megatron=megatron)
-        error = _load_error(root / "good" / "step_2", other)
-        results[name] = {"error": error, "previous": {"saved": 1}}
-    return results
+        errors[name] = _load_error(root / "good" / "step_2", other)
+    return {"errors": errors, "previous": previous}
 
 
 def _truncate(directory: Path) -> None:

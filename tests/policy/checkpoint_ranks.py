@@ -31,7 +31,7 @@ OPTIMIZER = {
     # those errors, so that layouts, which round differently, can be compared.
     "eps": 1e-3,
 }
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 MASTER_PREFIX = "optimizer.state.param."
 EXTRA = {"data": {"epoch": 1, "row": 7}, "unfinished": ["a", "ß"], "share": 0.1}
 LENGTHS = ((4, 8), (12,))

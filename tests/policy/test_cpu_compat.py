@@ -9,44 +9,51 @@ import pytest
 
 from bapo_megatron.policy import cpu_compat
 
+IMPORTED = """
+import torch
+before = torch.cuda.current_device, torch.cuda.manual_seed
+import bapo_megatron.policy.megatron_policy
+print((torch.cuda.current_device, torch.cuda.manual_seed) == before)
+try: torch.zeros(1, device='cuda')
+except (RuntimeError, AssertionError): print('no cuda')
+"""
 
-def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+INSTALLED = """
+from bapo_megatron.policy import cpu_compat
+cpu_compat.install(); cpu_compat.install()
+print(torch.zeros(1, device='cuda').device, torch.zeros(1).cuda().device)
+print(torch.zeros(1).to('cuda').device, torch.cuda.current_device())
+state = torch.cuda.get_rng_state(); torch.cuda.manual_seed(7); a = torch.rand(1)
+torch.manual_seed(7); print(torch.equal(a, torch.rand(1)))
+from megatron.core.tensor_parallel import random
+random._set_cuda_rng_state(state); print(torch.equal(torch.get_rng_state(), state))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """Lines of a fresh process: two before the shims are installed, then four."""
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORTED + INSTALLED],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
         env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     ).stdout
+    return out.split("\n")
 
 
 @pytest.mark.slow
-def test_importing_the_policy_leaves_torch_as_it_is() -> None:
-    out = run(
-        "import torch; before = torch.cuda.current_device, torch.cuda.manual_seed\n"
-        "import bapo_megatron.policy.megatron_policy\n"
-        "print((torch.cuda.current_device, torch.cuda.manual_seed) == before)\n"
-        "try: torch.zeros(1, device='cuda')\n"
-        "except (RuntimeError, AssertionError): print('no cuda')"
-    )
-    assert out.split("\n")[:2] == ["True", "no cuda"]
+def test_importing_the_policy_leaves_torch_as_it_is(printed: list[str]) -> None:
+    assert printed[:2] == ["True", "no cuda"]
 
 
 @pytest.mark.slow
-def test_installed_shims_put_cuda_tensors_on_the_cpu_and_seed_its_generator() -> None:
-    out = run(
-        "import torch\n"
-        "from bapo_megatron.policy import cpu_compat\n"
-        "cpu_compat.install(); cpu_compat.install()\n"
-        "print(torch.zeros(1, device='cuda').device, torch.zeros(1).cuda().device)\n"
-        "print(torch.zeros(1).to('cuda').device, torch.cuda.current_device())\n"
-        "state = torch.cuda.get_rng_state(); torch.cuda.manual_seed(7); a = torch.rand(1)\n"
-        "torch.manual_seed(7); print(torch.equal(a, torch.rand(1)))\n"
-        "from megatron.core.tensor_parallel import random\n"
-        "random._set_cuda_rng_state(state); print(torch.equal(torch.get_rng_state(), state))"
-    )
-    assert out.split("\n")[:4] == ["cpu cpu", "cpu cpu", "True", "True"]
+def test_installed_shims_put_cuda_tensors_on_the_cpu_and_seed_its_generator(
+    printed: list[str],
+) -> None:
+    assert printed[2:6] == ["cpu cpu", "cpu cpu", "True", "True"]
 
 
 def test_shims_refuse_a_machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

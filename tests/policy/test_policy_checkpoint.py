@@ -22,10 +22,10 @@ SOURCES = {
     "single": ["TP2", "DP2", "PP2", "PP2 VPP2", "CP2"],
     "TP2": ["single"],
     "DP2": ["TP2"],
-    "PP2": ["TP2", "single"],
+    "PP2": ["TP2"],
     "PP2 VPP2": ["PP2", "DP2"],
     "CP2": ["PP2 VPP2"],
-    "TP2 PP2": ["DP2", "PP2 VPP2"],
+    "TP2 PP2": ["PP2 VPP2"],
     "DP2 CP2": ["TP2 PP2"],
     "plain DP2": ["plain single"],
     "plain PP2 VPP2": ["plain DP2"],
@@ -104,7 +104,7 @@ def test_state_of_caller_and_schedule_come_back_on_every_rank(
     for rank in results[name]:
         assert rank["extra"] == ranks.EXTRA
         assert rank["num_updates"] == 1
-        assert rank["lr"] == pytest.approx(0.007)  # 0.01 · (1 − 3 / 10)
+        assert rank["lr"] == pytest.approx(0.008)  # 0.01 · (1 − 2 / 10)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

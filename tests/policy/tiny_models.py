@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo_megatron.cpu_torch import declare_torchvision_operators
 from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
-from bapo_megatron.torchvision_names import declare_torchvision_operators
 from bapo_megatron.types import MicroBatch
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size

@@ -24,7 +24,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def scores():
     async def grade():
-        async with RewardPool(workers=2, timeout_s=20) as pool:
+        async with RewardPool(workers=1, timeout_s=20) as pool:
             asked = [pool.score(pair["response"], pair["answer"]) for pair in PAIRS]
             return await asyncio.gather(*asked)
 
@@ -49,6 +49,7 @@ def test_every_pair_is_graded_right_or_is_a_known_limit(scores):
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_every_known_limit_still_is_one(scores):
     limits = [
         (pair, score) for pair, score in zip(PAIRS, scores, strict=True) if "known_limit" in pair
@@ -60,6 +61,7 @@ def test_every_known_limit_still_is_one(scores):
     assert gone == []
 
 
+@pytest.mark.slow
 def test_no_known_limit_gives_a_reward_for_a_wrong_answer(scores):
     undeserved = [
         pair["answer"]
@@ -70,5 +72,6 @@ def test_no_known_limit_gives_a_reward_for_a_wrong_answer(scores):
     assert undeserved == []
 
 
+@pytest.mark.slow
 def test_no_pair_needs_the_limits_of_the_workers(scores):
     assert [pair["answer"] for pair, s in zip(PAIRS, scores, strict=True) if s.timed_out] == []

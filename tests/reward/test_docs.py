@@ -22,7 +22,7 @@ EXAMPLES = REPOSITORY / "examples" / "rewards"
 
 def score(config, *responses):
     async def ask():
-        async with Rewards(RewardConfig.model_validate(config)) as rewards:
+        async with Rewards(RewardConfig.model_validate({**config, "workers": 1})) as rewards:
             await rewards.start()
             return [await rewards.score(response) for response in responses]
 
@@ -45,6 +45,7 @@ def test_every_reason_and_term_is_explained():
         assert f"`{word}`" in DOCS or f"`reward/{word}`" in DOCS, word
 
 
+@pytest.mark.slow
 def test_the_function_of_the_page_works(tmp_path, monkeypatch):
     source = re.search(r"```python\n(.*?)```", DOCS, re.DOTALL)[1]
     (tmp_path / "my_rewards.py").write_text(source)
@@ -65,7 +66,7 @@ def test_the_group_function_of_the_page_rewards_the_shortest_right_response(tmp_
     (block,) = (
         text for text in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL) if "my_groups" in text
     )
-    config = RewardConfig.model_validate(yaml.safe_load(block)["reward"])
+    config = RewardConfig.model_validate({**yaml.safe_load(block)["reward"], "workers": 1})
     responses = [
         Response(rf"\boxed{{{number}}}", "7", SampleFacts(num_tokens=num_tokens))
         for number, num_tokens in ((7, 30), (7, 20), (8, 10), (7, 25))

@@ -12,7 +12,7 @@ import pytest
 from bapo_megatron.reward.pool import RewardPool
 from tests.reward.hostile import HOSTILE, code
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 2.0
 MEMORY_LIMIT_MB = 768
 
 
@@ -117,10 +117,12 @@ def test_few_hostile_answers_need_the_hard_limit(outcomes):
     assert len(needing) <= 8, needing
 
 
+@pytest.mark.slow
 def test_workers_keep_to_their_memory(outcomes):
     assert outcomes[1] <= MEMORY_LIMIT_MB
 
 
+@pytest.mark.slow
 def test_grading_goes_on_afterwards(outcomes):
     assert outcomes[2].reward == 1.0
 
@@ -131,7 +133,7 @@ def test_no_code_is_run(tmp_path, side):
     answers = code(str(canary))
 
     async def grade():
-        async with RewardPool(2, 5.0) as pool:
+        async with RewardPool(1, 5.0) as pool:
             if side == "response":
                 asked = [pool.score(text, "42") for text in answers]
             else:

@@ -18,6 +18,8 @@ HANGING = r"\boxed{\prod_{k=1}^{10^9} (k+x)}"
 """sympy writes out this product, which no machine ends."""
 TIMED_OUT = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
 OWN = "tests.reward.own_functions"
+LENGTH = (f"{OWN}:length",)
+"""For workers that grade no mathematics: those start sooner."""
 
 
 def children() -> set[int]:
@@ -80,10 +82,10 @@ def test_a_hanging_answer_scores_zero_and_its_worker_is_replaced():
 
 def test_a_reply_that_came_while_the_loop_stood_still_counts():
     async def grade():
-        async with RewardPool(workers=1, timeout_s=1.0) as pool:
-            await pool.score(r"\boxed{1}", "1")
+        async with RewardPool(workers=1, timeout_s=1.0, functions=LENGTH) as pool:
+            await pool.score("abc")
             before = children()
-            asked = [asyncio.create_task(pool.score(r"\boxed{1}", "1"))]
+            asked = [asyncio.create_task(pool.score("abc"))]
             for _ in range(5):
                 await asyncio.sleep(0)
             time.sleep(1.5)
@@ -91,7 +93,7 @@ def test_a_reply_that_came_while_the_loop_stood_still_counts():
 
     score, is_same_worker = asyncio.run(grade())
 
-    assert (score.reward, score.timed_out, is_same_worker) == (1.0, False, True)
+    assert (score.reward, score.timed_out, is_same_worker) == (3.0, False, True)
 
 
 def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
@@ -120,7 +122,7 @@ def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_t
             return await reply
 
         monkeypatch.setattr(workers_module, "_ask", ask)
-        async with RewardPool(workers=1, timeout_s=60) as pool:
+        async with RewardPool(workers=1, timeout_s=60, functions=LENGTH) as pool:
             grading = asyncio.create_task(pool.score("", ""))
             await asked.wait()
             reply.set_result({"result": [{"reward": 1.0, "answer_found": True}]})
@@ -149,13 +151,13 @@ def test_an_answer_that_needs_too_much_memory_does_not_break_the_pool():
 
 def test_a_worker_that_is_killed_between_answers_is_replaced():
     async def grade():
-        async with RewardPool(workers=1, timeout_s=10) as pool:
-            await pool.score(r"\boxed{1}", "1")
+        async with RewardPool(workers=1, timeout_s=10, functions=LENGTH) as pool:
+            await pool.score("abc")
             os.kill(children().pop(), signal.SIGKILL)
             await asyncio.sleep(0.2)
-            return await pool.score(r"\boxed{1}", "1")
+            return await pool.score("abc")
 
-    assert asyncio.run(grade()).reward == 1.0
+    assert asyncio.run(grade()).reward == 3.0
 
 
 def test_an_answer_whose_worker_is_killed_from_outside_is_graded_by_another(tmp_path):
@@ -270,7 +272,7 @@ def test_what_a_function_prints_or_reads_does_not_disturb_the_messages(capfd):
 
 def test_a_pattern_that_never_ends_is_stopped_and_the_pool_goes_on():
     async def search():
-        async with RewardPool(workers=1, timeout_s=1) as pool:
+        async with RewardPool(workers=1, timeout_s=1, functions=LENGTH) as pool:
             bait = await pool.matches(r"^(a+)+$", "a" * 40 + "!")
             return bait, await pool.matches(r"\d+", "a1"), await pool.matches(r"\d", "a")
 

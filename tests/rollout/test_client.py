@@ -28,30 +28,38 @@ from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
 from tests.engine.helpers import descendants, reference_logprobs
 from tests.fakes.fake_sglang import FakeSglang
+from tests.rollout.forked_collector import forked_collectors, prepare_forks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
+    from typing import Protocol
 
     from bapo_megatron.config.schema import RunConfig
     from tests.engine.helpers import MakeConfig
 
-    Open = Callable[[RunConfig], CollectorClient]
+    class Open(Protocol):
+        """The ``open_client`` fixture."""
+
+        def __call__(self, config: RunConfig, *, is_fork: bool = True) -> CollectorClient: ...
+
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def open_client() -> Iterator[Open]:
-    """Starts clients; checks that nothing is left of them."""
+    """Starts clients, with forks as collectors by default; checks that nothing is left of them."""
+    prepare_forks()
     others = descendants()
     clients = []
     progress: list[str] = []
 
-    def open_(config: RunConfig) -> CollectorClient:
+    def open_(config: RunConfig, *, is_fork: bool = True) -> CollectorClient:
         client = CollectorClient(config, on_progress=progress.append)
         clients.append(client)
-        client.start()
+        with forked_collectors() if is_fork else contextlib.nullcontext():
+            client.start()
         return client
 
     yield open_
@@ -63,16 +71,10 @@ def open_client() -> Iterator[Open]:
     assert progress
 
 
-@pytest.fixture
-def find_process() -> Callable[[str], psutil.Process]:
-    """Finds what the test itself started."""
-    others = descendants()
-
-    def find(mentioning: str) -> psutil.Process:
-        (process,) = descendants(mentioning=mentioning) - others
-        return process
-
-    return find
+def process_of(client: CollectorClient) -> psutil.Process:
+    """The collector."""
+    assert client._process is not None
+    return psutil.Process(client._process.pid)
 
 
 def test_batches_and_evaluations_from_a_model(
@@ -105,15 +107,10 @@ def test_batches_and_evaluations_from_a_model(
         assert kept.stats == batch.stats
     assert batches[1].stats.resumed_samples == batches[0].stats.unfinished_samples > 0
 
-    state = json.loads(json.dumps(client.state()))
-    client.close()
-    client = open_client(config)
-    client.restore(state)
-    assert client.state() == state
-
+    client.sync_weights(model_dir, 12)
     (result,) = client.evaluate(3)
     assert (result.name, result.num_prompts, result.samples_per_prompt) == ("sums", 5, 2)
-    assert result.version == 0  # a new client does not know what the engine holds
+    assert result.version == 12
     lines = (config.run_dir / "eval" / "step_000003_sums.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]  # in the order in which they finished
     assert sorted((answer["prompt_id"], answer["index"]) for answer in answers) == [
@@ -127,18 +124,23 @@ def test_batches_and_evaluations_from_a_model(
     truncated = [answer["finish_reason"] == "length" for answer in answers]
     assert result.truncated_share == statistics.fmean(truncated)
 
+    state = json.loads(json.dumps(client.state()))
+    client.close()
+    client = open_client(config)
+    client.restore(state)
+    assert client.state() == state
+
 
 @pytest.mark.sglang
 @pytest.mark.slow
 def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_log(
     make_config: MakeConfig,
     open_client: Open,
-    find_process: Callable[[str], psutil.Process],
     model_dir: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = make_config(health={"timeout_s": 5, "patience_s": 40})
+    config = make_config(health={"timeout_s": 5, "patience_s": 15})
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
@@ -146,12 +148,13 @@ def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_l
     client.sync_weights(model, 1)
     assert client.collect(1) is not None
     (model / "model.safetensors").unlink()
-    find_process("sglang.launcher").kill()
+    (server,) = descendants(process_of(client).pid, mentioning="sglang.launcher")
+    server.kill()
     with pytest.raises(RolloutError) as caught, caplog.at_level(logging.WARNING):
         client.collect(2)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(
-        "no usable server for 40 s (rollout.health.patience_s): http://127.0"
+        "no usable server for 15 s (rollout.health.patience_s): http://127.0"
     )
     assert lines[1].startswith("the SGLang server at http://127.0.0.1:")
     assert "; the last lines of " in lines[1]
@@ -231,13 +234,12 @@ def test_a_server_with_the_other_temperature_convention_is_refused(
 def test_a_collector_that_dies_shows_its_last_lines(
     make_config: MakeConfig,
     open_client: Open,
-    find_process: Callable[[str], psutil.Process],
     tmp_path: Path,
 ) -> None:
     with FakeSglang(stop_at=60) as fake:
-        client = open_client(make_config(servers=(fake.address,)))
+        client = open_client(make_config(servers=(fake.address,)), is_fork=False)
         client.sync_weights(tmp_path, 1)
-        find_process("rollout.collector").kill()
+        process_of(client).kill()
         with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
             client.collect(1)
     assert "collector.log" in str(caught.value)
@@ -264,7 +266,6 @@ def test_warnings_for_a_client_that_is_gone_go_to_the_log_only() -> None:
 def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
     make_config: MakeConfig,
     open_client: Open,
-    find_process: Callable[[str], psutil.Process],
     tmp_path: Path,
 ) -> None:
     with FakeSglang(token_interval_s=0.2) as fake:
@@ -273,7 +274,7 @@ def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
         client._start(COLLECT, 0)
         while not fake.requests:
             time.sleep(0.02)
-        collector = find_process("rollout.collector")
+        collector = process_of(client)
         assert client._socket is not None
         client._socket.close()  # as the end of the process does
         collector.wait(timeout=10)
@@ -283,7 +284,6 @@ def test_a_collector_ends_in_the_middle_of_a_batch_when_its_client_is_gone(
 def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
     make_config: MakeConfig,
     open_client: Open,
-    find_process: Callable[[str], psutil.Process],
     tmp_path: Path,
 ) -> None:
     with FakeSglang(stop_at=60) as fake:
@@ -291,7 +291,7 @@ def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
         client = open_client(config)
         client.sync_weights(tmp_path, 1)
         # No file of the collector may grow beyond 256 bytes, not even its log.
-        find_process("rollout.collector").rlimit(psutil.RLIMIT_FSIZE, (256, 256))
+        process_of(client).rlimit(psutil.RLIMIT_FSIZE, (256, 256))
         with pytest.raises(RolloutError) as caught:
             client.collect(1)
     path = config.run_dir / "rollouts" / "step_000001.parquet"

@@ -14,6 +14,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.client import CollectorClient
 from tests.engine.helpers import descendants
 from tests.fakes.fake_sglang import FakeSglang
+from tests.rollout.forked_collector import forked_collectors, prepare_forks
 
 if TYPE_CHECKING:
     from tests.engine.helpers import MakeConfig
@@ -42,7 +43,8 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
         )
         client = CollectorClient(config, on_progress=lambda text: None)
         try:
-            client.start()
+            with forked_collectors():
+                client.start()
             client.sync_weights(tmp_path, 1)
             encoded = client.collect(1)
         finally:
@@ -67,6 +69,7 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
 def test_a_function_that_is_not_there_ends_the_run_before_a_server_is_started(
     make_config: MakeConfig, section: str
 ) -> None:
+    prepare_forks()
     before = descendants()
     functions = [{"name": "mine", "function": "not_there:grade"}]
     content = make_config().model_dump(mode="json")
@@ -75,7 +78,8 @@ def test_a_function_that_is_not_there_ends_the_run_before_a_server_is_started(
     config = RunConfig.model_validate(content)
     client = CollectorClient(config, on_progress=lambda text: None)
     try:
-        client.start()
+        with forked_collectors():
+            client.start()
         with pytest.raises(RolloutError, match="reward function 'not_there:grade' cannot import"):
             client.wait_ready()
         names = {" ".join(process.cmdline()) for process in descendants() - before}

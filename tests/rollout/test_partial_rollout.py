@@ -71,8 +71,10 @@ class PatientGrader:
         return num_open == 0
 
 
-def _versions(model_dir: Path, directory: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def models(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The model, and others whose weights differ so much that no version passes for another."""
+    directory = tmp_path_factory.mktemp("versions")
     models = [model_dir]
     for version in range(1, STEPS):
         target = directory / f"version_{version}"
@@ -157,10 +159,9 @@ def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
 
 
 def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
-    model_dir: Path, tmp_path: Path
+    models: list[Path],
 ) -> None:
-    models = _versions(model_dir, tmp_path)
-    backend = LocalBackend(ModelConfig(path=model_dir, dtype="float32"), LocalConfig(), "cpu")
+    backend = LocalBackend(ModelConfig(path=models[0], dtype="float32"), LocalConfig(), "cpu")
 
     async def collect() -> list[RolloutBatch]:
         # Most responses are as long as they may be, so they would begin and end together.
@@ -175,9 +176,8 @@ def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
 @pytest.mark.sglang
 @pytest.mark.parametrize(("async_steps", "in_flight"), [(0, "abort"), (1, "abort"), (1, "retract")])
 def test_logprobs_of_a_server_are_those_of_each_tokens_own_version(
-    server: SglangServer, model_dir: Path, tmp_path: Path, async_steps: int, in_flight: str
+    server: SglangServer, models: list[Path], async_steps: int, in_flight: str
 ) -> None:
-    models = _versions(model_dir, tmp_path)
     config = _config(
         async_steps=async_steps,
         # One step ahead, what begins in step 1 is trained by the last step.
@@ -192,7 +192,7 @@ def test_logprobs_of_a_server_are_those_of_each_tokens_own_version(
     try:
         batches = asyncio.run(collect())
     finally:  # other tests expect its first weights
-        with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
+        with_client(server.address, lambda client: load_weights(client, models[0], 0), server.keys)
     if in_flight == "abort":
         assert sum(batch.stats.resumed_samples for batch in batches) > 0
     _check(batches, models)

@@ -223,7 +223,7 @@ NOT_PARTIAL = RULES.map(
 LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     rollout=st.one_of(PARTIAL, PARTIAL, PARTIAL, NOT_PARTIAL, LAG),
     replay=st.sampled_from([{}, {"batches": 2}]),

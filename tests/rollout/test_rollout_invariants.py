@@ -12,7 +12,7 @@ import json
 import zlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -421,21 +421,22 @@ def check_tokens(sample: Sample) -> None:
     expected_R = np.where(sample.loss_mask, position_R, position_R + WRITTEN)
     assert sample.response_token_ids.tolist() == expected_R.tolist()
     edges = [edge for start, n in sample.written for edge in (start, start + n)]
-    assert (np.diff([0, *edges]) > 0).all()  # a turn, something written, a turn …
+    # A turn, something written, a turn …
+    assert all(one < other for one, other in pairwise([0, *edges]))
     assert sample.num_turns <= 3
     if sample.finish_reason is not FinishReason.ABORT:
         assert not edges or edges[-1] < length
     versions = token_versions(sample.versions)
     assert len(versions) == sample.num_sampled
     assert all(span.num_tokens > 0 for span in sample.versions)
-    assert (np.diff([span.version for span in sample.versions]) > 0).all()
+    assert all(one.version < other.version for one, other in pairwise(sample.versions))
     expected = logprobs_of(sample.sampled_token_ids, versions)
-    np.testing.assert_array_equal(sample.behaviour_logprobs, expected)
+    assert sample.behaviour_logprobs.tolist() == expected.tolist()
 
 
 TestRolloutInvariants = pytest.mark.slow(RolloutMachine.TestCase)
 TestRolloutInvariants.settings = settings(
-    max_examples=750,
+    max_examples=300,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,50 +26,61 @@ def make_short(out_dir: Path, seed: int = 0):
     return make_tiny(out_dir, seed, settings=SHORT, console=QUIET)
 
 
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory):
+    """Where ``made`` lies; not to be changed."""
+    return tmp_path_factory.mktemp("made") / "tiny"
+
+
+@pytest.fixture(scope="module")
+def made(tiny_dir):
+    """What seed 0 makes."""
+    return make_short(tiny_dir)
+
+
 def rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_same_seed_gives_the_same_bytes_whatever_the_thread_count(tmp_path):
-    before = torch.get_num_threads()
+@pytest.mark.usefixtures("made")
+def test_the_same_seed_gives_the_same_bytes_whatever_the_thread_count(tiny_dir, tmp_path):
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 1)
     try:
-        for name, num_threads in (("one", 1), ("two", 2)):
-            torch.set_num_threads(num_threads)
-            make_short(tmp_path / name)
-            assert torch.get_num_threads() == num_threads
+        make_short(tmp_path)
+        assert torch.get_num_threads() == num_threads + 1
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
     for name in FILES:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (tiny_dir / name).read_bytes()
 
 
-def test_other_users_may_read_the_weights(tmp_path):
-    report = make_short(tmp_path)
-    assert (report.model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
+def test_other_users_may_read_the_weights(made):
+    assert (made.model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_another_seed_gives_other_weights_and_other_data(tmp_path):
-    make_short(tmp_path / "0", seed=0)
-    make_short(tmp_path / "1", seed=1)
+@pytest.mark.usefixtures("made")
+def test_another_seed_gives_other_weights_and_other_data(tiny_dir, tmp_path):
+    make_short(tmp_path, seed=1)
     for name in FILES[:3]:
-        assert (tmp_path / "0" / name).read_bytes() != (tmp_path / "1" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() != (tiny_dir / name).read_bytes()
 
 
-def test_report_names_the_files_and_heldout_prompts_are_new(tmp_path):
-    report = make_short(tmp_path / "tiny")
-    train, heldout = (rows(tmp_path / "tiny" / f"{name}.jsonl") for name in ("train", "heldout"))
-    assert report.model_dir == tmp_path / "tiny" / "model"
+def test_report_names_the_files_and_heldout_prompts_are_new(made, tiny_dir):
+    train, heldout = (rows(tiny_dir / f"{name}.jsonl") for name in ("train", "heldout"))
+    assert made.model_dir == tiny_dir / "model"
     assert (len(train), len(heldout)) == (2048, 512)
     assert len({row["prompt"] for row in train + heldout}) == 2560
     assert all(set(row) == {"prompt", "answer"} for row in train + heldout)
     digits = [int(digit) for digit in heldout[0]["prompt"].removesuffix("=?").split("+")]
     assert heldout[0]["answer"] == str(sum(digits))
-    assert report.num_parameters == 115_264
-    assert 0 < report.final_loss < 7
+    assert made.num_parameters == 115_264
+    assert 0 < made.final_loss < 7
 
 
-def test_an_earlier_result_is_replaced(tmp_path):
-    make_short(tmp_path / "tiny")
+@pytest.mark.usefixtures("made")
+def test_an_earlier_result_is_replaced(tiny_dir, tmp_path):
+    shutil.copytree(tiny_dir, tmp_path / "tiny")
     (tmp_path / "tiny" / "model" / "mark").touch()
     make_short(tmp_path / "tiny")
     assert not (tmp_path / "tiny" / "model" / "mark").exists()
@@ -87,9 +99,10 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
         make_short(tmp_path / "tiny")
 
 
-def test_an_interrupted_write_leaves_the_earlier_result(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("made")
+def test_an_interrupted_write_leaves_the_earlier_result(tiny_dir, tmp_path, monkeypatch):
     out_dir = tmp_path / "tiny"
-    make_short(out_dir, seed=0)
+    shutil.copytree(tiny_dir, out_dir)
     before = {name: (out_dir / name).read_bytes() for name in FILES}
 
     def fail(*_):

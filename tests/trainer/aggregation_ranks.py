@@ -42,18 +42,28 @@ def gradients_of_each_aggregation(
         }
 
 
+def gradients_in_each_layout(
+    model_dir: Path, dump: Path, layouts: dict[str, dict[str, int]], budgets: tuple[int, ...]
+) -> dict[str, dict[tuple[str, int], dict[str, Any]]]:
+    """``gradients_of_each_aggregation`` in one layout after the other, by the layout's name."""
+    return {
+        name: gradients_of_each_aggregation(model_dir, dump, sizes, budgets)
+        for name, sizes in layouts.items()
+    }
+
+
 def gradients_of_each_path(
     model_dir: Path,
     dump: Path,
     tensor: int,
     sequence: bool,
     paths: dict[str, dict[str, Any]],
-    algorithm: dict[str, Any],
-) -> dict[str, dict[str, Any]]:
-    """Loss, bounds and whole gradients of one update, by name of the ``ops`` section."""
+    algorithms: dict[str, dict[str, Any]],
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Loss, bounds and whole gradients of one update, by names of (algorithm, ``ops`` section)."""
     with joined(tensor, sequence) as groups:
         return {
-            name: _one_update(
+            (name, path): _one_update(
                 model_dir,
                 dump,
                 groups,
@@ -62,7 +72,8 @@ def gradients_of_each_path(
                 OpsConfig(**section),
                 sequence=sequence,
             )
-            for name, section in paths.items()
+            for name, algorithm in algorithms.items()
+            for path, section in paths.items()
         }
 
 

@@ -35,7 +35,7 @@ DUMP_SHAPES = {
 }
 """The dumps that layouts train from (``layout_ranks.Case.dumps``)."""
 
-MANY_STEPS = 200
+MANY_STEPS = 60
 """Of the fixture ``many_dumps``."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ def test_an_unreadable_data_row_is_named(replay_config: Path, tmp_path: Path) ->
             str(replay_config),
             f"run_dir={tmp_path / 'run'}",
             "replay.dumps=null",
+            "rollout.engine=local",
             f"data.train.path={data}",
             "rollout.max_response_tokens=16",
             "data.max_prompt_tokens=64",
@@ -131,6 +133,22 @@ def test_nan_logprobs_are_reported_with_sample_and_position(
 
 
 @pytest.mark.distributed
+def test_every_rank_knows_the_place_of_a_nan(
+    replay_config: Path, nan_dumps: Path, tmp_path: Path
+) -> None:
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    result = run(
+        ["train", str(replay_config), run_dir, f"replay={nan_dumps}", "train.steps=2"], ranks=2
+    )
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    # The first rank that ends may end the other before it has told.
+    lines = re.findall(r"^(?:\[rank 1\] )?bapo-megatron: (.*)$", result.stderr, re.MULTILINE)
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("step 2: sample 2 of group 5")
+
+
+@pytest.mark.distributed
 def test_updates_with_nan_are_skipped_if_asked(
     replay_config: Path, nan_dumps: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +160,7 @@ def test_updates_with_nan_are_skipped_if_asked(
             f"replay={nan_dumps}",
             "algorithm.on_nonfinite=skip_update",
             "train.steps=2",
+            "checkpoint.at_end=false",
         ],
         ranks=2,
     )

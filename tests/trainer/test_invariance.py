@@ -12,18 +12,38 @@ import pytest
 import torch
 
 from tests.distributed_launch import run_ranks
-from tests.trainer.aggregation_ranks import AGGREGATIONS, gradients_of_each_aggregation
+from tests.trainer.aggregation_ranks import (
+    AGGREGATIONS,
+    gradients_in_each_layout,
+    gradients_of_each_aggregation,
+)
 
 pytestmark = pytest.mark.distributed
 
 WHOLE, SMALL = 4096, 64
 """Token budgets: everything in one micro-batch, or one or two samples in each."""
 
+LAYOUTS: dict[str, dict[str, int]] = {
+    "TP 2": {"tensor": 2},
+    "DP 2": {},
+    "CP 2": {"context": 2},
+    "PP 2": {"pipeline": 2},
+}
+"""Sizes of ``ParallelConfig``, by name."""
+
 
 @pytest.fixture(scope="module")
 def one_rank(random_model: Path, episode_dump: Path) -> dict[tuple[str, int], dict[str, Any]]:
     budgets = (WHOLE, SMALL)
     return run_ranks(gradients_of_each_aggregation, 1, random_model, episode_dump, {}, budgets)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    random_model: Path, episode_dump: Path
+) -> list[dict[str, dict[tuple[str, int], dict[str, Any]]]]:
+    """Of each rank, its results by layout."""
+    return run_ranks(gradients_in_each_layout, 2, random_model, episode_dump, LAYOUTS, (SMALL,))
 
 
 def _assert_equal(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -54,22 +74,13 @@ def test_aggregations_differ_from_each_other(
     assert not torch.allclose(second, third, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({"tensor": 2}, id="TP 2"),
-        pytest.param({}, id="DP 2"),
-        pytest.param({"context": 2}, id="CP 2"),
-        pytest.param({"pipeline": 2}, id="PP 2"),
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_do_not_change_the_gradient(
     one_rank: dict[tuple[str, int], dict[str, Any]],
-    random_model: Path,
-    episode_dump: Path,
-    sizes: dict[str, int],
+    two_ranks: list[dict[str, dict[tuple[str, int], dict[str, Any]]]],
+    layout: str,
 ) -> None:
-    ranks = run_ranks(gradients_of_each_aggregation, 2, random_model, episode_dump, sizes, (SMALL,))
-    for results in ranks[:1] if "pipeline" in sizes else ranks:
+    for results in two_ranks[:1] if layout == "PP 2" else two_ranks:
         for aggregation in AGGREGATIONS:
-            _assert_equal(results[aggregation, SMALL], one_rank[aggregation, WHOLE], 1e-5)
+            expected = one_rank[aggregation, WHOLE]
+            _assert_equal(results[layout][aggregation, SMALL], expected, 1e-5)

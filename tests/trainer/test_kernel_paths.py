@@ -24,6 +24,25 @@ SEARCHES = {
     "fixed": {"objective": "clip", "entropy_coefficient": 0.0},
 }
 
+LAYOUTS = {
+    "one rank": (1, 1, False),
+    "TP 2 with SP": (2, 2, True),
+    "DP 2": (2, 1, False),
+}
+"""Number of ranks, tensor-parallel size, and whether sequence parallel."""
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def ranks(
+    request: pytest.FixtureRequest, random_model: Path, mixed_dumps: Path
+) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    """What each rank of a layout computes, by search and path."""
+    num_ranks, tensor, sequence = LAYOUTS[request.param]
+    dump = mixed_dumps / "step_000001.parquet"
+    return run_ranks(
+        gradients_of_each_path, num_ranks, random_model, dump, tensor, sequence, PATHS, SEARCHES
+    )
+
 
 def _assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-6)
@@ -37,34 +56,9 @@ def _assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize(
-    ("num_ranks", "tensor", "sequence"),
-    [
-        pytest.param(1, 1, False, id="one rank"),
-        pytest.param(2, 2, False, id="TP 2"),
-        pytest.param(2, 2, True, id="TP 2 with SP"),
-        pytest.param(2, 1, False, id="DP 2"),
-    ],
-)
 def test_every_path_gives_the_loss_and_the_gradients_of_the_reference(
-    random_model: Path,
-    mixed_dumps: Path,
-    num_ranks: int,
-    tensor: int,
-    sequence: bool,
-    search: str,
+    ranks: list[dict[tuple[str, str], dict[str, Any]]], search: str
 ) -> None:
-    dump = mixed_dumps / "step_000001.parquet"
-    ranks = run_ranks(
-        gradients_of_each_path,
-        num_ranks,
-        random_model,
-        dump,
-        tensor,
-        sequence,
-        PATHS,
-        SEARCHES[search],
-    )
     for results in ranks:
         for path in ("compiled", "chunked"):
-            _assert_equal(results[path], results["reference"])
+            _assert_equal(results[search, path], results[search, "reference"])

@@ -16,7 +16,6 @@ from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
 from tests.engine.sglang.servers import (
     KEYS,
-    load_weights,
     make_server,
     sample,
     wait_until_ready,
@@ -39,16 +38,9 @@ MODEL_BYTES = 130944
 VERIFIED = {"verify": "logprobs", "verify_tolerance": 1e-4, "timeout_s": 60}
 
 
-@pytest.fixture
-def borrowed(server: SglangServer, model_dir: Path) -> Iterator[SglangServer]:
-    """The server that other tests have started; it gets its weights back."""
-    yield server
-    with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
-
-
 @pytest.fixture(scope="module")
 def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SglangServer]]:
-    """Two real servers with the same keys; tests may end them."""
+    """Two real servers with the same keys; a test ends the first one, the others use the second."""
     servers = [
         make_server(model_dir, tmp_path_factory.mktemp(f"server_{number}")) for number in range(2)
     ]
@@ -85,11 +77,16 @@ def _assert_computes(address: str, keys: ApiKeys, version: int, exported: Path) 
     ],
 )
 def test_servers_compute_with_pushed_weights_as_transformers_does(
-    borrowed: SglangServer, model_dir: Path, tmp_path: Path, method: str, layout: dict[str, int]
+    pair: list[SglangServer],
+    model_dir: Path,
+    tmp_path: Path,
+    method: str,
+    layout: dict[str, int],
 ) -> None:
+    _, server = pair
     push = functools.partial(push_changed, factors=(1.5, 0.7), layout=layout)
     rollout = {"weight_sync": {**VERIFIED, "method": method, "bucket_mb": 2}}
-    servers = Servers((borrowed.address,), borrowed.keys)
+    servers = Servers((server.address,), server.keys)
     first, second = run_ranks(push, 2, model_dir, servers, rollout, tmp_path)[0]
     for pushed in (first, second):
         assert pushed.error == ""
@@ -99,7 +96,7 @@ def test_servers_compute_with_pushed_weights_as_transformers_does(
         assert pushed.report.num_bytes >= MODEL_BYTES
     assert second.generation == ("pause", "resume", "pause", "resume")
     # The same prompt each time: keys and values of older weights must not survive in the cache.
-    _assert_computes(borrowed.address, borrowed.keys, 101, tmp_path / "1")
+    _assert_computes(server.address, server.keys, 101, tmp_path / "1")
     exported = [reference_logprobs(tmp_path / n, PROMPT, [5, 6, 7], 1.0) for n in ("0", "1")]
     assert np.abs(exported[0] - exported[1]).max() > 0.01
     if method != "disk":

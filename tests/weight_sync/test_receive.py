@@ -193,7 +193,7 @@ def test_a_server_that_hangs_is_taken_out_after_the_time_limit(
         assert (await setting.receive_all(7)).addresses == (servers[1].address,)
         assert setting.states() == ["lost", "usable"]
 
-    run_sync(servers, use, weight_sync={"timeout_s": 6})
+    run_sync(servers, use, weight_sync={"timeout_s": 3})
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_a_server_that_is_lost_meanwhile_ends_the_attempt_at_once(
         assert "lost meanwhile" in (await receiving).failed
         assert (await setting.receive_all(7)).addresses == (servers[1].address,)
 
-    run_sync(servers, use, health={"timeout_s": 5, "patience_s": 60})
+    run_sync(servers, use, health={"timeout_s": 2, "patience_s": 60})
 
 
 def test_a_server_that_reports_another_version_is_taken_out(
@@ -316,11 +316,11 @@ def test_a_slow_server_loads_on_while_another_one_refuses(
     servers: list[FakeWeightServer],
 ) -> None:
     servers[0].refusals["/update_weights_from_disk"] = "no such directory"
-    servers[1].delay_s = 5.0  # longer than a server may be silent
+    servers[1].delay_s = 3.0  # longer than a server may be silent
 
     async def use(setting: Setting) -> None:
         await setting.service.load(Load(model_dir=Path("/weights"), version=7))
         assert setting.states() == ["lost", "usable"]
 
-    run_sync(servers, use, health={"timeout_s": 3, "patience_s": 60})
+    run_sync(servers, use, health={"timeout_s": 1.5, "patience_s": 60})
     assert servers[1].version == "7"

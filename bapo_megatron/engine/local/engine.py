@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
+from bapo_megatron.cpu_torch import declare_torchvision_operators
 from bapo_megatron.engine.base import (
     START_VERSION,
     Capabilities,
@@ -34,7 +35,6 @@ from bapo_megatron.engine.local.sampling import Uniforms
 from bapo_megatron.engine.local.weights import LocalWeights
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.names import shown
-from bapo_megatron.torchvision_names import declare_torchvision_operators
 from bapo_megatron.types import FinishReason, VersionSpan
 
 ADDRESS = "local"

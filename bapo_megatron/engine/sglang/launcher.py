@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from bapo_megatron.cpu_torch import declare_torchvision_operators, uncompiled_imports
 from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
 from bapo_megatron.processes import OWNER_PID_VARIABLE, unlink_shared_files
-from bapo_megatron.torchvision_names import declare_torchvision_operators
 
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
@@ -48,7 +48,7 @@ _SGL_KERNEL_NAMES = (
 
 
 def _prepare_cpu() -> None:
-    """Make sglang importable without a GPU, and have it fork its processes.
+    """Import sglang without a GPU, and have it fork its processes.
 
     The package index has no CPU build of ``sgl_kernel``; a module with the names that sglang
     imports stands in, whose functions raise. A fork, which could not use a CUDA context of its
@@ -63,6 +63,9 @@ def _prepare_cpu() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *method, force=False: None
+    with uncompiled_imports():
+        import sglang.srt.entrypoints.http_server
+        import sglang.srt.models.registry  # noqa: F401
 
 
 def _unavailable(name: str) -> Any:

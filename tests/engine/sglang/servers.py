@@ -69,10 +69,10 @@ class CumulativeServer(SglangServer):
 
 
 RELEASES = [
-    SglangRelease(version, is_installed, is_incremental)
-    for version, is_installed in (("0.5.21", True), ("0.5.20", False))
-    for is_incremental in (True, False)
+    SglangRelease("0.5.21"),
+    SglangRelease("0.5.20", is_installed=False, is_incremental=False),
 ]
+"""Both versions and both ways to stream. A stream is the same in both versions: two servers do."""
 
 
 def make_server(

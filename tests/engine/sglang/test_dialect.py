@@ -1,7 +1,8 @@
-"""What is particular to SGLang, against real servers of every supported version.
+"""Real servers of every supported SGLang version: the contract of engines, and SGLang's own calls.
 
-That they are engines is tested by ``tests.engine.test_contract``, which says how to install an
-older version beside the installed one.
+SGLang is tested as it is installed, and in an older version where ``requirements/older_sglang.sh``
+has put it into a folder of its own, so that one environment serves both. Whatever needs a server of
+each version is in this module, because a start takes long.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import numpy as np
 import pytest
 
-from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.base import MemoryPart, Readiness, SamplingSettings
+from bapo_megatron.engine.sglang.convention import check_temperature_convention, next_token_logprobs
 from bapo_megatron.engine.sglang.dialect import ServerInfo
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
-from tests.engine.contract import Response
+from bapo_megatron.types import FinishReason
+from tests.engine.contract import PROMPT, Case, Response, sglang_case
 from tests.engine.sglang.servers import (
     KEYS,
     RELEASES,
@@ -26,6 +30,7 @@ from tests.engine.sglang.servers import (
     with_client,
     with_http,
 )
+from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,25 +41,24 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.sglang
 
-PROMPT = [3, 20, 77, 4]
 Running = tuple[SglangRelease, "SglangServer"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[release for release in RELEASES if release.is_incremental],
-    ids=lambda release: release.version,
-)
+@pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
 def running(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
-    """A server of each version."""
+    """A server of each version; tests leave no request behind, and give it back its weights."""
     release = request.param
-    if release.is_installed:  # the server that other tests have started
-        yield release, request.getfixturevalue("server")
-        return
     with release.running(model_dir, tmp_path_factory.mktemp("server")) as server:
         yield release, server
+
+
+@pytest.fixture(scope="module")
+def case(running: Running, model_dir: Path) -> Case:
+    """What the contract is tested with."""
+    _, server = running
+    return sglang_case(server, model_dir)
 
 
 def test_the_server_says_how_it_was_started(running: Running) -> None:
@@ -65,7 +69,11 @@ def test_the_server_says_how_it_was_started(running: Running) -> None:
 
     info = with_http(server.address, ask, server.keys)
     assert info == ServerInfo(
-        version=release.version, tensor_ranks=1, pipeline_ranks=1, data_ranks=1, is_incremental=True
+        version=release.version,
+        tensor_ranks=1,
+        pipeline_ranks=1,
+        data_ranks=1,
+        is_incremental=release.is_incremental,
     )
 
 
@@ -166,7 +174,8 @@ def test_only_servers_with_sessions_have_their_endpoint(running: Running) -> Non
             with_http(server.address, call, server.keys)
 
 
-def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> None:
+def test_keys_are_needed_and_neither_listed_nor_logged(running: Running) -> None:
+    _, server = running
     keys = (server.keys.api_key, server.keys.admin_api_key)
     for path in ("/generate", "/abort_request", "/update_weights_from_disk"):
         assert httpx.post(server.address + path, json={}).status_code == 401
@@ -182,6 +191,45 @@ def test_keys_are_needed_and_neither_listed_nor_logged(server: SglangServer) -> 
         assert len(key) == 32
         assert key not in listed
         assert key not in log
+
+
+def test_the_convention_of_the_temperature_is_told_apart_by_far(running: Running) -> None:
+    _, server = running
+    prompts = [[5, 6, 7], [8, 9]]
+
+    async def probe(http: SglangHttp) -> None:
+        await check_temperature_convention(http, 0.6, prompts)
+        at_run = await next_token_logprobs(http, prompts[0], 0.6, num_top=16)
+        at_one = await next_token_logprobs(http, prompts[0], 1.0, token_ids=sorted(at_run))
+        # Far enough apart for the probe to decide, so that it passed for a reason.
+        spread = np.std([at_one[token_id] for token_id in at_run])
+        assert spread * (1 / 0.6 - 1) > 0.1
+
+    with_http(server.address, probe, server.keys)
+
+
+def test_a_server_generates_again_after_it_released_its_memory(running: Running) -> None:
+    """Without CUDA it keeps its memory; calls, their order and its state are the same."""
+    _, server = running
+
+    async def use(client: SglangClient) -> None:
+        sampling = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 200)))
+        await asyncio.sleep(0.2)  # it need not have come yet; if it has, it is aborted
+        await client.release_memory(120.0)
+        assert await server.ask(5.0) is Readiness.BUSY
+        held_back = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 1)))
+        await client.take_memory(MemoryPart.WEIGHTS, 120.0)
+        await asyncio.sleep(1)
+        assert not held_back.done()
+        await client.take_memory(MemoryPart.CACHE, 120.0)
+        completion = await held_back
+        assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        assert len(completion.token_ids) == 1
+        await sampling
+        assert await server.ask(5.0) is Readiness.READY
+
+    with_client(server.address, use, server.keys)
+    assert server.exit_reason() is None
 
 
 def _is_readable(file: Path) -> bool:

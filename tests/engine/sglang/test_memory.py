@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from dataclasses import dataclass, field
@@ -11,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from bapo_megatron.engine.base import MemoryPart, Readiness, SamplingSettings
+from bapo_megatron.engine.base import MemoryPart
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
-from bapo_megatron.types import FinishReason
-from tests.engine.sglang.servers import sample, with_client
+from tests.engine.sglang.servers import with_client
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.sglang.client import SglangClient
-    from bapo_megatron.engine.sglang.server import SglangServer
 
 KEYS = ApiKeys("api", "admin")
 RELEASE = [
@@ -148,27 +145,3 @@ def test_a_refusal_leaves_a_server_of_which_nobody_knows_what_it_holds(path: str
 
     with FakeMemory(refused=path) as fake:
         with_client(fake.address, use, KEYS)
-
-
-@pytest.mark.sglang
-def test_a_real_server_generates_again_after_it_released_its_memory(server: SglangServer) -> None:
-    """Without CUDA it keeps its memory; calls, their order and its state are the same."""
-
-    async def use(client: SglangClient) -> None:
-        running = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 200)))
-        await asyncio.sleep(0.2)  # it need not have come yet; if it has, it is aborted
-        await client.release_memory(120.0)
-        assert await server.ask(5.0) is Readiness.BUSY
-        held_back = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 1)))
-        await client.take_memory(MemoryPart.WEIGHTS, 120.0)
-        await asyncio.sleep(1)
-        assert not held_back.done()
-        await client.take_memory(MemoryPart.CACHE, 120.0)
-        completion = await held_back
-        assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
-        assert len(completion.token_ids) == 1
-        await running
-        assert await server.ask(5.0) is Readiness.READY
-
-    with_client(server.address, use, server.keys)
-    assert server.exit_reason() is None

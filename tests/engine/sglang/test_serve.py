@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -19,7 +18,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from bapo_megatron.engine.sglang.kind import Kind as SglangKind
 from tests.engine.helpers import descendants
-from tests.launch import REPOSITORY, free_port, run
+from tests.launch import REPOSITORY, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,11 +120,6 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
     assert key not in errors
     assert not any(server.is_running() for server in servers)
 
-    again = start_serve()  # or another node with the same directory
-    assert first_lines(again, 2)[1] == export
-    assert key_file.read_text().strip() == key
-    assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
-
 
 def test_servers_that_others_reach_want_a_key_for_generation_too(
     start_serve: Start, tmp_path: Path
@@ -155,13 +149,22 @@ def test_keys_of_the_environment_are_used_and_kept_nowhere(
     assert (status, errors.splitlines()[-1]) == (130, "bapo-megatron: interrupted")
 
 
-def test_servers_end_with_a_command_that_is_killed(start_serve: Start) -> None:
+def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same_key(
+    start_serve: Start, tmp_path: Path
+) -> None:
     process = start_serve()
-    first_lines(process, 1)
+    shown = first_lines(process, 2)
+    key_file = tmp_path / "run" / "admin_api_key"
+    key = key_file.read_text()
     servers = descendants(process.pid)
     assert len(servers) == 2
     process.kill()
     assert not psutil.wait_procs(servers, timeout=60)[1]
+
+    again = start_serve()  # or another node with the same directory
+    assert first_lines(again, 2)[1] == shown[1]
+    assert key_file.read_text() == key
+    assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
 
 
 def test_a_server_that_dies_is_announced_and_started_again(start_serve: Start) -> None:
@@ -187,19 +190,18 @@ def _answers(address: str) -> bool:
         return False
 
 
-@pytest.mark.sglang
 def test_a_server_that_never_starts_ends_the_command_with_the_end_of_its_log(
-    make_config: MakeConfig, tmp_path: Path
+    start_serve: Start, tmp_path: Path
 ) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps(make_config().model_dump(mode="json")))
-    result = run(["serve", str(config), "rollout.server.extra_args=[--no-such-argument]"])
-    assert (result.returncode, result.stdout) == (1, "")
-    lines = result.stderr.splitlines()
+    (tmp_path / "fate").write_text("exit")
+    process = start_serve("rollout.server.count=1")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    lines = errors.splitlines()
     (first,) = (line for line in lines if line.startswith("bapo-megatron: the SGLang server at "))
-    assert "died (exit status 2); the last lines of " in first
+    assert "died (exit status 3); the last lines of " in first
     assert str(tmp_path / "run" / "logs" / "sglang.log") in first
-    assert "unrecognized arguments: --no-such-argument" in lines[-1]
+    assert "fate: exit; an api key: False" in lines[-1]
 
 
 @pytest.mark.parametrize(
