@@ -118,7 +118,7 @@ class BatchCollector:
     async def collect(
         self, step: int, hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]]
     ) -> RolloutBatch | None:
-        """Generate and score the batch of ``step`` (0, 1, …), and hand it over with its texts.
+        """Generate and score the batch of ``step`` (1, 2, …), and hand it over with its texts.
 
         Its groups count as trained only when ``hand_over`` has returned; where that fails, nothing
         has changed, and the next call forms the batch again. Returns none where no server holds the
