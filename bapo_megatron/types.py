@@ -224,6 +224,7 @@ class RolloutBatch:
     """All groups of one training step: new ones by ``group_id``, replayed ones among them."""
 
     step: int
+    """From 1: how many are finished after it."""
     version: int
     """Weights version the engines held while the batch was collected."""
     groups: tuple[Group, ...]
@@ -408,4 +409,5 @@ class StepMetrics:
     """What one step reports; the names are an interface (docs/algorithm.md)."""
 
     step: int
+    """How many are finished after it; 0 of what is measured before training."""
     values: dict[str, float]

@@ -89,7 +89,7 @@ def generate_batches(config: RunConfig, steps: int) -> dict[str, Any]:
             source.start()
             source.ensure_weights()
             started_s = time.monotonic()
-            for step in range(steps):
+            for step in range(1, steps + 1):
                 while (encoded := source.collect(step)) is None:  # every server had to restart
                     source.sync_weights(config.model.path, START_VERSION)
                 batches.append(totals_of(decode_batch(encoded)))

@@ -222,9 +222,9 @@ def _check_replay(dumps: Path, steps: int) -> None:
             f"replay: '{dumps}' holds no step_*.parquet; give the rollouts directory of a run "
             "that had rollout.dump=true"
         )
-    missing = next((n for n in range(steps) if f"step_{n:06d}.parquet" not in present), None)
+    missing = next((n for n in range(1, steps + 1) if f"step_{n:06d}.parquet" not in present), None)
     if missing is not None:
-        remedy = f"set train.steps={missing}, or " if missing else ""
+        remedy = f"set train.steps={missing - 1}, or " if missing > 1 else ""
         raise ConfigError(
             f"replay: '{dumps}' must hold a dump for each of train.steps = {steps} steps, got no "
             f"step_{missing:06d}.parquet; {remedy}copy what is missing"

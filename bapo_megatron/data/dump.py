@@ -37,9 +37,8 @@ from bapo_megatron.types import (
 )
 
 METADATA_KEY = b"bapo_megatron.rollout"
-FORMAT = 3
-_BEFORE_ENVIRONMENTS = 2
-"""A format without the columns ``written_…`` and ``turns``."""
+FORMAT = 4
+"""Steps count from 1; in earlier formats they counted from 0."""
 
 _COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "group_id": (pa.int64(), lambda sample: sample.group_id),
@@ -71,8 +70,6 @@ _TEXT_COLUMNS: dict[str, Any] = {
     "turns": pa.list_(pa.string()),
 }
 """The fields of ``SampleText``."""
-_SINCE_ENVIRONMENTS = ("written_starts", "written_tokens", "turns")
-"""Columns that format 2 lacks; it is read as if they were empty."""
 
 
 class DumpError(ValueError):
@@ -222,9 +219,9 @@ def _open(
         raise DumpError(
             f"{name}: its metadata '{key}' cannot be read ({error!r}); write the dump again"
         ) from error
-    if found not in (FORMAT, _BEFORE_ENVIRONMENTS):
+    if found != FORMAT:
         raise DumpError(
-            f"{name}: dump format {found}, this version reads {_BEFORE_ENVIRONMENTS} and {FORMAT}; "
+            f"{name}: dump format {found}, this version reads format {FORMAT}; "
             "read it with the version that wrote it"
         )
     if holds_texts and "version" in about:
@@ -243,9 +240,6 @@ def _read_rows(
     table, about = _open(encoded, holds_texts=holds_texts)
     columns: dict[str, Sequence[Any]] = {}
     for column, kind in kinds.items():
-        if about["format"] == _BEFORE_ENVIRONMENTS and column in _SINCE_ENVIRONMENTS:
-            columns[column] = [()] * table.num_rows
-            continue
         if column not in table.column_names:
             raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
         chunks = table[column]

@@ -22,7 +22,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_text, publish_directory, replaced_directory
 
-FORMAT = 2
+FORMAT = 3
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"

@@ -118,7 +118,7 @@ class BatchCollector:
     async def collect(
         self, step: int, hand_over: Callable[[RolloutBatch, Sequence[SampleText]], Awaitable[None]]
     ) -> RolloutBatch | None:
-        """Generate and score the batch of ``step`` (0, 1, …), and hand it over with its texts.
+        """Generate and score the batch of ``step`` (1, 2, …), and hand it over with its texts.
 
         Its groups count as trained only when ``hand_over`` has returned; where that fails, nothing
         has changed, and the next call forms the batch again. Returns none where no server holds the
@@ -339,7 +339,7 @@ class BatchCollector:
                 "engine held these weights any more; continue from an earlier checkpoint, or "
                 "without rollout.fixed_lag"
             )
-        if step > 0 and self._selection.num_to_draw(num_new):
+        if step > 1 and self._selection.num_to_draw(num_new):
             raise RolloutError(
                 f"rollout.fixed_lag: the groups of step {step} must have been sampled "
                 f"{self.config.fixed_lag} steps before, got {len(self._buffer)} in the "

@@ -135,7 +135,7 @@ class CollectorClient:
         None means that no server holds the weights any more.
         """
         self.ensure_weights()
-        moment = f"step_{step:06d}" if step >= 0 else "start"
+        moment = f"step_{step:06d}" if step else "start"
         weights = f"{moment} of {self._config.name}"
         request = messages.Evaluate(moment=moment, weights=weights, resume=False)
         return self._call(messages.EVALUATE, request).results

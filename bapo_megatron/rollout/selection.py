@@ -51,7 +51,7 @@ class Selection:
 
     def steps_ahead(self, step: int) -> int:
         """For how many steps after ``step`` generation may go on while it is trained."""
-        return max(0, min(self._config.steps_ahead, self._plan.total_steps - step - 1))
+        return max(0, min(self._config.steps_ahead, self._plan.total_steps - step))
 
     def num_to_draw(self, num_groups: int) -> int:
         """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""

@@ -17,8 +17,8 @@ from bapo_megatron.types import (
     StepMetrics,
 )
 
-BEFORE_TRAINING = -1
-"""The step (from 0) of an evaluation before the first one; no step is finished then."""
+BEFORE_TRAINING = 0
+"""The step of an evaluation before the first one: no step is finished then."""
 
 _EVAL_FIELDS = (
     "answer_found_share",

@@ -53,20 +53,26 @@ class MetricsSinks:
     """Writes every step's metrics to the configured places; rank 0 only."""
 
     def __init__(
-        self, run_dir: Path, run_name: str, config: LogConfig, *, first_step: int, total_steps: int
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: LogConfig,
+        *,
+        finished_steps: int,
+        total_steps: int,
     ) -> None:
-        """Open the sinks when ``first_step`` steps are finished; later rows are dropped.
+        """Open the sinks; rows of later steps than ``finished_steps`` are dropped.
 
-        With ``first_step`` 0 these are all rows, including the one before training.
+        With 0 these are all rows, including the one before training.
         """
         self._total_steps = total_steps
         self._console = Console() if config.console else None
         self._lines = 0
         path = run_dir / "metrics.jsonl"
         kept = []
-        if first_step and path.exists():
+        if finished_steps and path.exists():
             earlier = read_metrics(path, may_be_torn=True)  # its step is made again
-            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] <= first_step]
+            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] <= finished_steps]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
         self._tensorboard: Any = None
@@ -74,7 +80,7 @@ class MetricsSinks:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else 0
+                str(run_dir / "tensorboard"), purge_step=finished_steps + 1 if finished_steps else 0
             )
         self._wandb: Any = None
         if config.wandb_project:
@@ -93,19 +99,18 @@ class MetricsSinks:
             )
 
     def write(self, metrics: StepMetrics) -> None:
-        """Report a step everywhere, as a number of finished steps; flush its JSON line to disk."""
-        finished = metrics.step + 1
+        """Report a step everywhere; flush its JSON line to disk."""
         finite = {k: v for k, v in metrics.values.items() if math.isfinite(v)}
-        self._file.write(json.dumps({"step": finished, **finite}) + "\n")
+        self._file.write(json.dumps({"step": metrics.step, **finite}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._console is not None and metrics.step != BEFORE_TRAINING:
             self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
         if self._tensorboard is not None:
             for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, finished)
+                self._tensorboard.add_scalar(name, value, metrics.step)
         if self._wandb is not None:
-            self._wandb.log(finite, step=finished)
+            self._wandb.log(finite, step=metrics.step)
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -117,7 +122,7 @@ class MetricsSinks:
 
     def _line(self, metrics: StepMetrics) -> str:
         """One row of the terminal's table; the headings come again every 20 rows."""
-        cells = [f"{metrics.step + 1:>4}/{self._total_steps}"]
+        cells = [f"{metrics.step:>4}/{self._total_steps}"]
         for heading, name, form in _COLUMNS:
             value = metrics.values.get(name)
             cells.append(f"{form.format(value) if value is not None else '-':>{_width(heading)}}")

@@ -30,7 +30,7 @@ from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 class Progress:
     """Position and totals of a run; part of every checkpoint."""
 
-    next_step: int = 0
+    finished_steps: int = 0
     updates: int = 0
     """Optimizer updates, without skipped ones."""
     generated_tokens: float = 0.0
@@ -93,7 +93,7 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     if source is not None:
         _restore_best(root, progress)
         source.restore(extra["rollout"])
-        say(f"resumed from {newest}: {progress.next_step} steps done")
+        say(f"resumed from {newest}: {progress.finished_steps} steps done")
     return progress
 
 
@@ -108,7 +108,7 @@ def _restore_best(root: Path, progress: Progress) -> None:
         progress.best = None
     if progress.best is None:
         named = find_best(root)
-        if named is not None and named.step > progress.next_step:
+        if named is not None and named.step > progress.finished_steps:
             (root / BEST_NAME).unlink()
     elif find_best(root) != progress.best:
         name_best(root, progress.best)
@@ -117,7 +117,7 @@ def _restore_best(root: Path, progress: Progress) -> None:
 def take_best(
     progress: Progress, metric: str, evaluated: Mapping[str, float], groups: ProcessGroups
 ) -> bool:
-    """Note the checkpoint of ``progress.next_step`` as the best one, if it is.
+    """Note the checkpoint of ``progress.finished_steps`` as the best one, if it is.
 
     A collective over all ranks; call it after every evaluation. Rank 0 gives the metrics, and
     ``progress`` holds the best one so far there. The first of equal ones stays.
@@ -132,7 +132,7 @@ def take_best(
     known = best.value if best is not None and best.metric == metric else None
     is_best = value is not None and (known is None or value > known)
     if value is not None and is_best:
-        progress.best = BestCheckpoint(f"step_{progress.next_step}", metric, value)
+        progress.best = BestCheckpoint(f"step_{progress.finished_steps}", metric, value)
     broadcast_bytes(b"1" if is_best else b"0", groups)
     return is_best
 

@@ -14,7 +14,7 @@ def train(config: RunConfig) -> None:
     """
     with Run.open(config) as run:
         run.begin()
-        for step in range(run.progress.next_step, config.train.steps):
+        for step in range(run.progress.finished_steps + 1, config.train.steps + 1):
             with run.timer.phase("rollout"):
                 batch = run.next_batch(step)
             lr = run.policy.lr

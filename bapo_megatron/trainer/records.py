@@ -275,7 +275,7 @@ class TokenDump:
 
     def is_due(self, step: int) -> bool:
         """Whether the tokens of ``step`` are written: every N-th."""
-        return self.every_steps > 0 and (step + 1) % self.every_steps == 0
+        return self.every_steps > 0 and step % self.every_steps == 0
 
     def write(
         self,

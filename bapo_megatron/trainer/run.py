@@ -160,7 +160,7 @@ class Run:
                 self.config.run_dir,
                 self.config.name,
                 self.config.log,
-                first_step=self.progress.next_step,
+                finished_steps=self.progress.finished_steps,
                 total_steps=self.config.train.steps,
             )
             self._stack.callback(self._sinks.close)
@@ -170,7 +170,7 @@ class Run:
         with self.timer.phase("weight_sync"):
             self.push_weights()
             self._pushes.clear()  # no part of a step
-        if self.config.eval.at_start and self.progress.next_step == 0:
+        if self.config.eval.at_start and self.progress.finished_steps == 0:
             with self.timer.phase("evaluation"):
                 before = self._evaluate(step=BEFORE_TRAINING)
             if self._sinks is not None and before:
@@ -240,7 +240,7 @@ class Run:
         if self._source is not None:
             extra = {"progress": asdict(self.progress), "rollout": self._source.state()}
         best = self.progress.best if is_best else None
-        self.saver.save(self.progress.next_step, self.policy, extra, best)
+        self.saver.save(self.progress.finished_steps, self.policy, extra, best)
 
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.
@@ -272,8 +272,8 @@ class Run:
         return self._is_due(step, self.config.eval.every_steps, self.config.eval.at_end)
 
     def _is_due(self, step: int, every_steps: int, at_end: bool) -> bool:
-        is_last = step + 1 == self.config.train.steps
-        return (every_steps > 0 and (step + 1) % every_steps == 0) or (is_last and at_end)
+        is_last = step == self.config.train.steps
+        return (every_steps > 0 and step % every_steps == 0) or (is_last and at_end)
 
     def save_if_due(self, step: int, evaluated: dict[str, float]) -> None:
         """Save a checkpoint after every ``checkpoint.every_steps`` steps and after the last one.
@@ -283,7 +283,7 @@ class Run:
         background.
         """
         self.saver.poll()
-        self.progress.next_step = step + 1
+        self.progress.finished_steps = step
         if self._failure is not None:
             self._save_and_fail(self._failure)
         checkpoint = self.config.checkpoint

@@ -22,7 +22,7 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
     summary = {
         "name": config.name,
         "seed": config.seed,
-        "steps": progress.next_step,
+        "steps": progress.finished_steps,
         "updates": progress.updates,
         "accuracy_before": progress.accuracy_before,
         "accuracy_after": progress.accuracy_after,
@@ -47,7 +47,7 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
     if progress.answer_found_before is not None and progress.answer_found_after is not None:
         table.add_row("well-formed answers before", f"{progress.answer_found_before:.1%}")
         table.add_row("well-formed answers after", f"{progress.answer_found_after:.1%}")
-    table.add_row("steps (optimizer updates)", f"{progress.next_step} ({progress.updates})")
+    table.add_row("steps (optimizer updates)", f"{progress.finished_steps} ({progress.updates})")
     if moved_share is not None:
         table.add_row("searches that moved a bound", f"{moved_share:.0%}")
     if rate is not None:

@@ -49,7 +49,7 @@ SIZES = {
 def measure(tree: Path, tokens: int, ranks: int, repeats: int) -> dict[str, float]:
     """One round of one tree: medians over its repeats, by the names of ``TIMES`` and ``SIZES``."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "step_000000.parquet"
+        path = Path(directory) / "step_000001.parquet"
         encode = ["encode", path, "--tokens", tokens, "--repeats", repeats]
         (encoded,) = _finish([_start(tree, encode)])
         port = free_port()

@@ -148,8 +148,8 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
             arguments.append(f"rollout.servers=['{fake.address}']")
         result = run([*arguments, "--steps", "2"])
     assert result.returncode == 0, result.stdout + result.stderr
-    batches = [read_batch(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in range(2)]
-    names = ["step_000000.parquet", "step_000001.parquet"]
+    batches = [read_batch(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in (1, 2)]
+    names = ["step_000001.parquet", "step_000002.parquet"]
     rollouts = run_dir / "rollouts"
     assert sorted(path.name for path in rollouts.iterdir()) == [*names, "texts"]
     assert sorted(path.name for path in (rollouts / "texts").iterdir()) == names
@@ -166,7 +166,7 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
     assert "groups (samples)" in result.stdout
     assert "8 (24)" in result.stdout
 
-    events = json.loads((run_dir / "timeline" / "step_000000.json").read_text())["traceEvents"]
+    events = json.loads((run_dir / "timeline" / "step_000001.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     decoded = {e["args"]["label"] for e in slices if e["name"].startswith("decode")}
     assert len(decoded) >= 12  # every sample of the batch, by its label
@@ -222,10 +222,10 @@ class FailingSource:
 
     def collect(self, step: int) -> EncodedBatch | None:
         self.calls.append(f"collect {step}")
-        if step == 0:
+        if step == 1:
             batch = RolloutBatch(step, 0, (make_group(0, [1], [0]),))
             return EncodedBatch("made", bytearray(encode_batch(batch)))
-        if self.calls[-2] == "collect 0":
+        if self.calls[-2] == "collect 1":
             return None
         raise RolloutError("no server is left")
 
@@ -250,10 +250,10 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
     assert source.calls == [
         "start",
         "ensure_weights",
-        "collect 0",
         "collect 1",
+        "collect 2",
         f"sync_weights {run_config.model.path.name} 0",
-        "collect 1",
+        "collect 2",
         "close",
     ]
     assert source.steps == 3  # and not those of a training: nothing is generated beyond them

@@ -24,7 +24,7 @@ def check(tmp_path, monkeypatch):
     Path("train.jsonl").touch()
     Path("empty").mkdir()
     Path("dumps").mkdir()
-    for step in (0, 1, 3):
+    for step in (1, 2, 4):
         Path(f"dumps/step_{step:06d}.parquet").touch()
     Path("run.yaml").write_text(
         "name: x\n"

@@ -276,7 +276,7 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             ["replay=dumps", "train.steps=4"],
             1,
             "replay: 'dumps' must hold a dump for each of train.steps = 4 steps, got no "
-            "step_000002.parquet; set train.steps=2, or copy what is missing",
+            "step_000003.parquet; set train.steps=2, or copy what is missing",
         ),
         (
             ["rollout.weight_sync.backend=nccl", "rollout.servers=[http://a:1]"],

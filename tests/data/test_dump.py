@@ -222,7 +222,7 @@ def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
         "response_text": "null \x00 and 𝛑 1",
         "turns": [],
     }
-    assert json.loads(table.schema.metadata[KEY]) == {"format": 3, "step": 5}
+    assert json.loads(table.schema.metadata[KEY]) == {"format": 4, "step": 5}
     with pytest.raises(DumpError, match=r"step_000005\.parquet: the texts of a dump"):
         read_batch(beside)
 
@@ -238,17 +238,6 @@ def test_texts_of_episodes_have_all_turns(tmp_path):
     assert [row["turns"] for row in rows] == [list(turns), []]
     assert [row["response_text"] for row in rows] == ["7", "8"]
     assert read_texts(path) == tuple(texts)
-
-
-def test_texts_of_the_former_format_are_those_of_single_turns(tmp_path):
-    path = tmp_path / "step_000005.parquet"
-    text = SampleText(7, 0, "3 + 4?", "7", "7")
-    write_texts(path, 5, [text])
-    beside = tmp_path / "texts" / path.name
-    table = pq.read_table(beside).drop_columns(["turns"])
-    pq.write_table(table.replace_schema_metadata({KEY: '{"format": 2, "step": 5}'}), beside)
-
-    assert read_texts(path) == (text,)
 
 
 def test_texts_that_are_none_are_refused_by_name(tmp_path):
@@ -276,19 +265,9 @@ def with_format(number: int) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
-def test_a_dump_of_the_former_format_is_that_of_single_turns():
-    table = pq.read_table(pa.BufferReader(with_format(2)))
-    stream = pa.BufferOutputStream()
-    pq.write_table(table.drop_columns(["written_starts", "written_tokens"]), stream)
-
-    former = decode(stream.getvalue().to_pybytes())
-
-    assert encode_batch(former) == encode_batch(make_batch())
-
-
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("number", [3, 5])
 def test_a_dump_of_another_format_is_refused(number):
-    with pytest.raises(DumpError, match=f"dump format {number}, this version reads 2 and 3"):
+    with pytest.raises(DumpError, match=f"dump format {number}, this version reads format 4"):
         decode(with_format(number))
 
 

@@ -115,7 +115,7 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         ("unreadable state", "state.json: damaged"),
         ("state of nothing", "state.json: damaged (not a mapping)"),
         ("state without a field", "state.json: damaged"),
-        ("other format", "format 99, this version reads format 2"),
+        ("other format", "format 99, this version reads format 3"),
         ("other model", "cannot be loaded into this model"),
         ("other width", "cannot be loaded into this model"),
         ("other depth", "cannot be loaded into this model"),

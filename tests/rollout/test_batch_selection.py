@@ -15,7 +15,7 @@ from tests.rollout.batching_setup import Setup, group_of, ids, play, settle
 def test_a_prompt_that_was_carried_too_often_is_dropped_and_counted() -> None:
     async def scene() -> None:
         setup = Setup(oversample_groups=1, max_carries=1)
-        for step, finished in enumerate(([1, 2], [3, 4])):
+        for step, finished in enumerate(([1, 2], [3, 4]), 1):
             batch = setup.collect(step)
             await settle()
             await setup.give([0], 2)
@@ -30,7 +30,7 @@ def test_a_prompt_that_was_carried_too_often_is_dropped_and_counted() -> None:
 def test_groups_with_equal_rewards_are_replaced_until_the_batch_is_full() -> None:
     async def scene() -> None:
         setup = Setup(equal=[0, 2], dynamic_sampling={"enabled": True})
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0, 1], 4, ends=True)
         await settle()
@@ -50,7 +50,7 @@ def test_groups_with_equal_rewards_are_replaced_until_the_batch_is_full() -> Non
 def test_at_its_limit_dynamic_sampling_fills_the_batch_with_the_latest_of_the_others() -> None:
     async def scene() -> None:
         setup = Setup(equal=range(50), dynamic_sampling={"enabled": True, "max_groups_ratio": 2})
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         for _ in range(2):
             await settle()
             await setup.give(setup.open_groups(), 4, ends=True)
@@ -73,7 +73,7 @@ def test_responses_that_became_too_old_are_given_up(action: str, in_flight: str)
             staleness={"max_age": 1, "action": action},
             weight_sync={"in_flight": in_flight},
         )
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0, 1], 4, ends=True)
         await setup.give([2], 3)  # will be two versions old
@@ -84,7 +84,7 @@ def test_responses_that_became_too_old_are_given_up(action: str, in_flight: str)
             assert 2 not in setup.open_groups()
         else:
             assert [r.received for r in setup.pool.requests if group_of(r) == 2] == [0, 0]
-        batch = setup.collect(1)
+        batch = setup.collect(2)
         await settle()
         if action == "drop":
             assert 2 not in setup.open_groups()
@@ -109,12 +109,12 @@ def test_what_is_scored_while_the_rest_is_aborted_is_judged_by_its_age_too(actio
             oversample_groups=1, staleness={"max_age": 1, "measure": "mean", "action": action}
         )
         held = setup.rewards.held[0] = asyncio.Event()
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0, 1, 2], 4, ends=True)
         assert ids(await batch) == [1, 2]
         await setup.sync(2)
-        batch = setup.collect(1)
+        batch = setup.collect(2)
         await settle()
         setup.pool.on_drain = held.set
         await setup.give([3, 4], 4, ends=True)
@@ -130,12 +130,12 @@ def test_what_is_scored_while_the_rest_is_aborted_is_judged_by_its_age_too(actio
 def test_replay_adds_groups_of_earlier_batches_spread_over_the_updates() -> None:
     async def scene() -> None:
         setup = Setup(groups_per_step=4, replay={"batches": 2, "share": 0.5})
-        first = setup.collect(0)
+        first = setup.collect(1)
         await settle()
         await setup.give([0, 1, 2, 3], 4, ends=True)
         assert ids(await first) == [0, 1, 2, 3]
         await setup.sync(3)
-        second = setup.collect(1)
+        second = setup.collect(2)
         await settle()
         assert setup.open_groups() == [4, 5]
         await setup.give([4, 5], 4, ends=True)
@@ -152,7 +152,7 @@ def test_replay_adds_groups_of_earlier_batches_spread_over_the_updates() -> None
 def test_groups_kept_for_replay_must_have_the_size_of_new_ones() -> None:
     async def scene() -> None:
         setup = Setup(replay={"batches": 1})
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0, 1], 4, ends=True)
         await batch
@@ -168,12 +168,12 @@ def test_groups_kept_for_replay_must_have_the_size_of_new_ones() -> None:
 def test_replay_leaves_out_groups_beyond_its_age_limit() -> None:
     async def scene() -> None:
         setup = Setup(groups_per_step=4, replay={"batches": 2, "max_age": 2})
-        first = setup.collect(0)
+        first = setup.collect(1)
         await settle()
         await setup.give([0, 1, 2, 3], 4, ends=True)
         await first
         await setup.sync(3)
-        second = setup.collect(1)
+        second = setup.collect(2)
         await settle()
         assert setup.open_groups() == [4, 5, 6, 7]
         await setup.give([4, 5, 6, 7], 4, ends=True)

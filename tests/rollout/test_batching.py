@@ -14,7 +14,7 @@ from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, play, settle
 def test_a_synchronous_step_leaves_nothing_in_flight_and_draws_nothing_for_later() -> None:
     async def scene() -> None:
         setup = Setup(oversample_groups=1)
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         assert setup.open_groups() == [0, 1, 2]
         await setup.give([0], 3)
@@ -29,7 +29,7 @@ def test_a_synchronous_step_leaves_nothing_in_flight_and_draws_nothing_for_later
 def test_an_asynchronous_step_goes_on_with_the_next_ones_while_the_trainer_works() -> None:
     async def scene() -> None:
         setup = Setup(async_steps=2)
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         assert setup.open_groups() == [0, 1, 2, 3, 4, 5]
         await setup.give([0, 1, 3], 4, ends=True)
@@ -38,7 +38,7 @@ def test_an_asynchronous_step_goes_on_with_the_next_ones_while_the_trainer_works
         # Two steps ahead: groups 2 to 5, of which 3 is finished.
         assert setup.open_groups() == [2, 4, 5]
         await setup.give([2], 1, ends=True)
-        batch = setup.collect(1)
+        batch = setup.collect(2)
         await settle()
         assert setup.open_groups() == [4, 5, 6, 7]
         assert ids(await batch) == [2, 3]
@@ -49,12 +49,12 @@ def test_an_asynchronous_step_goes_on_with_the_next_ones_while_the_trainer_works
 def test_nothing_is_generated_for_steps_after_the_last() -> None:
     async def scene() -> None:
         setup = Setup(async_steps=2)
-        batch = setup.collect(TOTAL_STEPS - 2)
+        batch = setup.collect(TOTAL_STEPS - 1)
         await settle()
         assert setup.open_groups() == [0, 1, 2, 3]
         await setup.give([0, 1], 4, ends=True)
         await batch
-        batch = setup.collect(TOTAL_STEPS - 1)
+        batch = setup.collect(TOTAL_STEPS)
         await settle()
         assert setup.open_groups() == [2, 3]
         await setup.give([2, 3], 4, ends=True)
@@ -73,7 +73,7 @@ def test_a_weight_sync_interrupts_what_is_in_flight_as_configured(
 ) -> None:
     async def scene() -> None:
         setup = Setup(async_steps=1, weight_sync={"in_flight": in_flight})
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0, 1], 4, ends=True)
         await setup.give([2, 3], 3)
@@ -83,7 +83,7 @@ def test_a_weight_sync_interrupts_what_is_in_flight_as_configured(
         assert setup.pool.calls == calls
         assert setup.open_groups() == [2, 3]
         await setup.give([2, 3], 2, ends=True)
-        second = await setup.collect(1)
+        second = await setup.collect(2)
         assert second is not None
         for sample in second.samples:
             assert sample.versions == ((0, 3), (1, 2))
@@ -95,7 +95,7 @@ def test_a_weight_sync_interrupts_what_is_in_flight_as_configured(
 def test_a_token_budget_ends_the_step_with_what_is_complete() -> None:
     async def scene() -> None:
         setup = Setup(groups_per_step=6, tokens_per_step=20)
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0, 1, 2], 3, ends=True)  # 18 tokens
         assert not batch.done()
@@ -103,7 +103,7 @@ def test_a_token_budget_ends_the_step_with_what_is_complete() -> None:
         await asyncio.wait([batch])
         # Three groups are complete; two updates need an even number.
         assert ids(batch.result()) == [0, 1]
-        batch = setup.collect(1)
+        batch = setup.collect(2)
         await settle()
         assert setup.open_groups() == [3, 4, 5, 6, 7]
         await setup.give([4], 10)
@@ -117,7 +117,7 @@ def test_a_token_budget_ends_the_step_with_what_is_complete() -> None:
 def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them() -> None:
     async def scene() -> None:
         setup = Setup()
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0], 3)
         setup.pool.needs_weights = True
@@ -125,7 +125,7 @@ def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them
         assert await batch is None
         setup.pool.needs_weights = False
         await setup.sync(0)
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         assert setup.open_groups() == [0]
         await setup.give([0], 1, ends=True)
@@ -146,12 +146,12 @@ def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
             max_carries=1,
             dynamic_sampling={"enabled": True},
         )
-        first = setup.collect(0)
+        first = setup.collect(1)
         await settle()
         await setup.give([3], 2)  # carried for the first time
         await setup.give([0, 1, 2], 3, ends=True)
         assert ids(await first) == [0, 1]
-        second = setup.collect(1)
+        second = setup.collect(2)
         await settle()
         setup.failure = failure
         await setup.give([4], 3, ends=True)
@@ -162,7 +162,7 @@ def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
         assert [[group["group_id"] for group in batch] for batch in state["buffer"]["earlier"]] == [
             [0, 1]
         ]
-        again = await setup.collect(1)
+        again = await setup.collect(2)
         assert sorted(ids(again)) in ([0, 4], [1, 4])
         assert again is not None
         assert again.stats.dropped_groups == {"carried": 1}
@@ -176,7 +176,7 @@ def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
 def test_a_cancellation_that_comes_with_news_is_not_lost(num_ticks: int) -> None:
     async def scene() -> None:
         setup = Setup()
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         setup.batches._episodes.news.set()
         for _ in range(num_ticks):
@@ -192,7 +192,7 @@ def test_a_cancellation_that_comes_with_news_is_not_lost(num_ticks: int) -> None
 def test_an_error_of_a_request_ends_the_step_and_loses_no_token() -> None:
     async def scene() -> None:
         setup = Setup()
-        batch = setup.collect(0)
+        batch = setup.collect(1)
         await settle()
         await setup.give([0], 3)
         setup.pool.requests[0].ended.set_exception(RolloutError("no server is left"))

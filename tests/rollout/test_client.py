@@ -90,10 +90,10 @@ def test_batches_and_evaluations_from_a_model(
     client = open_client(config)
     client.wait_ready()
     batches = []
-    for step in range(2):
+    for step in (1, 2):
         client.sync_weights(model_dir, 10 + step)
         batches.append(decode_batch(client.collect(step)))
-    for step, batch in enumerate(batches):
+    for step, batch in enumerate(batches, 1):
         assert (batch.step, batch.version) == (step, 10 + step)
         assert [len(group.samples) for group in batch.groups] == [2, 2, 2]
         for sample in batch.samples:
@@ -146,12 +146,12 @@ def test_a_server_that_cannot_be_started_again_is_an_error_with_the_end_of_its_l
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     client = open_client(config)
     client.sync_weights(model, 1)
-    assert client.collect(0) is not None
+    assert client.collect(1) is not None
     (model / "model.safetensors").unlink()
     (server,) = descendants(process_of(client).pid, mentioning="sglang.launcher")
     server.kill()
     with pytest.raises(RolloutError) as caught, caplog.at_level(logging.WARNING):
-        client.collect(1)
+        client.collect(2)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(
         "no usable server for 15 s (rollout.health.patience_s): http://127.0"
@@ -170,7 +170,7 @@ def test_a_remote_server_that_ends_for_good_is_named(
         client = open_client(config)
         client.sync_weights(tmp_path, 1)
     with pytest.raises(RolloutError) as caught:
-        client.collect(0)
+        client.collect(1)
     message = str(caught.value)
     assert message.startswith("no usable server for 3 s (rollout.health.patience_s): ")
     assert f"{fake.address} (lost): " in message
@@ -241,7 +241,7 @@ def test_a_collector_that_dies_shows_its_last_lines(
         client.sync_weights(tmp_path, 1)
         process_of(client).kill()
         with pytest.raises(RolloutError, match=r"the collector process died \(SIGKILL\)") as caught:
-            client.collect(0)
+            client.collect(1)
     assert "collector.log" in str(caught.value)
 
 
@@ -293,9 +293,9 @@ def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
         # No file of the collector may grow beyond 256 bytes, not even its log.
         process_of(client).rlimit(psutil.RLIMIT_FSIZE, (256, 256))
         with pytest.raises(RolloutError) as caught:
-            client.collect(0)
-    path = config.run_dir / "rollouts" / "step_000000.parquet"
-    assert str(caught.value).startswith(f"cannot write the samples of step 0 to {path}: ")
+            client.collect(1)
+    path = config.run_dir / "rollouts" / "step_000001.parquet"
+    assert str(caught.value).startswith(f"cannot write the samples of step 1 to {path}: ")
     assert "free space, or set rollout.dump=false" in str(caught.value)
     assert not any(entry.is_file() for entry in path.parent.rglob("*"))
 
@@ -307,7 +307,7 @@ def test_without_dumps_batches_leave_no_file(
         config = make_config(servers=(fake.address,), dump=False)
         client = open_client(config)
         client.sync_weights(tmp_path, 1)
-        assert len(decode_batch(client.collect(0)).groups) == 3
+        assert len(decode_batch(client.collect(1)).groups) == 3
     assert not (config.run_dir / "rollouts").exists()
 
 

@@ -46,7 +46,7 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
             with forked_collectors():
                 client.start()
             client.sync_weights(tmp_path, 1)
-            encoded = client.collect(0)
+            encoded = client.collect(1)
         finally:
             client.close()
 

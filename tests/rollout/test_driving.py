@@ -63,7 +63,7 @@ class Setup:
 def test_every_decision_is_sixteen_decode_steps_after_the_one_before() -> None:
     async def scene() -> None:
         setup = Setup()
-        assert ids(await setup.batches.collect(0, deliver)) == [0, 1]
+        assert ids(await setup.batches.collect(1, deliver)) == [0, 1]
         assert len(setup.pool.bursts) > 2
         assert set(setup.pool.bursts[:-1]) == {16}
         assert setup.pool.requests == []
@@ -79,7 +79,7 @@ def test_a_fixed_number_of_decode_steps_is_made_beside_the_training(
         # Every response is as long as it may be, and some remain.
         setup = Setup(async_steps=2, oversample_groups=6, local=local)
         setup.pool.stop_interval = 1 << 40
-        await setup.batches.collect(0, deliver)
+        await setup.batches.collect(1, deliver)
         before = len(setup.pool.bursts)
         await setup.batches.pause()
         ahead = setup.pool.bursts[before:]
@@ -93,7 +93,7 @@ def test_a_fixed_number_of_decode_steps_is_made_beside_the_training(
 def test_nothing_is_made_ahead_of_the_last_step() -> None:
     async def scene() -> None:
         setup = Setup(async_steps=1)
-        await setup.batches.collect(TOTAL_STEPS - 1, deliver)
+        await setup.batches.collect(TOTAL_STEPS, deliver)
         num_bursts = len(setup.pool.bursts)
         await setup.batches.pause()
         await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ def test_nothing_is_made_ahead_of_the_last_step() -> None:
 def test_what_fails_beside_the_training_fails_the_next_batch() -> None:
     async def scene() -> None:
         setup = Setup(async_steps=1)
-        await setup.batches.collect(0, deliver)
+        await setup.batches.collect(1, deliver)
         setup.rewards.failing = group_of(setup.pool.requests[-1])
         setup.pool.stop_interval = 1
         assert await setup.batches.pause() is False
@@ -115,7 +115,7 @@ def test_what_fails_beside_the_training_fails_the_next_batch() -> None:
         setup.batches.state()
         num_bursts = len(setup.pool.bursts)
         with pytest.raises(RewardError, match="the grader is gone"):
-            await setup.batches.collect(1, deliver)
+            await setup.batches.collect(2, deliver)
         assert len(setup.pool.bursts) == num_bursts, "it failed before"
         await setup.batches.close()
 
@@ -127,7 +127,7 @@ def test_a_grader_that_fails_ends_the_batch() -> None:
         setup = Setup()
         setup.rewards.failing = 1
         with pytest.raises(RewardError, match="the grader is gone"):
-            await setup.batches.collect(0, deliver)
+            await setup.batches.collect(1, deliver)
         await setup.batches.close()
 
     play(scene)
@@ -137,7 +137,7 @@ def test_while_a_grader_is_slow_nothing_is_sampled() -> None:
     async def scene() -> None:
         setup = Setup()
         setup.rewards.held[0] = asyncio.Event()
-        collecting = asyncio.create_task(setup.batches.collect(0, deliver))
+        collecting = asyncio.create_task(setup.batches.collect(1, deliver))
         await asyncio.sleep(0.05)
         num_bursts = len(setup.pool.bursts)
         await asyncio.sleep(0.6)
@@ -154,7 +154,7 @@ def test_progress_is_told_during_a_long_burst() -> None:
     async def scene() -> None:
         setup = Setup(max_response_tokens=8)
         setup.pool.burst_s = 1.2
-        await setup.batches.collect(0, deliver)
+        await setup.batches.collect(1, deliver)
         assert len(setup.pool.bursts) == 1
         assert len(setup.lines) == 3
 
@@ -166,7 +166,7 @@ def test_an_engine_that_loses_its_weights_gets_them_again_and_goes_on(async_step
     async def scene() -> None:
         setup = Setup(async_steps=async_steps)
         setup.pool.stop_interval = 50
-        collecting = asyncio.create_task(setup.batches.collect(0, deliver))
+        collecting = asyncio.create_task(setup.batches.collect(1, deliver))
         while not setup.pool.bursts:
             await asyncio.sleep(0)
         setup.pool.lose()
@@ -174,12 +174,12 @@ def test_an_engine_that_loses_its_weights_gets_them_again_and_goes_on(async_step
         await setup.batches.pause()
         setup.pool.needs_weights = False
         await setup.batches.resume()
-        assert await setup.batches.collect(0, deliver) is not None
+        assert await setup.batches.collect(1, deliver) is not None
         setup.pool.lose()  # also beside the training
         await setup.batches.pause()
         setup.pool.needs_weights = False
         await setup.batches.resume()
-        assert await setup.batches.collect(1, deliver) is not None
+        assert await setup.batches.collect(2, deliver) is not None
         await setup.batches.close()
 
     play(scene)
@@ -191,7 +191,7 @@ def test_groups_that_teach_nothing_are_replaced_beside_the_training_too() -> Non
             async_steps=1, dynamic_sampling={"enabled": True}, local={"decode_steps_ahead": 16}
         )
         setup.rewards.equal = range(2, 100)
-        assert ids(await setup.batches.collect(0, deliver)) == [0, 1]
+        assert ids(await setup.batches.collect(1, deliver)) == [0, 1]
         drawn = setup.batches.state()["buffer"]["next_group_id"]
         setup.pool.stop_interval = 1  # every response ends at once
         await setup.batches.pause()
@@ -204,7 +204,7 @@ def test_groups_that_teach_nothing_are_replaced_beside_the_training_too() -> Non
 def test_closing_ends_what_is_made_ahead() -> None:
     async def scene() -> None:
         setup = Setup(async_steps=1)
-        await setup.batches.collect(0, deliver)
+        await setup.batches.collect(1, deliver)
         setup.pool.burst_s = 30.0
         await asyncio.sleep(0.01)
         await setup.batches.close()

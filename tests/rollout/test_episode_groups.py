@@ -175,7 +175,7 @@ def _batches_with_environment() -> BatchSetup:
 def test_failures_of_environments_are_counted_for_the_batch_after_which_they_came() -> None:
     async def scene() -> None:
         setup = _batches_with_environment()
-        collecting = setup.collect(0)
+        collecting = setup.collect(1)
         await settle()
         await setup.give([0], 1, ends=True)  # both fail
         await setup.give([1], 2, ends=True)
@@ -190,7 +190,7 @@ def test_failures_of_environments_are_counted_for_the_batch_after_which_they_cam
         resumed.batches.restore(state)
         assert json.loads(json.dumps(resumed.batches.state())) == state
         for again in (setup, resumed):
-            collecting = again.collect(1)
+            collecting = again.collect(2)
             await settle()
             await again.give([3], 1, ends=True)
             second = await collecting

@@ -52,7 +52,7 @@ def test_every_token_of_a_step_is_of_the_weights_of_so_many_steps_before(
                 setup = Setup(fixed_lag=lag)
                 setup.batches.restore(json.loads(state))
                 setup.pool.version = version
-            batch = await collect(setup, step)
+            batch = await collect(setup, step + 1)
             assert ids(batch) == [2 * step, 2 * step + 1]
             assert batch.version == 3 * step
             assert versions_of(batch) == {3 * max(0, step - lag)}
@@ -73,7 +73,7 @@ def test_every_token_of_a_step_is_of_the_weights_of_so_many_steps_before(
 def test_a_push_waits_for_the_last_response() -> None:
     async def scene() -> None:
         setup = Setup(fixed_lag=2)
-        await collect(setup, 0)
+        await collect(setup, 1)
         await settle()
         assert setup.open_groups() == [2, 3, 4, 5]
         pausing = asyncio.create_task(setup.batches.pause())
@@ -88,7 +88,7 @@ def test_a_push_waits_for_the_last_response() -> None:
 def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
     async def scene() -> None:
         setup = Setup(fixed_lag=1)
-        await collect(setup, 0)
+        await collect(setup, 1)
         await settle()
         setup.pool.needs_weights = True
         await setup.give([2], 3, ends=True)
@@ -100,13 +100,13 @@ def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
             r"1 unfinished ones of version 0 with version 1: .*; continue from an earlier "
         )
         with pytest.raises(RolloutError, match=message):
-            await setup.batches.collect(1, deliver)
+            await setup.batches.collect(2, deliver)
         state = setup.batches.state()
         resumed = Setup(fixed_lag=1)
         resumed.batches.restore(json.loads(json.dumps(state)))
         resumed.pool.version = 1
         with pytest.raises(RolloutError, match=message):
-            await resumed.batches.collect(1, deliver)
+            await resumed.batches.collect(2, deliver)
 
     play(scene)
 
@@ -114,14 +114,14 @@ def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
 def test_the_same_weights_again_complete_the_groups() -> None:
     async def scene() -> None:
         setup = Setup(fixed_lag=1)
-        collecting = setup.collect(0)
+        collecting = setup.collect(1)
         await settle()
         await setup.give([0], 2)
         setup.pool.needs_weights = True
         assert await collecting is None
         setup.pool.needs_weights = False
         await setup.sync(0)
-        batch = await collect(setup, 0)
+        batch = await collect(setup, 1)
         assert ids(batch) == [0, 1]
         assert batch.stats.resumed_samples == 2
         await setup.batches.close()
@@ -132,7 +132,7 @@ def test_the_same_weights_again_complete_the_groups() -> None:
 def test_what_was_sampled_for_another_lag_or_run_is_refused() -> None:
     async def scene() -> None:
         setup = Setup(fixed_lag=1)
-        await collect(setup, 0)
+        await collect(setup, 1)
         await complete(setup)
         await setup.batches.wait_for_ahead()
         state = json.dumps(setup.batches.state())
@@ -143,9 +143,9 @@ def test_what_was_sampled_for_another_lag_or_run_is_refused() -> None:
         ended = Setup(fixed_lag=1)
         ended.batches.restore({**json.loads(state), "buffer": Setup().batches.state()["buffer"]})
         message = (
-            r"^rollout\.fixed_lag: the groups of step 1 must .* got 0 .*; resume with the train"
+            r"^rollout\.fixed_lag: the groups of step 2 must .* got 0 .*; resume with the train"
         )
         with pytest.raises(RolloutError, match=message):
-            await ended.batches.collect(1, deliver)
+            await ended.batches.collect(2, deliver)
 
     play(scene)

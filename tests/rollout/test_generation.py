@@ -135,7 +135,7 @@ def test_a_batch_has_complete_scored_groups_in_order() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, oversample_groups=0) as setup:
-                batch = await setup.collect(0)
+                batch = await setup.collect(1)
         assert [group.group_id for group in batch.groups] == [0, 1]
         assert [sample.index for sample in batch.samples] == [0, 1, 0, 1]
         for sample in batch.samples:
@@ -149,7 +149,7 @@ def test_a_batch_has_complete_scored_groups_in_order() -> None:
         assert batch.stats.generated_tokens == 2 * 40 + 2 * 31
         assert batch.stats.unfinished_samples == 0
         assert batch.stats.resumed_samples == 0
-        assert setup.lines[0] == "rollout 0: 0/2 groups, 0 tokens/s"
+        assert setup.lines[0] == "rollout 1: 0/2 groups, 0 tokens/s"
 
     asyncio.run(run())
 
@@ -160,7 +160,7 @@ def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
     async def run() -> None:
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:
             async with _setup(fake) as setup:
-                first = await setup.collect(0)
+                first = await setup.collect(1)
                 assert [group.group_id for group in first.groups] == [2, 3]
                 assert first.stats.unfinished_samples == 4
                 kept = setup.collector.state()["buffer"]["groups"]
@@ -168,7 +168,7 @@ def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
                 weights = WeightReceiver(setup.pool.states, setup.config, setup.collector)
                 await weights.load(Load(model_dir=tmp_path, version=5))
                 await weights.resume(None)
-                second = await setup.collect(1)
+                second = await setup.collect(2)
         assert [group.group_id for group in second.groups] == [0, 1]
         assert second.version == 5
         assert second.stats.resumed_samples == 4
@@ -193,7 +193,7 @@ def test_the_length_limit_counts_over_all_resumptions() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=30, stalls=STALLS) as fake:
             async with _setup(fake, max_response_tokens=25) as setup:
-                batches = [await setup.collect(step) for step in range(3)]
+                batches = [await setup.collect(step) for step in (1, 2, 3)]
         samples = [sample for batch in batches for sample in batch.samples]
         assert sum(batch.stats.resumed_samples for batch in batches) > 0
         for sample in samples:
@@ -209,7 +209,7 @@ def test_without_partial_what_is_unfinished_is_discarded() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:
             async with _setup(fake, partial=False) as setup:
-                first, second = [await setup.collect(step) for step in range(2)]
+                first, second = [await setup.collect(step) for step in (1, 2)]
         assert [group.group_id for group in first.groups] == [2, 3]
         assert first.stats.unfinished_samples == 0
         assert min(group.group_id for group in second.groups) >= 4
@@ -222,12 +222,12 @@ def test_a_new_process_continues_from_the_saved_state_as_the_old_one_would() -> 
     async def run() -> None:
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:
             async with _setup(fake) as setup:
-                await setup.collect(0)
+                await setup.collect(1)
                 state = json.loads(json.dumps(setup.collector.state()))
                 setup.collector = setup.new_collector()
                 setup.collector.restore(state)
                 assert json.loads(json.dumps(setup.collector.state())) == state
-                batch = await setup.collect(1)
+                batch = await setup.collect(2)
                 assert batch.stats.resumed_samples == 4
                 assert [group.group_id for group in batch.groups] == [0, 1]
                 for sample in batch.samples:
@@ -240,7 +240,7 @@ def test_a_state_with_other_group_sizes_or_longer_samples_is_refused() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:
             async with _setup(fake) as setup:
-                await setup.collect(0)
+                await setup.collect(1)
                 state = setup.collector.state()
             async with _setup(fake, samples_per_group=3) as setup:
                 with pytest.raises(ValueError, match=r"samples_per_group: was 2 .* is 3 now"):
@@ -258,7 +258,7 @@ def test_grading_does_not_hold_up_generation() -> None:
         with FakeSglang(stop_at=40) as fake:
             # One connection for 4 samples: each request waits for the one before, not its grading.
             async with _setup(fake, oversample_groups=0, max_connections=1, delay_s=3.0) as setup:
-                batch = await setup.collect(0)
+                batch = await setup.collect(1)
         assert len(fake.requests) == 4
         assert batch.stats.generation_s < 2.9
 
@@ -269,7 +269,7 @@ def test_requests_in_flight_are_limited_over_all_servers() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40, token_interval_s=0.002) as one, FakeSglang(stop_at=40) as two:
             async with _setup(one, two, groups_per_step=4, max_connections=3) as setup:
-                await setup.collect(0)
+                await setup.collect(1)
             assert one.most_concurrent + two.most_concurrent <= 6
             assert one.most_concurrent <= 3
             assert one.requests
@@ -285,7 +285,7 @@ def test_graders_that_ran_out_of_time_are_counted() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40) as fake:
             async with _setup(fake, groups_per_step=8, oversample_groups=0) as setup:
-                assert (await setup.collect(0)).stats.reward_timeouts == 2  # both of prompt 7
+                assert (await setup.collect(1)).stats.reward_timeouts == 2  # both of prompt 7
 
     asyncio.run(run())
 
@@ -309,7 +309,7 @@ def test_an_answer_from_other_weights_is_not_used_and_the_weights_are_asked_for(
     async def run() -> None:
         with FakeSglang(stop_at=40, version="9") as fake:
             async with _setup(fake) as setup:
-                assert await asyncio.wait_for(setup.collector.collect(0, deliver), 30) is None
+                assert await asyncio.wait_for(setup.collector.collect(1, deliver), 30) is None
                 groups = setup.collector.state()["buffer"]["groups"]
                 assert all(not s["response_token_ids"] for g in groups for s in g["samples"])
                 await setup.collector.close()

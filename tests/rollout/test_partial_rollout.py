@@ -111,7 +111,7 @@ async def _collect(
                 grader.num_groups += config.groups_per_step
             await weights.load(Load(model_dir=model, version=step))
             await weights.resume(None)
-            batch = await asyncio.wait_for(batches.collect(step, deliver), 120)
+            batch = await asyncio.wait_for(batches.collect(step + 1, deliver), 120)
             assert batch is not None
             made.append(batch)
     finally:

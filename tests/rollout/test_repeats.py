@@ -157,7 +157,7 @@ class Case:
         batches.attach(pool)
         for step in range(first_step, TOTAL_STEPS):
             async with asyncio.timeout(20):
-                batch = await batches.collect(step, deliver)
+                batch = await batches.collect(step + 1, deliver)
             await asyncio.sleep(delays.choice((0, 0.001, 0.004)))  # the trainer trains
             await batches.pause()
             assert not pool.requests

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def dumps(tmp_path: Path) -> Path:
-    """Steps 0, 1 and 3."""
-    for step in (0, 1, 3):
+    """Steps 1, 2 and 4."""
+    for step in (1, 2, 4):
         write_batch(tmp_path / f"step_{step:06d}.parquet", replace(make_batch(), step=step))
     return tmp_path
 
 
 def test_each_step_gets_its_own_dump(dumps: Path) -> None:
     source = ReplaySource(dumps)
-    for step in (0, 1):
+    for step in (1, 2):
         batch = decode_batch(source.collect(step))
         assert batch.step == step
         assert [group.group_id for group in batch.groups] == [0, 1, 2]
@@ -35,19 +35,19 @@ def test_each_step_gets_its_own_dump(dumps: Path) -> None:
 def test_replay_can_begin_at_any_step_after_a_resume(dumps: Path) -> None:
     source = ReplaySource(dumps)
     source.restore(ReplaySource(dumps).state())
-    assert decode_batch(source.collect(3)).step == 3
+    assert decode_batch(source.collect(4)).step == 4
 
 
 def test_a_missing_step_is_named_with_what_is_there(dumps: Path) -> None:
-    with pytest.raises(RolloutError, match=r"step_000002.parquet: no dump of this step") as caught:
-        ReplaySource(dumps).collect(2)
-    assert "from step_000000.parquet to step_000003.parquet" in str(caught.value)
+    with pytest.raises(RolloutError, match=r"step_000003.parquet: no dump of this step") as caught:
+        ReplaySource(dumps).collect(3)
+    assert "from step_000001.parquet to step_000004.parquet" in str(caught.value)
 
 
 def test_a_dump_under_the_name_of_another_step_is_refused(dumps: Path) -> None:
-    (dumps / "step_000001.parquet").rename(dumps / "step_000002.parquet")
-    with pytest.raises(RolloutError, match="holds step 1, not 2"):
-        ReplaySource(dumps).collect(2)
+    (dumps / "step_000002.parquet").rename(dumps / "step_000003.parquet")
+    with pytest.raises(RolloutError, match="holds step 2, not 3"):
+        ReplaySource(dumps).collect(3)
 
 
 def test_a_dump_that_is_cut_short_is_refused(dumps: Path) -> None:
@@ -62,5 +62,5 @@ def test_there_is_nothing_to_evaluate_or_to_synchronise(dumps: Path) -> None:
     assert source.weights is None
     source.wait_ready()
     source.release_memory()
-    assert source.evaluate(0) == []
+    assert source.evaluate(1) == []
     source.close()

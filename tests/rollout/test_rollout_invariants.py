@@ -170,7 +170,7 @@ class RolloutMachine(RuleBasedStateMachine):
         self.replay = ReplayConfig.model_validate(replay)
         self.loop = asyncio.new_event_loop()
         self.trained: list[int] = []
-        self.step = 0
+        self.step = 1
         self.collecting: asyncio.Task[RolloutBatch | None] | None = None
         self.started = True
         self.start_collector(version=0)

@@ -35,7 +35,7 @@ def many_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> 
 def episode_dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
     """A batch of four groups in which most responses have tokens that an environment wrote."""
     root = tmp_path_factory.mktemp("episodes")
-    return write_dumps(root, random_model, steps=1, episodes=True) / "step_000000.parquet"
+    return write_dumps(root, random_model, steps=1, episodes=True) / "step_000001.parquet"
 
 
 @pytest.fixture(scope="session")

@@ -119,8 +119,8 @@ def write_dumps(
                 )
                 samples.append(_as_episode(sample) if episodes else sample)
             made.append(Group(group_id, tuple(samples)))
-        batch = RolloutBatch(step=step, version=step, groups=tuple(made))
-        write_batch(directory / f"step_{step:06d}.parquet", batch)
+        batch = RolloutBatch(step=step + 1, version=step, groups=tuple(made))
+        write_batch(directory / f"step_{batch.step:06d}.parquet", batch)
     return directory
 
 

@@ -155,21 +155,21 @@ def _outcome(
 def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     """An interrupt while a batch is collected, and servers that lack weights."""
     return {
-        "interrupted": _outcome(model, dumps, root / "interrupted", {1: _interrupt}),
-        "weights lost": _outcome(model, dumps, root / "weights", {1: _lacks_weights_once()}),
+        "interrupted": _outcome(model, dumps, root / "interrupted", {2: _interrupt}),
+        "weights lost": _outcome(model, dumps, root / "weights", {2: _lacks_weights_once()}),
     }
 
 
 def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     """Generation and pushes that fail for good."""
     return {
-        "at the start": _outcome(model, dumps, root / "start", {0: _fail}),
-        "after a save": _outcome(model, dumps, root / "later", {2: _fail}),
+        "at the start": _outcome(model, dumps, root / "start", {1: _fail}),
+        "after a save": _outcome(model, dumps, root / "later", {3: _fail}),
         "disk full": _outcome(
             model,
             dumps,
             root / "full",
-            {0: _block(root / "full" / "weights")},
+            {1: _block(root / "full" / "weights")},
             weight_sync={"method": "disk"},
         ),
     }
@@ -181,7 +181,7 @@ def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     data = root / "sums.jsonl"
     data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     # Steps 1, 2 and 6 are better than all before them; step 3 only equals the second.
-    right = {0: 2, 1: 4, 2: 4, 3: 3, 4: 3, 5: 6}
+    right = {1: 2, 2: 4, 3: 4, 4: 3, 5: 3, 6: 6}
 
     def run(steps: int, *, resume: bool, **checkpoint: Any) -> Outcome:
         return _outcome(
@@ -213,7 +213,7 @@ def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     found["better"] = run(6, resume=True, keep_last=9)
     if is_first:
         atomic_write_text(run_dir / "checkpoints" / "latest", "step_5\n")
-    right[5] = 5
+    right[6] = 5
     found["again"] = run(6, resume=True)
     return found
 

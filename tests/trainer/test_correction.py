@@ -58,7 +58,7 @@ def stale_dump(
     tmp_path_factory: pytest.TempPathFactory, mixed_dumps: Path, random_model: Path
 ) -> Path:
     """A batch of version 9 that the weights of three versions sampled, with noisy log-probs."""
-    batch = read_batch(mixed_dumps / "step_000000.parquet")
+    batch = read_batch(mixed_dumps / "step_000001.parquet")
     rng = np.random.default_rng(3)
     exact = _exact_logprobs(random_model, batch)
     for number, (sample, exact_R) in enumerate(zip(batch.samples, exact, strict=True)):
@@ -70,8 +70,8 @@ def stale_dump(
             versions_R[: length * (number % 5) // 4] = 7
             versions_R[: length // 3] = 4
         sample.versions = spans_of(versions_R)
-    path = tmp_path_factory.mktemp("stale") / "step_000000.parquet"
-    write_batch(path, RolloutBatch(step=0, version=9, groups=batch.groups))
+    path = tmp_path_factory.mktemp("stale") / "step_000001.parquet"
+    write_batch(path, RolloutBatch(step=1, version=9, groups=batch.groups))
     return path
 
 
@@ -243,7 +243,7 @@ def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(
         versions_R = token_versions(sample.versions)
         versions_R[0] = 4
         sample.versions = spans_of(versions_R)
-    write_batch(tmp_path / "dumps" / "step_000000.parquet", batch)
+    write_batch(tmp_path / "dumps" / "step_000001.parquet", batch)
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
     arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
     arguments += ["rollout.staleness={max_age: 4, measure: oldest, action: mask}"]
@@ -289,7 +289,7 @@ def test_an_engine_log_prob_that_is_not_finite_is_named(
     sample = batch.groups[2].samples[1]
     sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
     sample.behaviour_logprobs[3] = -np.inf
-    write_batch(tmp_path / "dumps" / "step_000000.parquet", batch)
+    write_batch(tmp_path / "dumps" / "step_000001.parquet", batch)
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
     arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
     result = run([*arguments, "algorithm.correction.kind=sequence"])

@@ -92,14 +92,14 @@ def test_the_run_reports_what_it_did(finished: Path) -> None:
     assert "eval/sums/pass_at_k" in rows[0]
     assert rows[0]["step"] == 0
     assert "eval/sums/pass_at_k" in rows[-1]
-    (scored,) = read_results(finished / "eval" / "step_000001.json")
+    (scored,) = read_results(finished / "eval" / "step_000002.json")
     assert (scored.name, scored.num_prompts, scored.samples_per_prompt) == ("sums", 21, 2)
     last = {score.name: score for score in scored.scores}
     assert rows[-1]["eval/sums/avg_at_k"] == last["avg@2"].value == summary["accuracy_after"]
     assert rows[-1]["eval/sums/maj_at_k_high"] == last["maj@2"].high
     assert rows[-1]["eval/sums/pass_at_1"] == last["pass@1"].value
     assert len((finished / "eval" / "start_sums.jsonl").read_text().splitlines()) == 42
-    assert (finished / "rollouts" / "step_000001.parquet").exists()
+    assert (finished / "rollouts" / "step_000002.parquet").exists()
     assert not (finished / "weights").exists()
 
 

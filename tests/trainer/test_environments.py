@@ -204,7 +204,7 @@ def _check_samples(
         assert len(sample.response_token_ids) <= longest
         assert len(sample.behaviour_logprobs) == sample.num_sampled
         assert sample.num_turns == 2 or sample.finish_reason is FinishReason.LENGTH
-    texts = read_table(texts_path(run_dir / "rollouts" / "step_000000.parquet")).to_pylist()
+    texts = read_table(texts_path(run_dir / "rollouts" / "step_000001.parquet")).to_pylist()
     for sample, text in zip(batches[0].samples, texts, strict=True):
         decoded = [renderer.decode(ids.tolist(), skips_special=True) for ids in sample.segments()]
         assert text["response_text"] == decoded[-1]

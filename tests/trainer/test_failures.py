@@ -99,7 +99,7 @@ def test_an_existing_run_is_not_overwritten(replay_config: Path, tmp_path: Path)
 def nan_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
     """Two steps; in the second, one log-prob of sample 2 of group 5 is NaN at position 4."""
     directory = write_dumps(tmp_path_factory.mktemp("nan"), random_model, steps=2)
-    path = directory / "step_000001.parquet"
+    path = directory / "step_000002.parquet"
     batch = read_batch(path)
     sample = batch.groups[1].samples[2]
     logprobs = np.array(sample.behaviour_logprobs)
@@ -128,7 +128,7 @@ def test_nan_logprobs_are_reported_with_sample_and_position(
         ]
     )
     assert status == 1
-    assert "step 1: sample 2 of group 5" in line
+    assert "step 2: sample 2 of group 5" in line
     assert "response token 4: behaviour log-prob is nan" in line
 
 
@@ -145,7 +145,7 @@ def test_every_rank_knows_the_place_of_a_nan(
     # The first rank that ends may end the other before it has told.
     lines = re.findall(r"^(?:\[rank 1\] )?bapo-megatron: (.*)$", result.stderr, re.MULTILINE)
     assert len(set(lines)) == 1
-    assert lines[0].startswith("step 1: sample 2 of group 5")
+    assert lines[0].startswith("step 2: sample 2 of group 5")
 
 
 @pytest.mark.distributed
@@ -176,7 +176,7 @@ def test_advantages_beyond_the_exact_sums_are_refused(
     replay_config: Path, random_model: Path, tmp_path: Path, scope: str
 ) -> None:
     directory = write_dumps(tmp_path / "dumps", random_model, steps=1)
-    path = directory / "step_000000.parquet"
+    path = directory / "step_000001.parquet"
     batch = read_batch(path)
     # Without a division by the group's deviation, advantages are ± 500.
     groups = tuple(
@@ -196,7 +196,7 @@ def test_advantages_beyond_the_exact_sums_are_refused(
         ]
     )
     assert status == 1
-    assert "step 0: " in line
+    assert "step 1: " in line
     assert "tokens have |weight · advantage| >= 256" in line
     assert "scale the rewards down" in line
 
@@ -206,6 +206,6 @@ def test_a_replay_with_more_steps_than_dumps_is_refused_at_the_start(
 ) -> None:
     status, line = _first_line([str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=9"])
     assert status == 2
-    assert "step_000006.parquet" in line
+    assert "step_000007.parquet" in line
     assert "set train.steps=6" in line
     assert not (tmp_path / "run").exists()

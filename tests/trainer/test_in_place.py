@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def watched(random_model: Path, mixed_dumps: Path) -> dict[str, Any]:
-    return run_ranks(watch_the_logits, 1, random_model, mixed_dumps / "step_000000.parquet")[0]
+    return run_ranks(watch_the_logits, 1, random_model, mixed_dumps / "step_000001.parquet")[0]
 
 
 def test_logits_come_in_the_type_of_the_model(watched: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def ranks(
 ) -> list[dict[tuple[str, str], dict[str, Any]]]:
     """What each rank of a layout computes, by search and path."""
     num_ranks, tensor, sequence = LAYOUTS[request.param]
-    dump = mixed_dumps / "step_000000.parquet"
+    dump = mixed_dumps / "step_000001.parquet"
     return run_ranks(
         gradients_of_each_path, num_ranks, random_model, dump, tensor, sequence, PATHS, SEARCHES
     )

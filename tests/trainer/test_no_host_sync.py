@@ -98,7 +98,7 @@ def test_search_and_loss_never_wait_for_the_device(
         }
     )
     searches = "bapo" in objective
-    batch = read_batch(mixed_dumps / "step_000000.parquet")
+    batch = read_batch(mixed_dumps / "step_000001.parquet")
     (update,) = split_step(batch, Advantages(config.advantage), config, StalenessConfig(), ONE_RANK)
     micro_batch = update.micro_batches[0].to(device)
     groups: Any = SimpleNamespace(

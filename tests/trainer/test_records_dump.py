@@ -60,9 +60,9 @@ def test_every_update_of_every_nth_step_has_a_file_with_its_tokens(
     whole: dict[str, pa.Table], mixed_dumps: Path
 ) -> None:
     assert list(whole) == [
-        f"step_{step:06d}_update_{update:03d}.parquet" for step in (1, 3) for update in (0, 1)
+        f"step_{step:06d}_update_{update:03d}.parquet" for step in (2, 4) for update in (0, 1)
     ]
-    for step in (1, 3):
+    for step in (2, 4):
         samples = read_batch(mixed_dumps / f"step_{step:06d}.parquet").samples
         for update in (0, 1):
             table = whole[f"step_{step:06d}_update_{update:03d}.parquet"]
@@ -81,7 +81,7 @@ def test_layouts_dump_the_same_tokens(
     replay_config: Path, whole: dict[str, pa.Table], tmp_path: Path, layout: str
 ) -> None:
     tables = _train(replay_config, tmp_path / "run", layout, steps=2, dump_every=2)
-    assert list(tables) == [f"step_000001_update_{update:03d}.parquet" for update in (0, 1)]
+    assert list(tables) == [f"step_000002_update_{update:03d}.parquet" for update in (0, 1)]
     for name, table in tables.items():
         np.testing.assert_allclose(_sorted(table), _sorted(whole[name]), rtol=0, atol=2e-5)
 
@@ -99,7 +99,7 @@ def test_bounds_of_the_file_are_those_that_the_update_had(
         result = run(["bounds", str(tmp_path / "run" / "tokens" / name), "--json"])
         assert result.returncode == 0, result.stderr
         found = json.loads(result.stdout)
-        row = rows[int(name[5:11]) + 1]
+        row = rows[int(name[5:11])]
         assert found["clip_low"] == pytest.approx(row["bapo/clip_low"])
         assert found["clip_high"] == pytest.approx(row["bapo/clip_high"])
         assert found["positive_share"] == pytest.approx(row["bapo/positive_share"], abs=1e-12)

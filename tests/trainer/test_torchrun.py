@@ -40,7 +40,7 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
 ) -> None:
     dumps = tmp_path / "dumps"
     shutil.copytree(mixed_dumps, dumps)
-    shutil.copy(dumps / "step_000001.parquet", dumps / "step_000002.parquet")
+    shutil.copy(dumps / "step_000002.parquet", dumps / "step_000003.parquet")
     result = torchrun(
         ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={dumps}"], ranks=2
     )
@@ -48,7 +48,7 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
     _assert_no_rank_shows_a_traceback(result.stderr)
     complaints = _complaints(result.stderr)
     (line,) = complaints[0]
-    assert "step_000002.parquet: holds step 1, not 2" in line
+    assert "step_000003.parquet: holds step 2, not 3" in line
     # torchrun may end rank 1 before it has said anything.
     assert complaints[1] in ([], [f"rank 0: {line}"])
 
