@@ -185,12 +185,19 @@ def test_a_timeline_keeps_nothing_open_of_a_request_that_is_over(
     asyncio.run(run())
 
 
+FALLING = [
+    {"version": "9", "start": 0, "end": 12},
+    {"version": "0", "start": 12, "end": 20},
+]
+"""Versions of a response's tokens that get older."""
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         ({"broken_at": 12}, "log-prob None at response token"),
         ({"changes": {"output_token_logprobs": []}}, "log-probs of 0 tokens do not belong"),
-        ({"changes": {"weight_versions": [{"version": "9", "start": 0, "end": 20}]}}, "contradict"),
+        ({"changes": {"weight_versions": FALLING}}, "contradict"),
         ({"version": "9"}, "it has weights version 9"),
         ({"aborts_at": 12}, "gave up after 9 tokens"),
     ],
