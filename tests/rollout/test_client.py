@@ -101,16 +101,16 @@ def test_batches_and_evaluations_from_a_model(
                 model_dir, sample.prompt.token_ids, sample.response_token_ids, 0.6
             )
             np.testing.assert_allclose(sample.behaviour_logprobs, expected, rtol=0, atol=1e-4)
-            assert {span.version for span in sample.versions} <= {10, 10 + step}
+            assert {span.version for span in sample.versions} <= {11, 10 + step}
             assert sample.finish_reason is not FinishReason.ABORT
         kept = read_batch(config.run_dir / "rollouts" / f"step_{step:06d}.parquet")
         assert kept.stats == batch.stats
     assert batches[1].stats.resumed_samples == batches[0].stats.unfinished_samples > 0
 
-    client.sync_weights(model_dir, 12)
+    client.sync_weights(model_dir, 13)
     (result,) = client.evaluate(3)
     assert (result.name, result.num_prompts, result.samples_per_prompt) == ("sums", 5, 2)
-    assert result.version == 12
+    assert result.version == 13
     lines = (config.run_dir / "eval" / "step_000003_sums.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]  # in the order in which they finished
     assert sorted((answer["prompt_id"], answer["index"]) for answer in answers) == [
