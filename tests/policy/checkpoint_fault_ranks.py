@@ -230,7 +230,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
     "state of nothing": lambda path: (path / "state.json").write_text("[]"),
     "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
-    "other format": lambda path: _change_state(path, '"format": 2', '"format": 99'),
+    "other format": lambda path: _change_state(path, '"format": 3', '"format": 99'),
 }
 
 

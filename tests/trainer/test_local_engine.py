@@ -203,5 +203,5 @@ def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
     for year in (24, 25):
         assert last[f"eval/aime{year}/avg_at_k"] == 0.0
         assert last[f"eval/aime{year}/pass_at_k"] == 0.0
-        samples = run_dir / "eval" / f"step_000001_aime{year}.jsonl"
+        samples = run_dir / "eval" / f"step_000002_aime{year}.jsonl"
         assert len(samples.read_text().splitlines()) == 30 * 2
