@@ -60,7 +60,7 @@ class EvalConfig(EvalSamplingConfig):
     functions: RewardFunctions | None = None
     """What evaluations are scored by; null: ``reward.functions``."""
     every_steps: int = Field(0, ge=0)
-    """Evaluate each N steps; 0: never between start and end."""
+    """Evaluate every N steps; 0: never between start and end."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True

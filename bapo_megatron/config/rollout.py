@@ -1,6 +1,6 @@
 """Configuration of generation: engines, partial and asynchronous rollout, staleness, weight sync.
 
-The *age* of a token: optimizer updates since the weights that sampled it (docs/rollout.md).
+The *age* of a token: optimizer updates since the weights that sampled it (docs/algorithm.md).
 """
 
 from pathlib import Path

@@ -238,7 +238,7 @@ class CheckpointConfig(Section):
     """Checkpoints under ``<run_dir>/checkpoints``."""
 
     every_steps: int = Field(0, ge=0)
-    """Save each N steps; 0: only at the end."""
+    """Save every N steps; 0: only at the end."""
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0)
@@ -271,7 +271,7 @@ class RunConfig(Section):
     run_dir: Path
     """Directory for everything that the run writes."""
     seed: int = Field(0, ge=0)
-    """Seed of data order, initialisation and dropout."""
+    """Seed of data order, sampling, replay, intervals of scores, and the ranks' random streams."""
     replay: ReplayConfig = ReplayConfig()
     resume: bool = False
     """Continue from the newest checkpoint in ``run_dir``."""
