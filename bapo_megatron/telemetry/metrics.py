@@ -140,7 +140,7 @@ def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
         groups_by_source.setdefault(group.samples[0].prompt.source, []).append(group)
     values = {}
     for source, groups in groups_by_source.items():
-        if source:  # dumps of earlier versions do not tell
+        if source:
             rewards = [sample.reward for group in groups for sample in group.samples]
             values[f"data/{source}/reward_mean"] = math.fsum(rewards) / len(rewards)
             values[f"data/{source}/group_share"] = len(groups) / len(batch.groups)
