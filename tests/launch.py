@@ -129,7 +129,8 @@ def _wait(processes: list[BaseProcess], timeout_s: float) -> bool:
                     os.killpg(process.pid or 0, signal.SIGKILL)
                 process.join()
             return False
-        next(process for process in processes if process.is_alive()).join(0.1)
+        # All may have ended since they were asked.
+        next((process for process in processes if process.is_alive()), processes[0]).join(0.1)
     return True
 
 
