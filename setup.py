@@ -171,7 +171,7 @@ class CudaToolkit:
         return archs
 
     def compile_all(self, folder: Path, jobs: int) -> list[str]:
-        """Compile csrc/cuda/*.cu that are older than the sources; returns the object files."""
+        """Return the object files of csrc/cuda/*.cu; compile those that are older than a source."""
         folder.mkdir(parents=True, exist_ok=True)
         newest = max(
             path.stat().st_mtime

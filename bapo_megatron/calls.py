@@ -40,9 +40,9 @@ class Caller(Protocol):
     def start(
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        """Start a call; what is returned waits for the response.
+        """Start a call; the returned function waits for the response.
 
-        That raises ``RolloutError`` where the call fails.
+        It raises ``RolloutError`` if the call fails.
         """
         ...
 
@@ -130,7 +130,7 @@ def decode_reply(line: bytes) -> Reply:
 
 
 def decode(kind: type[ResponseT], values: Any) -> ResponseT:
-    """Make a record of its JSON values, or raise ValueError where they do not fit its fields."""
+    """Make a record from its JSON values; raise ValueError if they do not fit its fields."""
     hashable: Any = kind  # what mypy does not know of ``type[ResponseT]``
     record: ResponseT = _adapter(hashable).validate_python(values)
     return record
@@ -142,7 +142,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _json_of(value: Any) -> Any:
-    """Make records, sections of the configuration and paths known to JSON."""
+    """Turn records, sections of the configuration and paths into types that JSON has."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, BaseModel):

@@ -41,7 +41,7 @@ _MODULES = {"eval": "evaluate", "data": "data_show", "make-tiny": "make_tiny"}
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is called, so that ``--help`` takes no seconds."""
+    """Imports a command when it is called, so that ``--help`` does not take seconds."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -132,9 +132,9 @@ def _report(error: Exception) -> int:
 
 
 def _as_lost_peer(error: Exception) -> Exception | None:
-    """Recognise another rank's end in the error of any collective, by whoever called it.
+    """Return a ``LostPeerError`` if a collective, whoever called it, failed because a rank ended.
 
-    Rank 0 keeps its traceback: where the network failed and no rank ended, one must say so.
+    Rank 0 keeps its traceback: if the network failed and no rank ended, one rank must say so.
     """
     if not isinstance(error, RuntimeError):
         return None
@@ -150,7 +150,7 @@ def _as_lost_peer(error: Exception) -> Exception | None:
 
 
 def _complain(line: str) -> None:
-    """Print an error line; under torchrun every rank has its own."""
+    """Print an error line, which names the rank unless it is rank 0."""
     rank = os.environ.get("RANK")
     place = f"[rank {rank}] " if rank not in (None, "0") else ""
     print(f"{place}bapo-megatron: {line}", file=sys.stderr, flush=True)  # noqa: T201

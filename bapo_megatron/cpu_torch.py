@@ -1,4 +1,4 @@
-"""What imports need beside a CPU build of torch; beside a CUDA build nothing here has an effect."""
+"""What imports need with a CPU build of torch; with a CUDA build nothing here has an effect."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,9 @@ _LIBRARIES: list[torch.library.Library] = []
 def declare_torchvision_operators() -> None:
     """Make transformers' model classes importable; safe to call twice.
 
-    The package index has torchvision's wheel for CUDA only. Beside a CPU build of torch its
-    operators do not load, and its import, which transformers does, fails because it registers fake
-    kernels for two of them. Beside a CUDA build torchvision defines them itself, and a second time
-    would abort.
+    The package index has torchvision's wheel for CUDA only. With a CPU build of torch its operators
+    do not load, and its import, which transformers needs, fails because it registers fake kernels
+    for two of them. With a CUDA build it defines them itself, and defining them twice would abort.
     """
     if torch.version.cuda is not None or _LIBRARIES:
         return
@@ -31,10 +30,10 @@ def declare_torchvision_operators() -> None:
 
 @contextmanager
 def uncompiled_imports() -> Iterator[None]:
-    """Leave functions as they are that libraries decorate with ``torch.compile`` in the block.
+    """Make ``torch.compile`` return functions unchanged inside the block.
 
-    Megatron and SGLang do as they are imported, which loads the compiler: a third of a process's
-    start.
+    Megatron and SGLang decorate functions with it on import, which loads the compiler: a third of
+    a process's start-up time.
     """
     if torch.version.cuda is not None:
         yield

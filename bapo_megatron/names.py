@@ -5,7 +5,7 @@ import operator
 from typing import Any
 
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
-"""How the loader of libraries tells that the address space is used up."""
+"""What the dynamic loader says when the address space is used up."""
 
 
 class LoadError(ValueError):

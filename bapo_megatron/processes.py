@@ -100,7 +100,12 @@ def unlink_shared_files(group_id: int) -> None:
 
 def describe_exit(status: int) -> str:
     """Describe a return code for people: ``exit status 1`` or ``SIGKILL``."""
-    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {-status}"
 
 
 def open_log(path: Path) -> BinaryIO:
@@ -150,7 +155,7 @@ def end_by_exception() -> None:
 
 
 def run_async(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``asyncio.run``; SIGINT and SIGTERM cancel the work, then raise their exception.
+    """Run ``work`` to its end; SIGINT and SIGTERM cancel it, then raise their exception.
 
     Otherwise the exception would be raised in whichever task happens to run.
     """

@@ -409,5 +409,5 @@ class StepMetrics:
     """What one step reports; the names are an interface (docs/algorithm.md)."""
 
     step: int
-    """How many are finished after it; 0 of what is measured before training."""
+    """How many are finished after it; 0 for what is measured before training."""
     values: dict[str, float]

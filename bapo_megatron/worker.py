@@ -4,7 +4,7 @@ Each message is one line of JSON. The first is ``{"ready": facts}``, then each r
 
     {"result": …}    what the handler returned
     {"error": "…"}   it raised an error; instead of ``ready``: the handler cannot be built
-    {"memory": true} it exceeded the limit of memory; the parent ends the process
+    {"memory": true} it exceeded the memory limit; the parent ends the process
 
 The parent (``workers.WorkerPool``) kills the process when a request takes too long, so nothing here
 needs a clock. It ends when its input closes or its parent dies.

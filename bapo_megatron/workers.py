@@ -12,6 +12,7 @@ import signal
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _START_TIMEOUT_S = 60.0
@@ -47,11 +48,12 @@ class WorkerPool:
         Args:
             handler: ``module:function`` that builds a ``worker.Handler`` in each worker.
             arguments: The function's arguments, JSON values.
-            workers: Their number.
-            timeout_s: Time limit of one request, not counting the wait for a free worker.
-            memory_limit_mb: Limit of a worker's address space, in 10^6 · 1.048576 bytes.
-            error: Makes what the methods raise, from its message, where the handler cannot be
-                built, no worker starts, or the pool is closed.
+            workers: Number of workers.
+            timeout_s: Time limit of one request, not counting the wait for a free worker or for a
+                processor on a busy machine.
+            memory_limit_mb: Limit of a worker's address space, in MiB.
+            error: Makes the exception that the methods raise, from its message, if the handler
+                cannot be built, no worker starts, or the pool is closed.
         """
         self._handler = handler, json.dumps(list(arguments))
         self._timeout_s = timeout_s
@@ -110,11 +112,14 @@ class WorkerPool:
         try:
             # The second look is for a loop that stood still until the time was over, with the reply
             # in the pipe. Not wait_for: in Python 3.11 it loses a cancellation that comes with it.
-            for timeout_s in (self._timeout_s, _SECOND_LOOK_S):
-                if (await asyncio.wait([asking], timeout=timeout_s))[0]:
-                    reply = asking.result()
-                    return Outcome("died") if reply is None else Outcome(*reply.popitem())
-            return Outcome("timeout")
+            timeout_s, starved_s = self._timeout_s, _starved_s(worker.pid)
+            while not (await asyncio.wait([asking], timeout=timeout_s))[0]:
+                if timeout_s == _SECOND_LOOK_S:
+                    return Outcome("timeout")
+                before_s, starved_s = starved_s, _starved_s(worker.pid)
+                timeout_s = max(starved_s - before_s, _SECOND_LOOK_S)
+            reply = asking.result()
+            return Outcome("died") if reply is None else Outcome(*reply.popitem())
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -149,8 +154,7 @@ class WorkerPool:
         if message is None:
             raise self._error(
                 f"a worker of {self._handler[0].partition(':')[0]} ended while it started, or took "
-                f"{_START_TIMEOUT_S:g} s (exit code {worker.returncode}); its own message stands "
-                "above"
+                f"{_START_TIMEOUT_S:g} s (exit code {worker.returncode}); its own message is above"
             )
         if "error" in message:
             raise self._error(message["error"])
@@ -166,8 +170,19 @@ class WorkerPool:
         self._running.discard(worker)
 
 
+def _starved_s(pid: int) -> float:
+    """Return how long the process has been ready to run but had no processor, in seconds.
+
+    0 where the kernel does not count it.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
-    """Send a request and return the reply, or none where the worker died."""
+    """Send a request and return the reply, or None where the worker died."""
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(request).encode() + b"\n")
     with contextlib.suppress(ConnectionError):
@@ -176,7 +191,7 @@ async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:
 
 
 async def _read(worker: Process) -> dict[str, Any] | None:
-    """The next message, or none where the process ended or wrote something else."""
+    """The next message, or None where the process ended or wrote something else."""
     assert worker.stdout is not None
     try:
         line = await worker.stdout.readline()

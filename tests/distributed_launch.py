@@ -65,7 +65,7 @@ def run_to_exit(
         start_fork(_rank_main, function, rank, num_ranks, ports, scratch, args)
         for rank in range(num_ranks)
     ]
-    _wait(ranks, timeout_s)
+    wait_for_ranks(ranks, timeout_s, stop=_kill_soon, kill=BaseProcess.kill)
     return [process.exitcode for process in ranks]
 
 
@@ -76,6 +76,45 @@ def start_fork(function: Callable[..., None], *args: Any) -> BaseProcess:
     with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
         process.start()
     return process
+
+
+def rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
+    """What torchrun tells a rank, but for the port of the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def wait_for_ranks(
+    ranks: list[BaseProcess],
+    timeout_s: float,
+    *,
+    stop: Callable[[BaseProcess], None],
+    kill: Callable[[BaseProcess], None],
+) -> bool:
+    """Wait until all ranks have ended; ``stop`` ends the others of one that fails.
+
+    Returns:
+        Whether they ended in time; ``kill`` ends those that did not.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while running := [rank for rank in ranks if rank.is_alive()]:
+        if time.monotonic() > deadline_s:
+            for rank in running:
+                kill(rank)
+            for rank in running:
+                rank.join()
+            return False
+        if any(rank.exitcode for rank in ranks):
+            for rank in running:
+                stop(rank)
+        running[0].join(0.1)
+    return True
 
 
 def take_port() -> None:
@@ -109,12 +148,8 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
+        rank_environment(rank, num_ranks),
         TEST_PORTS=",".join(map(str, ports)),
-        TORCHELASTIC_USE_AGENT_STORE="True",
         TEST_SCRATCH=str(scratch),  # marks whatever this rank starts
     )
     try:
@@ -129,16 +164,9 @@ def _rank_main(
         raise
 
 
-def _wait(ranks: list[BaseProcess], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(process.is_alive() for process in ranks):
-        if time.monotonic() > deadline or any(process.exitcode for process in ranks):
-            time.sleep(0.5)  # the others of a failed rank may be about to report as well
-            for process in ranks:
-                process.kill()
-        ranks[0].join(0.05)
-    for process in ranks:
-        process.join()
+def _kill_soon(rank: BaseProcess) -> None:
+    rank.join(0.5)  # it may be about to report an error as well
+    rank.kill()
 
 
 @contextmanager

@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.distributed_launch import start_fork
+from tests.distributed_launch import rank_environment, start_fork, wait_for_ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -94,7 +93,9 @@ def run(
             )
             for rank in range(ranks)
         ]
-        has_ended = _wait(processes, timeout_s)
+        has_ended = wait_for_ranks(
+            processes, timeout_s, stop=BaseProcess.terminate, kill=_kill_group
+        )
         out, err = (Path(scratch, name).read_text() for name in ("out", "err"))
     assert has_ended, f"still running after {timeout_s} s\n{out}\n{err}"
     exit_code = next((code for process in processes if (code := process.exitcode)), 0)
@@ -105,33 +106,12 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun tells a rank; nothing to a single one."""
     if ranks == 1:
         return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    return {**rank_environment(rank, ranks), "MASTER_PORT": str(port)}
 
 
-def _wait(processes: list[BaseProcess], timeout_s: float) -> bool:
-    """Wait until all have ended; returns whether they did in time."""
-    deadline = time.monotonic() + timeout_s
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            for process in processes:
-                process.terminate()
-        if time.monotonic() > deadline:
-            for process in processes:
-                if process.is_alive():
-                    os.killpg(process.pid or 0, signal.SIGKILL)
-                process.join()
-            return False
-        # All may have ended since they were asked.
-        next((process for process in processes if process.is_alive()), processes[0]).join(0.1)
-    return True
+def _kill_group(process: BaseProcess) -> None:
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _main(arguments: list[str], environment: dict[str, str], scratch: str) -> None:

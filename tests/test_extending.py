@@ -78,9 +78,11 @@ def test_the_advantage_of_the_page_centres_by_length(printed: str) -> None:
 def test_the_rewards_of_the_page_give_what_it_says(printed: str) -> None:
     page = sys.modules[printed]
     short, long = SampleFacts(num_tokens=200), SampleFacts(num_tokens=201)
-    assert page.short_and_right("It is 7", "7", short) == 1.0
-    assert page.short_and_right("It is 7", "7", long) == 0.0
-    assert page.short_and_right("It is 8", "7", short) == 0.0
+    assert page.short_and_right(r"It is \boxed{7}", "7", short) == 1.0
+    assert page.short_and_right(r"It is \boxed{7}", "7", long) == 0.0
+    assert page.short_and_right(r"It is \boxed{17}", "7", short) == 0.0
+    assert page.short_and_right(r"\boxed{7}, no, \boxed{8}", "7", short) == 0.0
+    assert page.short_and_right("It is 7", "7", short) == 0.0
     assert page.shared_success([1.0, 0.0, 1.2, 0.5]) == [0.5, 0.0, 0.5, 0.0]
     assert page.shared_success([0.0, 0.0]) == [0.0, 0.0]
 

@@ -9,13 +9,12 @@ import time
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 
-from bapo_megatron.processes import child_environment, end_group, tail
+from bapo_megatron.processes import child_environment, describe_exit, end_group, tail
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_a_child_does_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +26,14 @@ def test_a_child_does_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch)
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["BAPO_MEGATRON_OWNER_PID"] == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "exit status 0"), (3, "exit status 3"), (-9, "SIGKILL"), (-40, "signal 40")],
+)
+def test_how_a_child_ended_is_said_in_words(status: int, words: str) -> None:
+    assert describe_exit(status) == words
 
 
 def test_the_last_lines_of_a_log_are_shown_without_progress_bars(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Bapo(Clip):
         return self.search.contributions(*(value_T.float() for value_T in values))
 
     def decide(self, total_K: Tensor) -> Tensor:
-        """Search the bounds: ``BOUNDS_FIELDS``."""
+        """Search the bounds; return ``BOUNDS_FIELDS``."""
         return self.search.bounds(total_K)
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class _UserObjective(Objective):
     def __init__(self, code: UserCode, options: Mapping[str, Any]) -> None:
         """Make an instance of the named class, or wrap the named function."""
         self._code = code
-        self._report_names: tuple[str, ...] = ()
+        self._report_names: tuple[str, ...] | None = None
         named = code.object
         self._is_class = inspect.isclass(named)
         if self._is_class:
@@ -176,18 +176,19 @@ class _UserObjective(Objective):
             return None
         if not isinstance(limits, tuple) or [type(limit) for limit in limits] != [Tensor] * 2:
             self.refuse("bounds", "returns no pair of tensors; return (low, high) or None")
-        low, high = limits
-        return low, high
+        return limits[0], limits[1]
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         with self._code.guard():
             values = dict(self._inner.report(tokens))
-        names = self._report_names = self._report_names or tuple(values)
+        if self._report_names is None:
+            self._report_names = tuple(values)
+        names = self._report_names
         if set(values) != set(names):
             self.refuse(
                 "report",
-                f"reports {', '.join(values) or 'nothing'}, but {', '.join(names)} before; report "
-                "the same names of all tokens",
+                f"reports {', '.join(values) or 'nothing'}, but {', '.join(names) or 'nothing'} "
+                "before; report the same names of all tokens",
             )
         for name, value_T in values.items():
             self._check("report", f"report['{name}']", value_T, tokens)

@@ -1,4 +1,4 @@
-"""The weights of token losses: of the aggregation, and of the correction.
+"""The weights of token losses: from the aggregation, and from the correction.
 
 The loss of an update is Σ_t weight_t · loss_t over all its tokens, on every rank and in every
 micro-batch. Weights hold the *global* denominators, so partial sums simply add up: neither

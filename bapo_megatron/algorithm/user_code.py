@@ -76,7 +76,7 @@ class UserCode:
     def _raised_at(self, error: BaseException) -> str | None:
         """``file:line`` of the innermost frame of the user's code.
 
-        That is the file of the named object; else one that is not installed.
+        Frames in the file of the named object come first, then those outside installed packages.
         """
         frames = list(reversed(traceback.extract_tb(error.__traceback__)))
         own = self._defined_at(self.object).rpartition(":")[0]

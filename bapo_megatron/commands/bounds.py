@@ -48,7 +48,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(to_json_dict(result), indent=2))
     else:
-        print_search(result, counts, uncut_console())
+        print_search(result, counts, config.bapo.target, uncut_console())
 
 
 def to_json_dict(result: SearchResult) -> dict[str, Any]:
@@ -78,9 +78,11 @@ def _shortest(bound: float) -> float:
     return float(str(np.float32(bound)))
 
 
-def print_search(result: SearchResult, counts: TokenCounts, console: Console) -> None:
+def print_search(
+    result: SearchResult, counts: TokenCounts, target: float, console: Console
+) -> None:
     """Print the path as a table, the chosen pair marked, and the outcome below."""
-    table = Table("", "c_low", "c_high", "P", "N", "P/(P+N)", "target")
+    table = Table("", "c_low", "c_high", "P", "N", "P/(P+N)", f"target {target:g}")
     for index, pair in enumerate(result.candidates):
         is_chosen = index == result.index
         table.add_row(

@@ -16,7 +16,7 @@ from bapo_megatron.trainer.check import check_training
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG")] = None,
     overrides: OverridesArgument = None,
     key: Annotated[str, typer.Option(help="List only keys whose names contain this text.")] = "",
 ) -> None:
@@ -39,7 +39,7 @@ def command(
 
 
 def _list_keys(text: str) -> None:
-    keys = [key for key in describe_keys() if text in key.name]
+    keys = [[part.replace("``", "") for part in key] for key in describe_keys() if text in key.name]
     if not keys:
         raise typer.BadParameter(f"no key contains '{text}'; leave out --key to list all of them")
     console = Console()

@@ -32,7 +32,7 @@ from bapo_megatron.types import EvalResult
 def command(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="YAML file of the run; optional with --from."),
+        typer.Argument(metavar="CONFIG", help="YAML file of the run; optional with --from."),
     ] = None,
     overrides: OverridesArgument = None,
     resume: Annotated[

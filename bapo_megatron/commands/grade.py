@@ -55,7 +55,7 @@ def command(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: reward.workers=8"),
+        typer.Argument(metavar="KEY=VALUE", help="Dotted overrides: reward.workers=8"),
     ] = None,
 ) -> None:
     """Score the responses in FILE by the code that trains; print a JSON line for each, in order."""
@@ -189,7 +189,7 @@ def _parse(place: str, line: bytes) -> Response:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0][:_MAX_SHOWN]
-        raise GradeError(f"{place}: no JSON ({reason}); correct the line") from error
+        raise GradeError(f"{place}: not valid JSON ({reason}); correct the line") from error
     if not isinstance(record, dict):
         raise GradeError(
             f"{place}: must be a JSON object with 'response' and 'answer', got "

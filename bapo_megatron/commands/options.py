@@ -11,7 +11,7 @@ from bapo_megatron.config.schema import RunConfig
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: rollout.temperature=0.6"),
+    typer.Argument(metavar="KEY=VALUE", help="Dotted overrides: rollout.temperature=0.6"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

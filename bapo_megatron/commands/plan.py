@@ -4,7 +4,6 @@ Tables are 100 columns wide; on narrower terminals cells are folded.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
+from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.layout import Layout, chunk_parameters
 from bapo_megatron.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
@@ -34,7 +33,7 @@ def command(
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, help="GB of one GPU; default: that GPU's.")
     ] = None,
-    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the peak that products reach.")
     ] = 0.4,
@@ -42,7 +41,7 @@ def command(
         bool, typer.Option("--local-layers", help="Without Transformer Engine.")
     ] = False,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean; default: 256, if prompts may be so long.")
+        int | None, typer.Option(min=1, help="Mean; default: 256, or the longest if that is less.")
     ] = None,
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="Mean; default: half of the longest.")
@@ -59,7 +58,7 @@ def command(
     check: Annotated[
         bool, typer.Option("--check", help="Compare parameters with Megatron's own model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Estimate memory, messages and time of CONFIG on a cluster, and list other layouts."""
     run_config = load(config, overrides)
@@ -81,7 +80,7 @@ def command(
         _check_parameters(run_config, hf, plan.layout)
         say("parameters: equal to Megatron's on every stage")
     if as_json:
-        sys.stdout.write(json.dumps(plan.to_json_dict(), indent=2) + "\n")
+        typer.echo(json.dumps(plan.to_json_dict(), indent=2))
     else:
         _print_plan(plan, uncut_console())
 
@@ -93,9 +92,11 @@ def _read_architecture(model_path: Path, config_file: Path | None) -> HfConfig:
         return read_hf_config_file(path)
     if config_file is not None:
         raise ValueError(f"--model-config: no such file '{config_file}'; give a config.json")
+    problem = "has no config.json" if model_path.is_dir() else "does not exist"
     raise ValueError(
-        f"model.path: '{model_path}' has no config.json; download that file of the model to it "
-        "(hf download OWNER/MODEL config.json --local-dir DIRECTORY), or give --model-config FILE"
+        f"model.path: '{model_path}' {problem}; give the model's config.json by --model-config "
+        "FILE, or download it (hf download OWNER/MODEL config.json --local-dir DIRECTORY; for the "
+        "demo: make-tiny)"
     )
 
 

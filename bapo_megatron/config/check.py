@@ -314,7 +314,7 @@ def _check_sets(
 ) -> None:
     """There are sets, the chat template and all files exist, and the names of the sets differ.
 
-    ``needed`` says when there must be sets. One of the Hub is looked for when it is read.
+    ``needed`` says when there must be sets. Sets on the Hub are looked up when they are read.
     """
     if sets is None:
         raise ConfigError(f"{key}: needed {needed}, got null; set {key}.path=FILE")

@@ -111,15 +111,18 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     key = _dotted(location)
     if details["type"] == "extra_forbidden":
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
-    # Keys of what is one section or a list of them are listed as those of one.
-    names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
-    known = next((k for k in describe_keys(root) if k.name in names), None)
+    known = _find(key, root)
     if details["type"] == "missing":
         about = f" ({known.description})" if known else ""
         return f"{place}: missing key '{key}'{about}; add it"
     if details["type"] == "value_error":
-        subject = f"'{key}' " if key else ""
-        return f"{place}: {subject}{details['ctx']['error']}"
+        rule = str(details["ctx"]["error"])
+        # A rule of a section begins with the key in it that the rule is about.
+        name, _, rest = rule.partition(" ")
+        inner = _dotted((*location, name))
+        if _find(inner, root) is not None:
+            return f"{place}: '{inner}' {rest}"
+        return f"{place}: '{key}' {rule}" if key else f"{place}: {rule}"
     problem = f"{place}: '{key}' {_rule(details)}, got {_shown(details['input'])}"
     if details["type"] in _SECTION_ERRORS:
         return f"{problem}; indent its keys below it, or leave it out"
@@ -128,6 +131,12 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     if known is None or known.default == "required":
         return problem
     return f"{problem}; its default is {known.default}"
+
+
+def _find(key: str, root: type[BaseModel]) -> KeyInfo | None:
+    """Return what is known of a key; what is one section or a list of them is listed as one."""
+    names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
+    return next((known for known in describe_keys(root) if known.name in names), None)
 
 
 def _dotted(location: Sequence[int | str]) -> str:

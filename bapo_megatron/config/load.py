@@ -2,9 +2,8 @@
 
 A file may name the file it builds on, relative to its own directory: ``inherit: base.yaml``. Files
 are merged from the base up and then the overrides, in their order; a list is replaced as a whole,
-and so is a section by a list or a list by a section.
-``${key}`` and ``${oc.env:NAME}`` are resolved by OmegaConf. Paths inside a configuration are
-relative to the current working directory.
+and so is a section by a list or a list by a section. ``${key}`` and ``${oc.env:NAME}`` are
+resolved by OmegaConf. Paths inside a configuration are relative to the current working directory.
 """
 
 import json
@@ -38,8 +37,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     nothing after the ``=`` is the empty text.
 
     Raises:
-        ConfigError: A file is missing or no YAML, a key is unknown or missing, or a value breaks a
-            rule; one line that names the file or override, the key and the value.
+        ConfigError: A file is missing or not YAML, a key is unknown or missing, or a value breaks
+            a rule; one line that names the file or override, the key and the value.
     """
     layers = [*_read_files(path, []), *map(_parse_override, overrides)]
     merged = OmegaConf.create()
@@ -69,7 +68,7 @@ def parse_section(section: type[SectionT], given: Any, place: Place) -> SectionT
     Raises:
         ConfigError: As by ``load_config``.
     """
-    # Strict JSON: a list is a tuple and a text a path, but "100" is no integer and true no 1.
+    # Strict JSON: a list may be a tuple and a string a path, but not "100" an integer or true a 1.
     try:
         return section.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
@@ -94,7 +93,9 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]
         asked_by = f"{inheriting[-1]}: inherit: " if inheriting else ""
         raise ConfigError(f"{asked_by}{path}: no such file; check the path") from error
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a readable YAML file") from error
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; give a readable YAML file"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); give a YAML file") from error
     except yaml.YAMLError as error:
@@ -128,7 +129,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
         return place, OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{place}: the value is no YAML ({_problem(error)}); quote it, or close its brackets"
+            f"{place}: the value is not YAML ({_problem(error)}); quote it, or close its brackets"
         ) from error
 
 

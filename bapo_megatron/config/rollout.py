@@ -45,10 +45,10 @@ class DynamicSamplingConfig(Section):
     """Replacement of groups that teach nothing, since their rewards are all equal."""
 
     enabled: bool = False
-    """Leave them out and draw others until the batch is full."""
+    """Leave groups whose rewards are all equal out, and draw others until the batch is full."""
     max_groups_ratio: float = Field(4.0, ge=1)
-    """Limit of the groups finished for a batch, over ``groups_per_step``; once it is reached, those
-    left out last fill the batch."""
+    """Limit of the groups finished for a batch, over ``groups_per_step``; once it is reached, the
+    groups that were left out last fill the batch."""
 
 
 class StalenessConfig(Section):

@@ -139,7 +139,7 @@ class ChatRenderer:
         return decode(self._tokenizer, token_ids, skips_special=skips_special)
 
     def continuation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens that lead from the assistant's turn, over messages, to its next one.
+        """Return the tokens that lead from the assistant's turn through messages to its next one.
 
         They begin after the token that ends a turn, which the policy has sampled. Earlier turns are
         not rendered again: the template sees a conversation of its own. Special tokens that the
@@ -161,7 +161,7 @@ class ChatRenderer:
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """What the template ends an assistant's message with, up to a special token."""
+        """What the template ends an assistant's message with, special token included."""
         ended = self._after_answer([], asks=False)
         special = next((each for each in self._special if ended.lstrip().startswith(each)), "")
         return ended[: ended.find(special) + len(special)]
@@ -175,7 +175,7 @@ class ChatRenderer:
         return rest
 
     def _without_special(self, text: str) -> str:
-        # Again and again: without one, the text around it may spell another.
+        # Repeatedly: without one, the text around it may spell another.
         while found := next((each for each in self._special if each in text), None):
             text = text.replace(found, "")
         return text

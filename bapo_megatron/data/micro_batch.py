@@ -93,7 +93,7 @@ def build_micro_batch(
 def _lay_out(
     chosen: Sequence[Sample], rules: PackingRules
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Put sequences one behind the other.
+    """Lay sequences out one after another.
 
     Returns the token ids [N], the positions of each sequence [S], with the padding at the end as
     one more, and the row that predicts the first response token of each sample.

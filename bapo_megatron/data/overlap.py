@@ -24,7 +24,7 @@ _LATEX_SPACING = re.compile(
 )
 """Spacing, sizes and delimiters of formulas."""
 _POINT = re.compile(r"(?<!\d)[.,]|[.,](?!\d)")
-"""Points and commas, but those of 3.14 and 1,000."""
+"""Points and commas, except those within numbers such as 3.14 and 1,000."""
 _SIGNS: dict[int, str | None] = {ord(sign): " " for sign in "$~?!;:'\"`‘’“”"} | {
     ord(brace): None for brace in "{}"
 }
@@ -101,10 +101,10 @@ def normalise(text: str) -> str:
 
 
 def _keys(prompts_by_set: Sequence[Sequence[Prompt]]) -> list[list[set[str]]]:
-    """What each prompt of each set is compared by.
+    """The texts by which each prompt of each set is compared.
 
-    All of it, and what is left without the words that all prompts of all sets have at their ends,
-    and without those that all prompts of its set have.
+    The whole prompt, what is left of it without the words at either end that all prompts of all
+    sets have, and what is left without those that all prompts of its set have.
     """
     normalised_by_set = [
         {text: normalise(text) for text in {prompt.text for prompt in prompts}}

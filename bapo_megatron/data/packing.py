@@ -44,7 +44,7 @@ class PackingRules:
     sequence_multiple: int = 1
     """Every sequence is padded to a multiple of this (context parallelism divides each)."""
     total_multiple: int = 1
-    """Every micro-batch is; a multiple of ``sequence_multiple``."""
+    """Every micro-batch is padded to a multiple of this, itself one of ``sequence_multiple``."""
     count_multiple: int = 1
     """The number of micro-batches is a multiple of this (interleaved pipelines need it)."""
 

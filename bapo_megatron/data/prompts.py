@@ -72,7 +72,7 @@ class SetReport:
         if self.dropped_columns:
             lines.append(
                 f"reward functions do not get the columns {', '.join(self.dropped_columns)}: "
-                "bytes are no JSON"
+                "bytes are not JSON"
             )
         return [f"{self.place}: {line}" for line in lines]
 

@@ -42,7 +42,7 @@ class Row:
     place: str
     """The row for messages, such as ``data/train.jsonl:17`` (lines count from 1)."""
     fields: dict[str, Any] | None
-    """Its columns; none where the row cannot be read."""
+    """Its columns; None where the row cannot be read."""
     problem: str = ""
     """Why it cannot be read."""
 
@@ -90,7 +90,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         except (pa.ArrowException, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise DataError(
-                f"{path}: not a readable parquet file ({reason}); give it again"
+                f"{path}: not a readable parquet file ({reason}); write or download it again"
             ) from error
 
 
@@ -131,7 +131,7 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
 
 
 def _record(row: Any) -> Any:
-    """The fields of a row, or the error that they cannot be read with."""
+    """The fields of a row, or the error that says why they cannot be read."""
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
@@ -139,7 +139,7 @@ def _record(row: Any) -> Any:
 
 
 def _parse_json(content: bytes | str) -> Any:
-    """What the JSON stands for, or the error that it cannot be read with."""
+    """The value of the JSON, or the error that says why it cannot be read."""
     try:
         return json.loads(content)
     except UnicodeDecodeError as error:
@@ -151,7 +151,7 @@ def _parse_json(content: bytes | str) -> Any:
 
 
 def _row(prompt_id: str, place: str, record: Any) -> Row:
-    """A row from its fields, or from the error that they cannot be read with."""
+    """A row from its fields, or from the error that says why they cannot be read."""
     if isinstance(record, dict):
         return Row(prompt_id, place, record)
     is_error = isinstance(record, ValueError)
@@ -180,7 +180,8 @@ def parse_answer(value: Any) -> str:
         answers = [parse_answer(entry) for entry in value]
         return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
     is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    # An integer is finite, but may be too large for ``isfinite``.
+    if not is_number or not (isinstance(value, int) or math.isfinite(value)):
         raise ValueError(f"must be a text, a number or a list of them, got {_quoted(value)}")
     return str(value)
 
@@ -228,12 +229,12 @@ class RowFormat:
         dropped: set[str],
         render: Callable[[str | list[Message]], str],
     ) -> tuple[str, str, dict[str, Any]]:
-        """Read rendered question, answer and other columns of a row, whose fields are used up.
+        """Return a row's rendered question, its answer and its other columns; uses up its fields.
 
         Args:
             row: A readable row.
             row_columns: The other columns to keep, as JSON values; None: all of them.
-            dropped: Gets the names of columns whose values have no form in JSON.
+            dropped: Collects the names of columns whose values have no form in JSON.
             render: Takes a text, or chat messages that end before the assistant's turn.
 
         Raises:
@@ -264,7 +265,7 @@ class RowFormat:
 def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | None:
     """Find the format of a set by its settings and the columns of a row.
 
-    None where ``row_format`` is ``auto`` and the columns are of no known one.
+    Returns None where ``row_format`` is ``auto`` and the columns match no known format.
     """
     if dataset.row_format == "columns" or dataset.prompt_column or dataset.answer_column:
         return RowFormat(
@@ -334,14 +335,15 @@ def _utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        problem = f"holds half of a surrogate pair, which is no text: {_quoted(text)}"
+        problem = f"holds half of a surrogate pair, which is not text: {_quoted(text)}"
         raise ValueError(problem) from error
     return text
 
 
 def _quoted(value: Any) -> str:
-    """A value for a message: as JSON, cut where it is long."""
+    """A value for a message that can be printed: as JSON, cut where it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
 
 

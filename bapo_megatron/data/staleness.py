@@ -1,8 +1,8 @@
 """Which weights sampled the tokens of a response, and which tokens are too old to train on.
 
 The weights versions of a response are stored as runs of equal ones: engines answer piece by piece
-with one version each, so a response of tens of thousands of tokens has as many spans as weight
-syncs fell into it, plus one.
+with one version each, so even a response of tens of thousands of tokens has at most one span more
+than weight syncs during it.
 
 The age of a token is the number of optimizer updates since the weights that sampled it: the version
 of its batch (updates at the weight sync when the batch was formed) minus its own. Tokens that an
@@ -67,7 +67,7 @@ def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) ->
     """Return which tokens stay in the loss at ``version``, [Q] bool.
 
     ``measure: token`` masks each token that is older than ``max_age``; the other measures mask all
-    tokens of a response that is older. Unless ``action: mask`` limits, all of them stay.
+    tokens of a response that is older. Without ``max_age``, or with another ``action``, all stay.
     """
     age_Q = version - token_versions(spans)
     if limit.max_age is None or limit.action != "mask":

@@ -78,10 +78,10 @@ class PromptStream(Iterator[Prompt]):
                 f"{problem}the training prompts differ from those it was saved with; restore the "
                 "data file, chat template and data settings"
             )
-        # Positions that were saved without it stay good.
+        # Positions that were saved without it remain valid.
         if state.get("rows_digest", own["rows_digest"]) != own["rows_digest"]:
             raise ValueError(
-                f"{problem}the columns that reward functions get of the training prompts differ "
+                f"{problem}the columns that reward functions get with the training prompts differ "
                 "from those it was saved with; restore the data file and its columns"
             )
         self._start_at(state["epoch"], state["position"])
@@ -91,7 +91,7 @@ class PromptStream(Iterator[Prompt]):
         self._position = position
         self._order = np.arange(len(self._prompts))
         if self._shuffle:
-            # NumPy fills up with zeros: set 0 has the order of a run without a mixture.
+            # NumPy pads seeds with zeros, so set 0 has the order of a run without a mixture.
             rng = np.random.default_rng([self._seed, epoch, self._number])
             self._order = rng.permutation(len(self._prompts))
 

@@ -1,1 +1,1 @@
-"""Engines, which sample: their interface (``base``), and one folder for each kind of them."""
+"""Engines, which sample: their interface (``base``), and one folder for each kind."""

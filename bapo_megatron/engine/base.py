@@ -58,8 +58,8 @@ class GenerateRequest:
     label: str
     """Names the request in errors."""
     order: tuple[int, int] = (0, 0)
-    """A stepped engine admits the requests that come between two bursts in this order, not in that
-    in which environments answered."""
+    """A stepped engine admits the requests that arrive between two bursts in this order, not in the
+    order in which environments answered."""
     version: int = START_VERSION
     """Weights version that the engine holds as far as is known. If it holds another one, it may
     hand out everything at the end, in one piece."""
@@ -166,7 +166,7 @@ class Engine(Protocol):
 
     @property
     def address(self) -> str:
-        """``http://host:port``; in this process a word: weights come over the loopback, by gloo."""
+        """``http://host:port``; a plain word in this process, whose weights come over loopback."""
 
     @property
     def stepper(self) -> Stepper | None:
@@ -218,8 +218,8 @@ class Engine(Protocol):
     ) -> None:
         """Raise a ``RolloutError`` if a run with these settings must not use it.
 
-        What ``EngineKind.check`` knows from the configuration has been refused before. Log-probs of
-        ``probe_prompts`` may be probed; there are none where nothing is trained.
+        ``EngineKind.check`` has already refused what the configuration alone rules out. Log-probs
+        of ``probe_prompts`` may be probed; there are none where nothing is trained.
         """
 
     async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
@@ -242,7 +242,7 @@ class Engine(Protocol):
 
 
 class Stepper(Protocol):
-    """Makes an engine sample that does not by itself; whoever waits for tokens drives it.
+    """Drives an engine that does not sample by itself; whoever waits for tokens calls it.
 
     What is sampled between two decisions is then counted in decode steps, not in seconds, and two
     runs with one seed are equal bit for bit.
@@ -251,8 +251,8 @@ class Stepper(Protocol):
     async def decode(self, max_steps: int) -> int:
         """Sample up to ``max_steps`` tokens of every request, hand them out, return the steps made.
 
-        It makes fewer only if no request is left. Which requests share a step depends on the order
-        in which they came alone.
+        It makes fewer only if no request is left, and none while paused. Which requests share a
+        step depends only on the order in which they came.
         """
 
 
@@ -351,7 +351,7 @@ class EngineServer(Protocol):
         """Whether there is a process that ``close`` has not ended."""
 
     def start(self) -> None:
-        """Start the process and return at once; after ``close`` again, at the same address.
+        """Start the process and return at once; after ``close``, start it at the same address.
 
         A port in use is a ``RolloutError``.
         """

@@ -45,7 +45,7 @@ class EngineState(StrEnum):
     STALE = "stale"
     """It answers but must get weights first."""
     LOST = "lost"
-    """It failed; nothing is sent but the questions whether it answers again."""
+    """It failed; it is only asked whether it answers again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class PooledEngine:
     version: str | None = None
     """The weights version that it has, as far as is known."""
     num_ranks: int = 1
-    """Processes that share its model."""
+    """See ``Capabilities``."""
     num_requests: int = 0
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
@@ -143,7 +143,7 @@ class EngineStates:
         )
 
     def watch(self) -> None:
-        """Watch the engines from now on; does nothing if they are watched already."""
+        """Watch the engines from now on; do nothing if they are watched already."""
         if not self._watchers:
             self._watchers = [asyncio.create_task(self._watch(pooled)) for pooled in self.engines]
 
@@ -161,9 +161,9 @@ class EngineStates:
         self._raise_refusal()
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
-        """Wait until an engine is usable; returns all that are, none once ``is_over``.
+        """Wait until an engine is usable; return all that are, none once ``is_over``.
 
-        ``wake`` has that asked again.
+        ``wake`` has ``is_over`` asked again.
 
         Raises:
             RolloutError: One cannot be used as it is, or none answers for
@@ -188,7 +188,7 @@ class EngineStates:
         self._news = asyncio.Event()
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:
-        """An engine got ``version`` and reports it; nothing changes if it was lost meanwhile."""
+        """Note that an engine got and reports ``version``; do nothing if it was lost meanwhile."""
         if not pooled.is_lost:
             pooled.version = str(version)
             self._judge(pooled)
@@ -205,7 +205,7 @@ class EngineStates:
         pooled.engine.give_up(reason)
 
     def _judge(self, pooled: PooledEngine) -> None:
-        """Whether an engine is usable follows from its version."""
+        """Decide by its version whether an engine is usable."""
         if pooled.version == str(self._version):
             self._move(pooled, EngineState.USABLE, "")
         else:
@@ -220,7 +220,7 @@ class EngineStates:
         await self._news.wait()
 
     def _raise_refusal(self) -> None:
-        """Raise why an engine cannot be used, or which mistake of this program ended a watcher."""
+        """Raise what makes an engine unusable, or the bug that ended a watcher."""
         for task in self._watchers:
             if task.done():
                 task.result()
@@ -246,15 +246,15 @@ class EngineStates:
         while True:
             try:
                 known = pooled.version
-                # It waits no longer than the silence that is allowed, but never 0, so that a server
-                # is not blamed where this process itself stood still.
+                # No longer than the silence that is allowed, but always more than 0, so that a
+                # server is not blamed where this process itself stood still.
                 limit_s = answered_s + timeout_s - time.monotonic()
                 reported = await pooled.engine.version(max(limit_s, self._health.interval_s))
                 answered_s = time.monotonic()
                 if not pooled.is_answering:
                     async with asyncio.timeout(_ADMISSION_TIMEOUT_S):
                         await self._admit(pooled)
-                # An answer from before weights were updated tells nothing about them.
+                # An answer from before weights were updated says nothing about them.
                 if pooled.version == known:
                     self._take_answer(pooled, reported)
                 scheduled_s = await self._check_scheduler(pooled, scheduled_s)
@@ -288,12 +288,12 @@ class EngineStates:
                 f"for {pooled.address}, got {method}; set it"
                 + (f", or {capabilities.remedy}" if capabilities.remedy else "")
             )
-        if not self.memory_is_away:  # else it would crash; it was checked when it started first
+        if not self.memory_is_away:  # it would crash, and was checked at its first start
             temperature, in_flight = self._config.temperature, self._config.weight_sync.in_flight
             await pooled.engine.check(temperature, in_flight, self._probe_prompts)
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
-        """An admitted engine reports this weights version."""
+        """Take the weights version that an admitted engine reports."""
         if pooled.state is EngineState.STALE or reported == pooled.version:
             return
         pooled.version = reported
@@ -304,10 +304,10 @@ class EngineStates:
             self._judge(pooled)
 
     async def _check_scheduler(self, pooled: PooledEngine, scheduled_s: float) -> float:
-        """Make sure that requests in flight get on, or at least that the scheduler lives.
+        """Make sure that requests in flight progress, or at least that the scheduler lives.
 
         The scheduler may give nobody a token for long, as while it compiles kernels, but it answers
-        in between. Takes and returns when it was last heard of.
+        in between. Takes and returns when it was last heard from.
         """
         timeout_s = self._health.timeout_s
         max_silence_s = self._config.request_timeout_s

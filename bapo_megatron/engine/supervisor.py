@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ASK_INTERVAL_S = 2.0
 _MAX_ASK_S = 5.0
-# A server that is silent for health.timeout_s gets no requests, but may only be slow and come back.
+# A server that is silent for health.timeout_s gets no requests, but may just be slow and come back.
 _HANG_FACTOR = 4.0
 _MAX_DOUBLINGS = 30
 

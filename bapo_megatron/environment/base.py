@@ -75,7 +75,7 @@ class Environment(Protocol):
         """Prepare; raise a ``RolloutError`` if it cannot be loaded: no ``on_error`` helps."""
 
     async def start(self, task: Task) -> Any:
-        """Begin an episode; returns the first state, a JSON value."""
+        """Begin an episode; return the first state, a JSON value."""
 
     async def step(self, state: Any, turn: Callable[[], Turn]) -> Step:
         """Answer a turn; the result depends on the arguments alone.
@@ -94,8 +94,8 @@ class UserEnvironment(Protocol):
     It is made once in each of several processes and meets many episodes, a step here and the next
     one elsewhere: after a resume, after ``kill -9``, or because another process was free. What an
     episode has to remember is therefore in its state, a JSON value that travels with the sample.
-    ``step`` must be a function of ``state`` and ``turn``: no clock, no random number but from a
-    seed in the state, no attribute that an earlier call has set (unless it is only a cache). It may
+    ``step`` must be a function of ``state`` and ``turn``: no clock, no random numbers except from a
+    seed in the state, no attribute that an earlier call has set (except as a cache). It may
     be called again with the same arguments. Both methods may be ``async``.
     """
 
@@ -103,7 +103,7 @@ class UserEnvironment(Protocol):
         """Return the first state: what ``step`` has to know about the task and its seed."""
 
     def step(self, state: Any, turn: Turn) -> Step | Awaitable[Step]:
-        """Answer a turn; in ``state`` JSON has made tuples lists, and keys texts."""
+        """Answer a turn; JSON has turned tuples in ``state`` into lists, and keys into strings."""
 
 
 class EnvironmentFailedError(RolloutError):

@@ -141,7 +141,7 @@ def _message(message: Any) -> dict[str, str]:
     for key, value in message.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ValueError(
-                f"a message must hold texts, got {type(value).__name__} as {key!r:.80}"
+                f"a message must hold strings, got {type(value).__name__} as {key!r:.80}"
             )
         try:
             value.encode()

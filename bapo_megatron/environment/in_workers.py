@@ -19,9 +19,8 @@ class WorkerEnvironment:
     def __init__(self, name: str, limits: EpisodesConfig) -> None:
         """Set the processes up; ``open`` starts the first one.
 
-        ``name`` is ``package.module:Class``. ``limits`` has the number of processes, so of episodes
-        that are stepped at a time, and limits of a call, which do not count the wait for a free
-        process.
+        ``name`` is ``package.module:Class``. ``limits`` has the number of processes, which is that
+        of concurrent calls, and the limits of a call, which exclude the wait for a free process.
         """
         self._name = name
         self._limits = limits

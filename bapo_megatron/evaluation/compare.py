@@ -9,7 +9,10 @@ from bapo_megatron.evaluation.settings import ResultsError
 from bapo_megatron.evaluation.summary import values_by_problem
 from bapo_megatron.types import EvalProblem, EvalResult
 
-_COMPARED_SETTINGS = ("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward")
+_COMPARED_SETTINGS = (
+    *("temperature", "top_p", "top_k", "max_response_tokens", "prompts", "reward"),
+    *("environment", "max_turns"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class Comparison:
     num_left_out: int
     """Those that only one of them has."""
     different_settings: tuple[str, ...]
-    """How the samples of one were made otherwise than those of the other, beside the model: such as
-    ``temperature 0.6 and 1.0``; nothing where it is not known."""
+    """Settings other than the model in which the two differ, such as ``temperature 0.6 and 1.0``;
+    those that one of them did not record are left out."""
     scores: tuple[ScoreDifference, ...]
 
 
@@ -49,11 +52,11 @@ def compare_results(
 ) -> list[Comparison]:
     """Compare every set that both have, by name; where each has one set, those two.
 
-    Differences are ``second`` − ``first``; ``k_values`` are k of pass@k and maj@k beside the n of
+    Differences are ``second`` − ``first``; ``k_values`` are k of pass@k and maj@k besides the n of
     both. ``common_only`` leaves out problems that only one of them has, instead of refusing.
 
     Raises:
-        ResultsError: They have no set in common, or other problems.
+        ResultsError: They have no set in common, or different problems.
     """
     if len(first) == len(second) == 1:
         pairs = [(first[0], second[0])]

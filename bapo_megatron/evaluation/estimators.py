@@ -7,10 +7,10 @@ the mean over its problems.
 Intervals come from resampling the problems. A resample draws as many problems as there are, with
 replacement, each with all its samples; the 95 % interval reaches from the 2.5th to the 97.5th
 percentile of the means of all resamples. It is about problems like these: with the same problems
-and new samples, results scatter less. docs/evaluation.md says how often it covers.
+and new samples, results scatter less. docs/evaluation.md says how often it covers the true mean.
 
-Shape legend: K = k + 1 (sizes of a subset), J = clusters that share the most votes, and 0,
-P = problems, M = estimates, B = resamples.
+Shape legend: K = k + 1 (sizes of a subset), J = how many clusters may share the most votes, plus 1
+(for none), P = problems, M = estimates, B = resamples.
 """
 
 import math

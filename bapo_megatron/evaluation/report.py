@@ -1,4 +1,4 @@
-"""Results as tables and as JSON that can be read back, and what they will cost beforehand."""
+"""Results as tables and as JSON that can be read back, and estimates of what they will cost."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

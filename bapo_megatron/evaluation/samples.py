@@ -128,8 +128,7 @@ class SampleJournal:
             resume: Keep what is in the file, if there is one; else it begins empty.
 
         Raises:
-            ResultsError: It was begun with other settings, is damaged, or another process writes
-                it.
+            ResultsError: It has other settings, is damaged, or is in use by another process.
             OSError: It cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +154,7 @@ class SampleJournal:
         return max((sample.elapsed_s for sample in self.samples.values()), default=0.0)
 
     async def append(self, sample: EvalSample) -> None:
-        """Add a sample: at once for other processes, on the disk within about a second.
+        """Add a sample: other processes see it at once, the disk has it within about a second.
 
         Raises:
             OSError: It cannot be written.
@@ -181,7 +180,7 @@ class SampleJournal:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let others have the file."""
+        """Close the file, so that others may lock it."""
         self._file.close()
 
 
@@ -194,7 +193,7 @@ async def _lock(path: Path, file: FileIO) -> None:
         except BlockingIOError as error:
             if time.monotonic() > deadline_s:
                 raise ResultsError(
-                    f"{path}: another process writes it; wait until it ends, or change run_dir"
+                    f"{path}: another process is writing it; wait until it ends, or change run_dir"
                 ) from error
             await asyncio.sleep(_LOCK_POLL_S)
         except OSError as error:
@@ -208,7 +207,7 @@ async def _lock(path: Path, file: FileIO) -> None:
 
 
 def _remove_torn_line(path: Path, file: FileIO) -> None:
-    """Cut what stands behind the last end of a line."""
+    """Cut off what follows the last end of a line."""
     with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
         size, end = len(content), content.rfind(b"\n") + 1
     if end < size:
@@ -258,7 +257,7 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
         allow_torn: Leave out a last line without an end.
 
     Raises:
-        ResultsError: A line is no sample or torn, or a sample stands there twice.
+        ResultsError: A line is torn or not a sample, or a sample occurs twice.
         OSError: The file cannot be read.
     """
     seen: set[tuple[str, int]] = set()
@@ -274,7 +273,7 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
             sample = _parse(line, place)
             if sample.key in seen:
                 raise ResultsError(
-                    f"{place}: sample {sample.index} of {sample.prompt_id} stands there twice; "
+                    f"{place}: sample {sample.index} of {sample.prompt_id} occurs twice; "
                     "remove one of the lines"
                 )
             seen.add(sample.key)
@@ -284,8 +283,8 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
 def _parse(line: bytes, place: str) -> EvalSample:
     try:
         content = json.loads(line)
-    except ValueError as error:
-        raise ResultsError(f"{place}: no JSON ({error}); remove the line") from error
+    except (ValueError, RecursionError) as error:
+        raise ResultsError(f"{place}: not valid JSON ({error}); remove the line") from error
     if not isinstance(content, dict):
         raise ResultsError(f"{place}: must be a JSON object; remove the line")
     try:

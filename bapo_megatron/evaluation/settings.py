@@ -1,7 +1,6 @@
 """The evaluation sets of a configuration, and the settings that samples were made with.
 
-The settings stand in a file beside the samples: only an evaluation with the same ones goes on with
-them.
+Settings are kept beside the samples: only an evaluation with the same ones may add to them.
 """
 
 import hashlib
@@ -131,13 +130,12 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ResultsError(
-            f"{path}: is missing, so that nobody knows what the samples beside it were made with; "
-            f"{remedy}"
+            f"{path}: is missing; what the samples beside it were made with is unknown; {remedy}"
         ) from error
     except ValueError as error:
         raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
     if not isinstance(settings, dict):
-        raise ResultsError(f"{path}: damaged (no JSON object); {remedy}")
+        raise ResultsError(f"{path}: damaged (not a JSON object); {remedy}")
     return settings
 
 

@@ -1,9 +1,9 @@
 """From the samples of a set to its scores.
 
-Which answers to a problem are the same, the votes of maj@k, is decided by the code that grades, in
-its worker processes and under its limits: 1/2 and 0.5 are one answer. In the order of the samples,
-an answer joins the first cluster whose first answer it equals, or begins a new one. Equal texts are
-compared once.
+The code that grades also decides, in its worker processes and under its limits, which answers to a
+problem are the same for the votes of maj@k: 1/2 and 0.5 are one answer. In the order of the
+samples, an answer joins the first cluster whose first answer it equals, or begins a new one. Equal
+texts are compared once.
 
 Shape legend: P = problems, M = estimates.
 """
@@ -54,14 +54,14 @@ async def summarise(
         samples: For each prompt its n samples, by index.
         rewards: Compares answers with each other, by the function ``math``.
         settings: What the samples were made with.
-        k_values: k of pass@k and maj@k, beside n; those above n are left out.
+        k_values: k of pass@k and maj@k, besides n; those above n are left out.
         num_resamples: Resamples of the bootstrap.
         seed: Decides the resamples.
 
     Raises:
         RewardError: Comparing failed (inside an exception group).
     """
-    # In one order, whoever finished first (``a:2`` before ``a:10``): the bootstrap draws by place.
+    # Sorted, whichever finished first (``a:2`` before ``a:10``): the bootstrap draws by place.
     samples = sorted(samples, key=lambda group: (len(group[0].prompt_id), group[0].prompt_id))
     votes = await count_votes([[s.extracted for s in group] for group in samples], rewards)
     problems = tuple(
@@ -147,8 +147,8 @@ def values_by_problem(
 
     Args:
         problems: At least one; all with n samples.
-        k_values: k of pass@k and maj@k, beside n; those above n are left out. maj@1 is left out as
-            well, except for n = 1: it is pass@1.
+        k_values: k of pass@k and maj@k, besides n; those above n are left out. maj@1 is left out
+            as well, except for n = 1: it is pass@1.
     """
     num_samples = len(problems[0].rewards)
     sizes = sorted({k for k in k_values if k <= num_samples} | {num_samples})

@@ -347,8 +347,8 @@ def _add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
     elif total_AB.is_cuda:
         torch.addmm(total_AB, left_AC, right_CB, out_dtype=total_AB.dtype, out=total_AB)
     else:
-        # PyTorch has no such product on the CPU. Blocks, each rounded once, keep their room small,
-        # and that of the float32 copies that add_ makes of them.
+        # PyTorch has no such product on the CPU. Blocks, each rounded once, keep the products and
+        # the float32 copies that add_ makes of them small.
         for begin in range(0, len(total_AB), PRODUCT_ROWS):
             block = slice(begin, begin + PRODUCT_ROWS)
             total_AB[block].add_(torch.mm(left_AC[block], right_CB))

@@ -25,10 +25,10 @@ REFUSED = EXIT_NAMES.index("refused")
 
 
 class TokenCounts(NamedTuple):
-    """Tokens with mask 1 that a table counted, in its order (csrc/common/contribution.h)."""
+    """What a table counted, in its order (csrc/common/contribution.h); mask 0 is skipped."""
 
     nonfinite_tokens: int
-    """A log-prob or the advantage is NaN or infinite."""
+    """A log-prob, the advantage or the mask is NaN or infinite."""
     out_of_range_tokens: int
     """|weight · A| ≥ 256, or a mask that is neither 0 nor 1."""
     positive_tokens: int

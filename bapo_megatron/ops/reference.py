@@ -188,7 +188,7 @@ def _padding(values_CV: Tensor, num_true: int) -> Tensor:
 def _outside(logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, vocab_size: int) -> Tensor:
     """Return which tokens have a target or row that does not exist; on the CPU they are refused.
 
-    On a GPU to look would be to wait for it: there they become NaN.
+    On a GPU that check would wait for the device: there their results become NaN.
     """
     outside_T = (target_T < 0) | (target_T >= vocab_size)
     if not logits_NV.is_cuda and bool(outside_T.any()):

@@ -78,7 +78,7 @@ class Plan:
     """Rate of one rollout GPU."""
     phases: list[PhaseTime]
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     bubble_share: float
     layouts: list[LayoutEstimate]
     """Those that fit first, each group from the fastest; the configured one is among them."""
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def gpu_hours_per_step(self) -> float:
-        """Of trainer and rollout GPUs."""
+        """Trainer and rollout GPUs together."""
         return self.step_s * (self.layout.gpus + self.assumptions.rollout_gpus) / 3600
 
     def to_json_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Scenario:
 
     @property
     def element_bytes(self) -> int:
-        """Of weights and activations."""
+        """Bytes of an element of weights and activations."""
         return 4 if self.config.model.dtype == "float32" else 2
 
     @property

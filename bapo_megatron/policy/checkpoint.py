@@ -39,8 +39,8 @@ from bapo_megatron.telemetry.console import say
 METADATA = {
     # Megatron's default cannot be loaded into another layout.
     "distrib_optim_sharding_type": "fully_reshardable",
-    # The state of the distributed optimizer is gathered where it is written from, in host memory;
-    # otherwise on every rank, by way of a GPU that training has filled.
+    # The distributed optimizer's state is gathered in host memory, on the rank that writes it;
+    # otherwise on every rank, through a GPU that training has filled.
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
@@ -115,7 +115,7 @@ class CheckpointSaver:
             "num_updates": policy.num_updates,
             "layout": files.rng_layout(groups),
             "distributed_optimizer": _is_distributed(policy),
-            "extra": json.loads(json.dumps(extra)),  # the caller goes on changing his
+            "extra": json.loads(json.dumps(extra)),  # the caller goes on changing its own
         }
         self._save = _Save(step, fields, writer, groups, best)
         if self._config.asynchronous:
@@ -161,7 +161,7 @@ class CheckpointSaver:
     def close(self) -> None:
         """Give up what is still being written; what it left is removed by the next save.
 
-        For the way out after an error or an interrupt. No collective: other ranks may be gone.
+        For the way out after an error or an interrupt. Not a collective: other ranks may be gone.
         """
         if self._save is not None:
             self._save.writer.abandon()
@@ -278,7 +278,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return "a file is damaged"  # torch's message suggests to trust it more
+        return "a file is damaged"  # torch's message suggests trusting it
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

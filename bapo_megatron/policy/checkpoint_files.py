@@ -88,7 +88,7 @@ def step_directory(root: Path, step: int) -> Path:
 
 
 def unfinished_directory(root: Path, step: int) -> Path:
-    """Return where it is while it is written or removed."""
+    """Return where the checkpoint of a step lies while it is written or removed."""
     return root / f".step_{step}.tmp"
 
 
@@ -143,12 +143,12 @@ def find_best(root: Path) -> BestCheckpoint | None:
 
 
 def name_best(root: Path, best: BestCheckpoint) -> None:
-    """Let ``best`` name another checkpoint, at once; the one before may be pruned from now on."""
+    """Make ``best`` name another checkpoint, atomically; its predecessor may now be pruned."""
     atomic_write_text(root / BEST_NAME, json.dumps(asdict(best)) + "\n")
 
 
 def read_state(directory: Path) -> CheckpointState:
-    """Read state.json; raise ``CheckpointError`` if it is missing, damaged or another format."""
+    """Read state.json; raise ``CheckpointError`` if it is missing, damaged or of another format."""
     path = directory / STATE_NAME
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -197,7 +197,7 @@ def publish(root: Path, step: int, fields: dict[str, Any], written: Collection[s
     files that all ranks have written.
 
     Raises:
-        OSError: It cannot be written, or a file of another rank is not to be seen here; ``latest``
+        OSError: It cannot be written, or a file of another rank is not visible here; ``latest``
             and the checkpoint that it names are untouched.
     """
     unfinished = unfinished_directory(root, step)

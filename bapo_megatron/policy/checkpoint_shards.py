@@ -37,7 +37,7 @@ def torch_bytes(value: Any) -> io.BytesIO:
 
 
 def write_common(common: dict[str, Any], directory: Path) -> None:
-    """Write what is equal on all ranks and no tensor."""
+    """Write what is equal on all ranks and is not a tensor."""
     atomic_write_bytes(directory / COMMON_STATE_FNAME, torch_bytes(common).getvalue())
 
 
@@ -95,7 +95,7 @@ class ShardWriter:
                         if self._stop.is_set():
                             raise InterruptedError("the save was abandoned")
                         if isinstance(data, Tensor):
-                            data = data.to("cpu")  # one at a time; none is copied that is there
+                            data = data.to("cpu")  # one at a time; no copy of one that is there
                         self.results.append(
                             _write_item(transforms, stream, data, item, name, TORCH_SAVE)
                         )
@@ -112,9 +112,9 @@ class ShardWriter:
         """
         for _, _, (_, tensors) in self._buckets:
             for number, (item, tensor) in enumerate(tensors):
-                # In place: what Megatron gathered for this save goes as its copy comes. What it
-                # brought to the host of a GPU is a copy already; without a GPU the weights
-                # themselves are there.
+                # In place: what Megatron gathered for this save is freed tensor by tensor. What it
+                # brought to host memory from a GPU is a copy already; without a GPU these are the
+                # weights themselves.
                 tensors[number] = (item, tensor.to("cpu", copy=not torch.cuda.is_available()))
         # Nobody waits for a daemon at the interpreter's exit; ``abandon`` does, and briefly.
         self._thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)

@@ -51,7 +51,7 @@ class Conversion:
 
 
 Report = Callable[[Amount, Amount], None]
-"""Called after every parameter with what is done and what there is to do."""
+"""Called after every parameter with what is done and the total."""
 
 
 def convert(
@@ -168,7 +168,7 @@ def _target_dtype(
     examples = {dtype: name for name, dtype in stored.items()}
     if len(examples) > 1:
         found = ", ".join(f"{str(dtype)[6:]} ({name})" for dtype, name in examples.items())
-        raise ValueError(f"{source}: weights of several dtypes, {found}; choose one by --dtype")
+        raise ValueError(f"{source}: weights of several dtypes, {found}; choose one with --dtype")
     return next(iter(examples))
 
 
@@ -185,20 +185,20 @@ def _find_companions(source: Path) -> Path:
     run_config = source.resolve().parent.parent / "config.yaml"
     if not run_config.is_file():
         raise ValueError(
-            f"{source}: does not say of which model it is; give the directory with its config.json "
-            "and tokenizer by --hf"
+            f"{source}: does not say which model it is of; give the directory with its config.json "
+            "and tokenizer with --hf"
         )
     try:
         settings = yaml.safe_load(run_config.read_text(encoding="utf-8"))
         path = Path(settings["model"]["path"])
     except (UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{run_config}: no readable model.path; give the directory by --hf"
+            f"{run_config}: no readable model.path; give the directory with --hf"
         ) from error
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"{run_config}: its model.path {path} is not a model from here; give the directory "
-            "with config.json and tokenizer by --hf"
+            f"{run_config}: its model.path {path} is not a model directory here; give the one with "
+            "config.json and tokenizer with --hf"
         )
     return path
 
@@ -211,7 +211,7 @@ def _check_target(target: Path, sources: list[Path], *, force: bool) -> None:
         raise ValueError(f"{target}: is a file; choose another target")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise ValueError(
-            f"{target}: exists and is not empty; choose another target, or replace it by --force"
+            f"{target}: exists and is not empty; choose another target, or replace it with --force"
         )
 
 

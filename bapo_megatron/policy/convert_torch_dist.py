@@ -43,7 +43,7 @@ Piece = tuple[dcp_planner.WriteItem, Tensor | io.BytesIO, int]
 """What a file holds, and its bytes."""
 
 OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
-"""Tensors of a checkpoint that are no parameters."""
+"""Tensors of a checkpoint that are not parameters."""
 
 MODULES_WITHOUT_STATE = {
     w.megatron.removesuffix(".weight") for w in (hf_weights.EMBEDDING, hf_weights.OUTPUT)
@@ -209,8 +209,8 @@ def write_parameters(
         if stream is not None:
             with suppress(OSError):  # it is closed already, or another error is on its way
                 stream.close()
-    # Megatron's trainer reads from the version in which order the rows of linear_qkv are, and takes
-    # its absence for the oldest.
+    # The version tells Megatron's trainer the order of the rows of linear_qkv; without it the
+    # trainer assumes the oldest.
     write_common({"checkpoint_version": 3.0, "iteration": 0}, directory)
     _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(items)])
     storage.finish(metadata, [results])
@@ -230,7 +230,7 @@ def _parameter_piece(hf: HfConfig, weight: Weight, parameter: Tensor) -> Piece:
             chunk, dcp_metadata.TensorProperties(dtype=parameter.dtype), torch.Size(slot.shape)
         ),
     )
-    # Storage is written whole, also what lies outside a view.
+    # A storage is written whole, including what lies outside a view.
     piece = parameter.reshape(slot.piece_shape)
     if piece.untyped_storage().nbytes() != piece.nbytes or not piece.is_contiguous():
         piece = piece.clone(memory_format=torch.contiguous_format)

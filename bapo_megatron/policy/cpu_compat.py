@@ -2,7 +2,7 @@
 
 Megatron-core has no CPU switch. It asks ``torch.cuda`` for the current device and its random state,
 and creates tensors with ``device="cuda"``. ``install`` answers these with the CPU, for the life of
-the process; no import calls it, and it refuses to run where there is CUDA.
+the process; no import calls it, and it refuses to run where CUDA is available.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def install() -> None:
     """Make Megatron-core run on the CPU; a second call does nothing.
 
     Raises:
-        RuntimeError: There is CUDA, which the shims would hide from everything in this process.
+        RuntimeError: CUDA is available, and the shims would hide it from the whole process.
     """
     if torch.cuda.is_available():
         raise RuntimeError("cpu_compat.install is for machines without CUDA; do not call it here")
@@ -64,7 +64,7 @@ _WITHOUT_KEYWORDS = (torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites the CUDA that Megatron writes out in calls of torch functions."""
+    """Replaces the CUDA devices that Megatron hard-codes in calls of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and func not in _WITHOUT_KEYWORDS:

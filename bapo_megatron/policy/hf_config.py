@@ -87,9 +87,9 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
 
 
 VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this. It does not depend on the tensor-parallel size
-(up to 128), so that a checkpoint fits every layout, and it keeps the output GEMM aligned on a
-GPU."""
+"""The vocabulary is padded to a multiple of this. The padding is the same for every power of
+two of tensor-parallel ranks up to 128, so that a checkpoint fits all of these layouts, and it keeps
+the output GEMM aligned on a GPU."""
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -135,9 +135,9 @@ READ_FIELDS = (
 )
 
 HARMLESS_FIELDS = (
-    # Of a window that use_sliding_window and layer_types say is not there.
+    # Of a window that use_sliding_window and layer_types rule out.
     *("sliding_window", "max_window_layers"),
-    # Of training from nothing, of generation, and of the file itself.
+    # Of training from scratch, of generation, and of the file itself.
     *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "id2label", "label2id"),
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),

@@ -224,14 +224,14 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            files = {name: model_dir / file for name, file in weight_map.items()}
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{index}: no readable weight_map; restore the file") from error
-        files = {name: model_dir / file for name, file in weight_map.items()}
-        absent = sorted({path.name for path in files.values() if not path.is_file()})
-        if absent:
+        if absent := sorted({path.name for path in files.values() if not path.is_file()}):
             raise ValueError(f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}")
-        for path in sorted(set(files.values())):
-            _open(path)
+        held = {path: set(_open(path).keys()) for path in sorted(set(files.values()))}
+        if strays := sorted(name for name, path in files.items() if name not in held[path]):
+            raise ValueError(f"{index}: its files do not hold {listed(strays)}; restore them")
     elif single.is_file():
         files = dict.fromkeys(_open(single).keys(), single)
     else:

@@ -3,9 +3,9 @@
 On a GPU with Transformer Engine installed: Megatron's own Transformer Engine layer. Elsewhere:
 Megatron's parallel linears with PyTorch twins of the two Transformer Engine modules that have no
 equivalent in Megatron-core. The twins bear **Transformer Engine's parameter names**
-(``linear_qkv.layer_norm_weight``), so that weight mapping and packing are one code path. So are
-checkpoints, but Transformer Engine asks for states of its own in them: those of one kind of layers
-do not load into the other; the Hugging Face export does.
+(``linear_qkv.layer_norm_weight``), so that weight mapping, packing and checkpoints are one code
+path. But Transformer Engine keeps states of its own in checkpoints: those of one kind of layer do
+not load into the other; the Hugging Face export does.
 
 Shape legend: N = packed tokens on this rank, S = those of one sequence, C = context-parallel ranks,
 H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
@@ -66,7 +66,7 @@ def layer_spec(
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether layers on ``device`` are Transformer Engine's.
 
-    Not those in float32: its attention has no kernel for them that takes packed sequences under
+    Float32 layers are not: its attention has no float32 kernel that takes packed sequences under
     context parallelism.
 
     Raises:
@@ -116,8 +116,8 @@ class PackedCausalAttention(nn.Module):
     """Causal attention within each sequence of a packed (thd) batch.
 
     The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches. Under
-    context parallelism each rank holds two chunks of every sequence (``data.context``) and gathers
-    the keys and values of the others.
+    context parallelism each rank holds two chunks of every sequence (``data.micro_batch``) and
+    gathers the keys and values of the others.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class MegatronPolicy:
         which the loss stage applies chunk by chunk (``ops.logits_chunk_tokens``).
 
         Raises:
-            ValueError: The directory is not a usable model, or the model cannot be divided so.
+            ValueError: The model is unusable, or the layout or a setting does not suit it.
         """
         megatron = megatron or MegatronConfig()
         hf = read_hf_config_file(model.path / "config.json")
@@ -286,7 +286,7 @@ class MegatronPolicy:
     ) -> tuple[MicroBatch, Tensor]:
         """Return a micro-batch on the device and what a chunk makes of it, padded to send it on."""
         transformer = self.chunks[0].config
-        # They divide the tokens of a micro-batch between the matrix products.
+        # Ranks that divide the tokens of a micro-batch between the matrix products.
         token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1
         num_tokens, end = host_batch.num_tokens, int(host_batch.cu_seqlens[-1])
         assert num_tokens % token_ranks == 0, f"{num_tokens} tokens over {token_ranks} ranks"

@@ -33,7 +33,7 @@ def build_chunks(
         first stage's first chunk has the embedding, the last stage's last one the output layer.
 
     Raises:
-        ValueError: The model cannot be divided so, or a setting needs what this machine has not.
+        ValueError: The model cannot be divided so, or a setting needs what this machine lacks.
     """
     check_division(hf, parallel)
     config = _transformer_config(hf, model, parallel, megatron, groups)
@@ -113,7 +113,7 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
     """Translate recomputation, 8-bit products and offloading.
 
     Raises:
-        ValueError: A setting needs Transformer Engine, which is not there.
+        ValueError: A setting needs Transformer Engine, which is not used here.
     """
     options: dict[str, Any] = {}
     if megatron.recompute == "selective":
@@ -133,14 +133,14 @@ def memory_options(megatron: MegatronConfig, has_transformer_engine: bool) -> di
             value = getattr(megatron, key)
             if value not in ("none", 0):
                 raise ValueError(
-                    f"megatron.{key}: {value} needs a GPU with Transformer Engine, which is not "
-                    "here; install it (docs/launch.md), or leave the setting out"
+                    f"megatron.{key}: {value} needs a GPU with Transformer Engine, which this "
+                    "machine lacks; install it (docs/launch.md), or leave the setting out"
                 )
     return options
 
 
 def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> dict[str, Any]:
-    """Fused kernels and messages: what the machine has; up to rounding results are the same.
+    """Choose fused kernels and messages by what the machine has; results agree up to rounding.
 
     Our own layers (``fused`` is False) use PyTorch's kernels alone.
     """
@@ -164,8 +164,8 @@ def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> d
 def seed_everything(seed: int, groups: ProcessGroups) -> None:
     """Seed Python, PyTorch and Megatron's named streams.
 
-    Data-parallel ranks draw differently, tensor-parallel ranks alike except in Megatron's own
-    tensor-parallel stream.
+    Data-, context- and pipeline-parallel ranks draw differently, tensor-parallel ranks alike except
+    in Megatron's own tensor-parallel stream.
     """
     replica = groups.data_rank * groups.context_size + groups.context_rank
     own_seed = seed + 1000 * replica + 100_000_000 * groups.pipeline_rank

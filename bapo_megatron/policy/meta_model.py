@@ -30,8 +30,8 @@ def stage_parameters(
 ) -> list[int]:
     """Count what a rank of a pipeline stage allocates for each of its chunks, by building them.
 
-    All ranks of a stage hold as many parameters. Not for a process that has joined a process group,
-    nor for one that will use a GPU later (``cpu_compat``).
+    All ranks of a stage hold equally many. Not for a process that has joined a process group, nor
+    for one that will use a GPU later (``cpu_compat``).
 
     Raises:
         ValueError: The model cannot be divided so.
@@ -40,7 +40,7 @@ def stage_parameters(
         cpu_compat.install()
     rank = stage * parallel.tensor * parallel.context
     with fake_world(parallel, rank) as groups, _EverythingOnMeta():
-        # What the megatron section trades changes no shape, and parts of it need a GPU.
+        # The megatron section changes no shape, and parts of it need a GPU.
         chunks = build_chunks(hf, model, parallel, MegatronConfig(), groups)
     for chunk in chunks:
         strays = [name for name, p in chunk.named_parameters() if p.device != META]
@@ -50,7 +50,7 @@ def stage_parameters(
 
 @contextmanager
 def fake_world(parallel: ParallelConfig, rank: int) -> Iterator[ProcessGroups]:
-    """Be one rank of one data-parallel replica, for the time of a block.
+    """Be one rank of one data-parallel replica for the duration of a block.
 
     Ranks are numbered tensor first, then context, then pipeline. Groups name the meta device.
     """

@@ -106,14 +106,14 @@ def build_optimizer(
 
 
 def _prepare(optimizer: MegatronOptimizer) -> None:
-    """Make an optimizer's state such that it can be saved and loaded at any time.
+    """Prepare an optimizer's state to be saved and loaded at any time.
 
     1. Saving and loading assume that states exist, but Adam makes them in its first step (which may
        be long in coming, where updates without a gradient are skipped): make them here.
     2. ``DistributedOptimizer`` copies every entry of a state from the checkpoint, which holds no
        ``step`` (it is stored once, with the parameter groups): hand it the current one.
 
-    The others are in ``load_state``.
+    Points 3 and 4 are in ``load_state``.
     """
     for inner in optimizer.chained_optimizers:
         if inner.init_state_fn is None:  # none but the optimizer that steps in host memory
@@ -143,8 +143,8 @@ def _is_torch(inner: MegatronOptimizer) -> bool:
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """Return the learning rate of an update, counted from 0.
 
-    The warm-up rises linearly and reaches ``lr`` at update ``warmup_updates − 1`` (its first update
-    is not wasted on a rate of 0). A decay starts there and reaches ``min_lr`` at ``total_updates``.
+    The warm-up rises linearly to ``lr`` at update ``warmup_updates − 1`` (its first is not wasted
+    on a rate of 0). A decay starts one update later and reaches ``min_lr`` at ``total_updates``.
     """
     if update < config.warmup_updates:
         return config.lr * (update + 1) / config.warmup_updates
@@ -185,11 +185,10 @@ def sharded_state(
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load what ``dist_checkpointing.load`` has made of ``sharded_state``.
 
-    What the configuration says of decay and the like holds, not what the checkpoint was saved with.
+    Betas, eps and weight decay are those of the configuration, not those of the checkpoint.
 
-    3. Loading puts one shared ``step`` tensor into all states, so that AdamW counts one update as
-       many as there are parameters. The first update after a load would look right, the second not:
-       give each its own.
+    3. Loading puts one shared ``step`` tensor into all states, so that AdamW would count an update
+       once per parameter, which shows only in the second update after a load: give each its own.
     4. The optimizers that are not distributed do not save a ``step`` of 0, without which AdamW
        refuses the state: add it.
     """

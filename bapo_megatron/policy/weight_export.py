@@ -158,8 +158,8 @@ def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config.json with the dtype of the weights, tokenizer, template, generation settings."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers 5 writes "dtype", older ones "torch_dtype".
-    key = "torch_dtype" if "torch_dtype" in fields else "dtype"
-    fields[key] = str(dtype).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]
+    fields.update(dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     for pattern in COMPANION_PATTERNS:

@@ -10,7 +10,7 @@ class Score:
     """The outcome of grading one response."""
 
     reward: float
-    """What the response earns: 1 for a right answer, 0 else, unless the function says more."""
+    """What the response earns: by default 1 for a right answer and 0 for any other."""
     answer_found: bool = True
     """Whether an answer could be extracted, right or wrong."""
     extracted: str = ""
@@ -30,7 +30,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """What a reward function may know of a response beside its text."""
+    """What a reward function may know of a response besides its text."""
 
     prompt_id: str = ""
     source: str = ""

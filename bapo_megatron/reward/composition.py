@@ -77,7 +77,7 @@ class Rewards:
         """Return Σ weight · reward over the functions that see one response, without shaping.
 
         Answer, ``answer_found`` and ``reason`` are those of the first function. An episode whose
-        environment failed gets 0 from each, unasked.
+        environment failed gets 0 from each without a call.
 
         Raises:
             RewardError: A function failed, and ``reward.on_error`` is ``raise``.
@@ -128,10 +128,10 @@ class Rewards:
                 return [await self._services[entry.name].score(each) for each in responses]
             except FunctionFailedError as error:
                 if self._config.on_error == "raise":
-                    raise
+                    raise FunctionFailedError(f"{error}, or set reward.on_error=zero") from error
                 if not self._has_failed:
                     _LOG.warning(
-                        "%s; scored 0 and counted (reward/errors), as later ones are", error
+                        "%s; scored 0 and counted (reward/errors), as later ones will be", error
                     )
                 self._has_failed = True
                 failed = Score(reward=0.0, answer_found=False, reason="error", failed=True)

@@ -179,7 +179,7 @@ def as_score(result: Any) -> Score:
 
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     if len(metrics) > _MAX_METRICS:
-        raise ValueError(f"it returned {len(metrics)} metrics, at most {_MAX_METRICS} are kept")
+        raise ValueError(f"it returned {len(metrics)} metrics, at most {_MAX_METRICS} are allowed")
     for name in metrics:
         if not isinstance(name, str) or _METRIC_NAME.fullmatch(name) is None:
             raise ValueError(f"metric names must be letters, digits and . _ -, got {name!r:.80}")

@@ -31,7 +31,7 @@ _MAX_BACKOFF_S = 30.0
 _MAX_REASON = 200
 _MAX_REPLY_BYTES = 64 << 20
 _RETRIED_STATUS = (408, 425, 429)
-"""Beside 5xx: the service asks to come again."""
+"""Besides 5xx: the service asks to try again."""
 
 
 class HttpReward:
@@ -63,7 +63,7 @@ class HttpReward:
         )
 
     async def close(self) -> None:
-        """End requests in flight; scores that are waited for raise ``RewardError``."""
+        """End requests in flight; pending calls of ``score`` raise ``RewardError``."""
         senders = list(self._senders)
         for sender in senders:
             sender.cancel()
@@ -75,7 +75,7 @@ class HttpReward:
         """Score one response, in a batch with others that wait.
 
         Raises:
-            RewardError: The service did not answer for ``patience_s``, or answers nonsense.
+            RewardError: The service gave no answer for ``patience_s``, or an unusable one.
         """
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((response, future))
@@ -127,7 +127,7 @@ class HttpReward:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _post(self, body: bytes) -> bytes:
-        """Return the answer; raise ``httpx.HTTPError`` where a repetition may help."""
+        """Return the answer; raise ``httpx.HTTPError`` where a retry may help."""
         content = bytearray()
         async with self._http.stream("POST", self._url, content=body) as reply:
             async for piece in reply.aiter_bytes():
@@ -148,8 +148,8 @@ class HttpReward:
     def _scores(self, reply: bytes, num_responses: int) -> list[Score]:
         try:
             results = json.loads(reply)
-        except ValueError as error:
-            raise self._unusable(f"no JSON ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise self._unusable(f"not valid JSON ({error})") from error
         if not isinstance(results, list) or len(results) != num_responses:
             got = f"{len(results)} results" if isinstance(results, list) else "no list"
             raise self._unusable(f"must be a list of {num_responses} results, got {got}")
@@ -171,11 +171,11 @@ def _fail(waiting: Iterable[Waiting], error: RewardError) -> None:
     for _, future in waiting:
         if not future.done():
             future.set_exception(error)
-            future.exception()  # whoever waits gets it; nobody may be left to
+            future.exception()  # marks it as retrieved: perhaps nobody waits any more
 
 
 def _item(response: Response) -> dict[str, Any]:
-    """One response of a request's body; only one of several turns says that there are turns."""
+    """One response of a request's body; its turns are mentioned only if there are several."""
     sample = asdict(response.sample)
     item: dict[str, Any] = {
         "response": response.text,

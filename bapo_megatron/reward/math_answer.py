@@ -40,7 +40,7 @@ _HEDGE = re.compile(
     r"|(?:and|to)\b[\s}]*(?:[-+\d$\\(]|\w+\s*=)|(?<=;)\s*[-+\d$\\])",
     re.IGNORECASE,
 )
-"""What stands behind a number that is not the whole answer: "5 or 6", "5 if x > 0"."""
+"""What follows a number that is not the whole answer: "5 or 6", "5 if x > 0"."""
 _FILLERS = re.compile(
     r"^(?:(?:therefore|thus|hence|so|now|simply|just|exactly|about|approximately|equal to|given by"
     r"|:|=)\s*,?\s*)+",
@@ -177,7 +177,7 @@ def _reference(text: str) -> tuple[str, Quantity]:
 
 
 def _compare_letters(given: str, wanted: str) -> Reason | None:
-    """Choices and words; none where they are neither."""
+    """Compare choices and words; None where the answers are neither."""
     wanted_letter = choice_letter(wanted)
     given_letter = choice_letter(given) or option_letter(given)
     if wanted_letter and given_letter:

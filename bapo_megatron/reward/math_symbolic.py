@@ -26,7 +26,7 @@ from sympy.core.relational import Relational
 
 from bapo_megatron.reward.math_text import as_number
 
-# It warns that its own time limits are off, which is meant: the worker's stand above them.
+# It warns that its own time limits are off, which is intended: the worker's limits apply.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_NESTING = 24
@@ -123,7 +123,7 @@ def contradicts_itself(answer: str) -> bool:
 
 
 def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
-    """The value of plain arithmetic and the unit of its last decimal; none of anything else."""
+    """The value of plain arithmetic and the unit of its last decimal; None for anything else."""
     if _ARITHMETIC.fullmatch(text) is None:
         return None
     number = as_number(text.strip())
@@ -154,7 +154,7 @@ def nesting(text: str) -> int:
 
 
 def _aligned(given: str, wanted: str) -> tuple[str, str] | None:
-    """Both in the same form of collection; none where these cannot be equal."""
+    """Both in the same form of collection; None where these cannot be equal."""
     if (bases := _in_bases(given, wanted)) is not None:
         return bases
     given_kind, wanted_kind = _kind(given), _kind(wanted)
@@ -254,7 +254,7 @@ def are_letters(text: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Any:
-    """The expression, or none; cached, since all responses of a group share the reference."""
+    """The expression, or None; cached, since all responses of a group share the reference."""
     try:
         latex = normalize_latex(text, _NORMALIZATION)
         try:
@@ -264,7 +264,7 @@ def _parse(text: str) -> Any:
             return None if last == latex else _convert(last)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - no mathematics that the parser knows
+    except Exception:  # noqa: BLE001 - not mathematics that the parser knows
         return None
 
 

@@ -150,7 +150,7 @@ _NO_UNIT_WORDS = """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWER_WORDS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3"}
 _MIN_LETTERS = 2
-"""A unit outside ``\\text{}`` has at least so many: a single letter is a variable."""
+"""A unit outside ``\\text{}`` has at least this many: a single letter is a variable."""
 
 
 @dataclass(frozen=True, slots=True)

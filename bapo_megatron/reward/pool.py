@@ -27,7 +27,7 @@ class RewardPool:
         functions: Sequence[str] = ("math",),
         memory_limit_mb: int = 2048,
     ) -> None:
-        """Set the pool up; each worker starts with the first answer it gets.
+        """Set the pool up; each worker starts when it gets its first answer.
 
         Limits are those of ``WorkerPool``; sympy itself needs some 60 MB. ``functions`` are those
         that the workers can run: ``math``, ``package.module:function``.
@@ -69,9 +69,9 @@ class RewardPool:
     ) -> list[Score]:
         """Have one of the pool's functions score responses; waits for a free worker.
 
-        Those are the one that it sees, or all responses to one prompt, with the ``rewards`` that
-        they have earned from functions that see one. All scores are 0, with ``timed_out``, where a
-        limit was exceeded.
+        A function of one response gets that one. A function of groups gets all responses to a
+        prompt, with the ``rewards`` that functions of one response gave them. All scores are 0,
+        with ``timed_out``, where a limit was exceeded.
 
         Raises:
             FunctionFailedError: The function raised an error, or returned what is no reward.
@@ -98,8 +98,7 @@ class RewardPool:
             return [Score(**score) for score in outcome.value]
         if outcome.kind == "error":
             raise FunctionFailedError(
-                f"reward function '{function}' failed: {outcome.value}; correct it, or set "
-                "reward.on_error=zero"
+                f"reward function '{function}' failed: {outcome.value}; correct it"
             )
         ended = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
         return [ended] * len(responses)

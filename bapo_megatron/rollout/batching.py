@@ -1,8 +1,8 @@
 """Forms the batches: draws prompts, waits for their groups, acts on what ``Selection`` decides.
 
-Where ``async_steps`` is 0, nothing is in flight between two calls of ``collect``; else generation
-for later steps goes on, never further ahead than that many. With ``fixed_lag``, and with an engine
-that is driven (``episodes``), it goes on to an end of its own, which every later call waits for.
+With ``async_steps`` 0, nothing is in flight between two calls of ``collect``; otherwise generation
+runs at most that many steps ahead. With ``fixed_lag``, or an engine that is driven (``episodes``),
+it stops by itself, and every later call waits until it has.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """What was counted so far; what a batch cost is the difference from the batch before."""
+    """Counts so far; the difference from those of the previous batch is what a batch cost."""
 
     generated_tokens: int = 0
     resumed_samples: int = 0
@@ -58,7 +58,7 @@ def _difference(now: Any, then: Any) -> Any:
 
 @dataclass(eq=False)
 class BatchCollector:
-    """Owns the buffer and the data position; forms one batch after the other."""
+    """Owns the buffer and the data position; forms the batches in order."""
 
     interaction: Interaction
     grader: Grader
@@ -85,7 +85,7 @@ class BatchCollector:
         self._selection = Selection(self._buffer, self.config, self.replay, self.plan)
 
     def attach(self, pool: EnginePool) -> None:
-        """Sample from these servers; comes before the first batch."""
+        """Sample from this pool; must be called before the first batch."""
         self._pool, self._is_attached = pool, True
         self._episodes = Episodes(
             pool,
@@ -108,7 +108,7 @@ class BatchCollector:
         await self._episodes.close()
 
     async def wait_for_ahead(self) -> None:
-        """Wait until what is generated ahead has come to its end, if it has one.
+        """Wait until what is generated ahead has ended, if it ends by itself.
 
         A push, a checkpoint and an evaluation come after it, so that what they find was counted.
         """

@@ -63,7 +63,7 @@ class PendingSample:
     graded: tuple[Response, Score] | None = None
     """The finished response and its score alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
-    # A long response comes in a thousand parts; joined one by one, all of it is copied each time.
+    # Joined one by one, the thousand parts of a long response would be copied a thousand times.
 
     @property
     def is_finished(self) -> bool:
@@ -99,7 +99,7 @@ class PendingSample:
         where the request was aborted at that very token.
         """
         if (self.is_finished or self.awaits_answer) and not len(part.token_ids):
-            return  # its last token came with the end of its server, and its reason after it
+            return  # its server was lost after the last token; the finish reason comes without any
         assert not self.is_finished, "a finished response is not continued"
         assert not self.awaits_answer, "the environment comes next"
         self._parts.append(part)
@@ -233,7 +233,7 @@ class RolloutBuffer:
     """Groups by id; the oldest come first."""
 
     def __init__(self, num_earlier_batches: int = 0) -> None:
-        """Start empty; keep the groups of so many trained batches for replay."""
+        """Start empty; keep the groups of the last ``num_earlier_batches`` batches for replay."""
         self.groups: dict[int, PendingGroup] = {}
         self.next_group_id = 0
         """Also the number of groups that were drawn."""

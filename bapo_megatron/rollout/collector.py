@@ -116,8 +116,8 @@ class Collector:
     async def open(self, request: messages.Open) -> None:
         """Start the servers, unless others are configured, and load tokenizer and prompts."""
         self._config = run = request.config
-        # First, because a reward function or an environment that cannot be loaded should cost no
-        # server's start.
+        # First, so that a reward function or an environment that cannot be loaded is found before
+        # any server is started.
         rewards = eval_rewards = await self._start_rewards(eval_reward(run.reward, run.eval))
         if request.for_training and run.eval.functions is not None:
             rewards = await self._start_rewards(run.reward)
@@ -306,8 +306,8 @@ async def serve(connection: socket.socket) -> None:
             with contextlib.suppress(ConnectionError):  # the client is gone: the other task ends
                 await writer.drain()
 
-    works = (read_requests(), _wait_for_owner_to_go(), answer_requests())
-    tasks = [asyncio.create_task(work) for work in works]
+    coroutines = (read_requests(), _wait_for_owner_to_go(), answer_requests())
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

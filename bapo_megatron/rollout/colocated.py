@@ -33,8 +33,8 @@ class ColocatedServers:
     generation: Pausable | None
     timeout_s: float
     _starts_at_release: dict[EngineServer, int] = field(default_factory=dict)
-    """How often each server had been started when it released its memory: it has to be given back
-    to the same process only."""
+    """How often each server had been started when it released its memory: only the same process
+    gets it back."""
 
     async def release(self) -> None:
         """Have every server give its memory away, when a batch is complete.

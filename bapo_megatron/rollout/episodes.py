@@ -1,4 +1,4 @@
-"""Plays episodes, of training and of evaluations: each is sampled until it ends, then scored.
+"""Plays episodes of training and evaluation: each is sampled until it ends, then scored.
 
     begin → the policy's turn → the environment's answer → … → the end → a score
 
@@ -33,7 +33,7 @@ BURST = 16
 """Decode steps between two decisions. Responses that end within a burst are graded, and others take
 their places, after it: more steps leave places empty, fewer let the engine wait for graders more
 often. What a run samples depends on it, so it is no setting."""
-_MAX_TURNS = 8
+_MAX_LOOP_TURNS = 8
 """Turns of the event loop; a new task is inside the engine after the first, and so is one whose
 environment has answered."""
 _REPORT_INTERVAL_S = 0.5
@@ -226,8 +226,7 @@ class Episodes:
     async def drive(self, max_steps: int) -> int:
         """Settle, make up to so many decode steps, and settle again; returns the steps made.
 
-        They are 0 where there is no request, or nobody that could sample it, or the engine samples
-        by itself.
+        0 where there is no request, no engine has the weights, or the engine samples by itself.
         """
         stepper = self.pool.stepper
         if stepper is None or not await self.settle(scored=self.awaits_scores):
@@ -243,7 +242,7 @@ class Episodes:
         the engine samples by itself.
         """
         while self.pool.stepper is not None:
-            for _ in range(_MAX_TURNS):
+            for _ in range(_MAX_LOOP_TURNS):
                 await asyncio.sleep(0)
                 if self._is_settled(scored):
                     return True
@@ -310,7 +309,7 @@ class Episodes:
         self, task: asyncio.Task[None], pending: PendingSample, sampling: SamplingSettings
     ) -> None:
         """Have the environment begin the episode, or answer a turn."""
-        self._sampling.pop(task, None)  # nor for its environment
+        self._sampling.pop(task, None)  # ``stop`` does not wait for its environment
         self._asking.add(task)
         try:
             await self.interaction.go_on(pending, sampling)

@@ -40,7 +40,7 @@ class Evaluator:
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
     ) -> list[EvalResult] | None:
-        """Score every set with the weights that the servers hold; none where no server does.
+        """Score every set with the weights that the servers hold; None where no server does.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
         responses of one set before they begin the next.
@@ -55,7 +55,7 @@ class Evaluator:
         Raises:
             RolloutError: Servers or an environment failed, or the results cannot be written.
             ResultsError: The files hold samples of something else.
-            RewardError: Grading failed; comparing answers too (inside an exception group).
+            RewardError: Grading failed, or comparing answers (then inside an exception group).
         """
         config, is_resumed = self.config, resume or self._begun == moment
         journals: list[SampleJournal] = []
@@ -76,7 +76,7 @@ class Evaluator:
         self._begun = None
         results = []
         for eval_set, journal in zip(self.sets, journals, strict=True):
-            self.report(f"evaluation of {eval_set.name}: counting")
+            self.report(f"evaluation of {eval_set.name}: comparing answers")
             indices = range(eval_set.sampling.samples_per_prompt)
             groups = [
                 [journal.samples[prompt.prompt_id, index] for index in indices]
@@ -143,7 +143,7 @@ class Evaluator:
         places: dict[int, tuple[EvalSet, SampleJournal]] = {}
         for eval_set, journal in zip(self.sets, journals, strict=True):
             for prompt in eval_set.prompts:
-                # Numbers of its own: those of training may be in flight.
+                # Negative: groups of training may be in flight under ids from 0.
                 group_id = -1 - len(places)
                 group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
                 group.samples = [

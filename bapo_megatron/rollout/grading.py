@@ -20,7 +20,7 @@ class Grader:
     tokenizer: Any
     rewards: Rewards
     shaping: Shaping | None = None
-    """What is added for the samples of a training."""
+    """What is added to the rewards of a training; None in evaluations."""
     sees_groups: bool = field(default=False, kw_only=True)
     """Whether rewards depend on the whole group."""
     num_timeouts: int = 0
@@ -29,7 +29,9 @@ class Grader:
     """Samples scored 0 because a reward function failed."""
 
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Fill in text and reward of a finished sample, unless it was begun again meanwhile.
+        """Fill in texts and reward of a finished sample, unless it was begun again meanwhile.
+
+        With ``sees_groups``, those of the whole ``group`` once its last sample is graded.
 
         Raises:
             RewardError: A reward function failed.

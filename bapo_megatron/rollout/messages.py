@@ -32,7 +32,7 @@ class RolloutSource(Protocol):
         """Have servers on the trainer's GPUs give their memory away until weights are pushed."""
 
     def collect(self, step: int) -> EncodedBatch | None:
-        """Return the batch of ``step`` (0, 1, …) as it was written; blocks until it is complete.
+        """Return the batch of ``step`` (1, 2, …) as it was written; blocks until it is complete.
 
         None means that no server holds the newest weights any more: push them, then ask again.
         """

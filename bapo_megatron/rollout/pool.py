@@ -59,7 +59,7 @@ class EnginePool:
         self.is_paused = False
         self._config = config
         self._timeline = timeline or Timeline(is_kept=False)
-        # What drives a stepper must not wait for requests that wait for those before them.
+        # A stepper is driven once all requests are inside its engine: none may wait for a slot.
         self._slots = (
             asyncio.Semaphore(config.max_connections)
             if self.stepper is None
@@ -175,7 +175,7 @@ class EnginePool:
         """Let one engine go on with a job; returns whether the job has ended."""
         version = self.states.version
         assert version is not None, "a usable engine has the pool's version"
-        if job.num_remaining == 0:  # a server was lost after the last token that may come
+        if job.num_remaining == 0:  # its engine was lost after the last token
             job.take(join([], FinishReason.LENGTH))
             job.trace.ended(FinishReason.LENGTH.value, 0)
             return True
@@ -212,8 +212,8 @@ class EnginePool:
         self.num_lost_requests += pooled.is_lost
         if self.num_unusable >= _MAX_UNUSABLE_ANSWERS:
             raise RolloutError(
-                f"{error}; {self.num_unusable} answers in a row are unusable, so that the fault "
-                "is not a single server's"
+                f"{error}; {self.num_unusable} answers in a row are unusable, so the fault is "
+                "not a single server's"
             ) from error
         if job.num_failures >= _MAX_FAILURES:
             raise RolloutError(
@@ -277,7 +277,7 @@ class _Job(CompletionSink):
         return self.request.sampling.max_new_tokens - self._num_before - self.num_received
 
     def start(self, pooled: PooledEngine, version: int) -> GenerateRequest:
-        """It goes to an engine with ``version``; returns what that one has to do."""
+        """Note that it goes to an engine with ``version``; return the request for what is left."""
         self._pooled = pooled
         self._oldest_version = version
         self._num_before, self.num_received = self._num_before + self.num_received, 0

@@ -107,7 +107,7 @@ class ReplaySource:
         return batch
 
     def evaluate(self, step: int) -> list[EvalResult]:
-        """No server, no evaluation."""
+        """Nothing: there is no server."""
         return []
 
     def state(self) -> dict[str, Any]:

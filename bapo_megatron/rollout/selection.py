@@ -31,7 +31,7 @@ LeftOver = Sequence[tuple[PendingGroup, DropReason | None]]
 
 
 class Selection:
-    """Decides over the groups of a buffer."""
+    """Decides what becomes of the groups of a buffer."""
 
     def __init__(
         self, buffer: RolloutBuffer, config: RolloutConfig, replay: ReplayConfig, plan: BatchPlan
@@ -81,7 +81,7 @@ class Selection:
     def ready(self) -> list[PendingGroup]:
         """Groups that may be trained on, oldest first."""
         if self.needs_scores:
-            # Of age too: a group that is not scored may still turn out to be too old.
+            # For ages too: a group that is not scored may still turn out to be too old.
             return [g for g in self._buffer if g.is_scored and not self.is_useless(g)]
         return [group for group in self._buffer if group.is_finished]
 
@@ -136,7 +136,7 @@ class Selection:
             return limit is None or max(ages) <= limit
 
         candidates = [group for batch in self._buffer.earlier for group in batch if is_young(group)]
-        max_groups = math.floor(self._replay.share * self._config.groups_per_step)
+        max_groups = math.floor(round(self._replay.share * self._config.groups_per_step, 9))
         count = min(max_groups, len(candidates))
         # The 1 tells these random numbers from others of the same seed and step.
         generator = np.random.default_rng([self._plan.seed, 1, step])

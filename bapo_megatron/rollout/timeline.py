@@ -58,7 +58,7 @@ class Timeline:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, is_kept: bool = True
     ) -> None:
-        """Start at time 0 of ``clock``; keep nothing unless ``is_kept``."""
+        """Count time from now on ``clock``; keep nothing unless ``is_kept``."""
         self.clock = clock
         self.blocks: list[_Block] = []
         self._is_kept = is_kept
@@ -87,9 +87,9 @@ class Timeline:
         self.blocks = [block for block in self.blocks if block.span_s[1] == math.inf]
 
     def render(self) -> str:
-        """Everything since ``clear`` as a file of Chrome trace events, times since the beginning.
+        """Everything since ``clear`` as a file of Chrome trace events.
 
-        What goes on is drawn until now.
+        Times count from the creation of the timeline; what goes on is drawn until now.
         """
         trace = {"displayTimeUnit": "ms", "traceEvents": list(self._events())}
         return json.dumps(trace, separators=(",", ":")) + "\n"
@@ -133,7 +133,7 @@ class RequestTrace:
     timeline: Timeline
     label: str
     sampled_tokens: int = 0
-    """How many tokens at the end of its input are of earlier requests."""
+    """Number of tokens at the end of its input that came in earlier requests."""
 
     def __post_init__(self) -> None:
         self._block = self.timeline.begin(_QUEUE_ROW, "queued", label=self.label)
@@ -146,13 +146,13 @@ class RequestTrace:
         self._block = self.timeline.begin(server, name, label=self.label, prefix_tokens=resumed_at)
 
     def first_tokens(self, cached_tokens: int) -> None:
-        """The first sampled tokens came; so many tokens of the input were in the cache."""
+        """The first sampled tokens came; ``cached_tokens`` of the input were in the cache."""
         now_s = self.timeline.clock()
         self._block.end(now_s, "done", cached_tokens=cached_tokens)
         self._block.slices.append(_Slice("decode", now_s, {"label": self.label}))
 
     def ended(self, reason: str, num_tokens: int) -> None:
-        """The request ended, where it was, with so many tokens since it was sent.
+        """The request ended, in whichever phase, ``num_tokens`` after it was last sent.
 
         ``lost`` with its server, it waits in the queue again and may be ``sent`` once more.
         """

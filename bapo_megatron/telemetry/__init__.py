@@ -1,1 +1,1 @@
-"""Metrics, timers, sinks and figures."""
+"""Metrics, where they are written, and the console with its timers."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
+from rich.text import Text
 
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""
@@ -15,16 +16,15 @@ _PLAIN_INTERVAL_S = 10.0
 def uncut_console() -> Console:
     """Standard output, wide enough for every row unless it is a terminal or ``COLUMNS`` is set.
 
-    Rich would take 80 columns in a pipe, and cut cells that a search is to find.
+    In a pipe, Rich would take 80 columns and cut cells that people may want to search for.
     """
     console = Console()
-    has_width = console.is_terminal or "COLUMNS" in os.environ
-    return console if has_width else Console(width=10_000)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=10_000)
 
 
 def say(line: str) -> None:
     """Print a line for people on standard error, as it is."""
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True, markup=False)
+    Console(stderr=True).print(Text(line), soft_wrap=True)
 
 
 class ProgressLine:
@@ -47,9 +47,9 @@ class ProgressLine:
     def update(self, text: str) -> None:
         """Show the progress, such as ``rollout 12: 40/64 groups, 2100 tokens/s``."""
         if self._status is not None:
-            self._status.update(text)
+            self._status.update(Text(text))
         elif time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
-            self._console.print(text, highlight=False)
+            self._console.print(Text(text))
             self._last_print_s = time.monotonic()
 
 

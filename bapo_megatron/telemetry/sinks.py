@@ -61,9 +61,9 @@ class MetricsSinks:
         finished_steps: int,
         total_steps: int,
     ) -> None:
-        """Open the sinks; rows of later steps than ``finished_steps`` are dropped.
+        """Open the sinks; drop rows of steps after ``finished_steps``.
 
-        With 0 these are all rows, including the one before training.
+        With 0, drop all rows, including the one before training.
         """
         self._total_steps = total_steps
         self._console = Console() if config.console else None

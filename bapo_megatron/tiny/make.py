@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
@@ -33,9 +32,7 @@ class TinyReport(NamedTuple):
     """Mean cross entropy in nats per response token at the end of the warm-up."""
 
 
-def make_tiny(
-    out_dir: Path, seed: int, settings: WarmupSettings | None = None, console: Console | None = None
-) -> TinyReport:
+def make_tiny(out_dir: Path, seed: int, settings: WarmupSettings | None = None) -> TinyReport:
     """Make a tiny model with a supervised warm-up, and its training and held-out prompts.
 
     On the same machine, the same seed and settings give the same bytes of weights and data,
@@ -46,7 +43,6 @@ def make_tiny(
             heldout.jsonl, JSON lines with "prompt" and "answer".
         seed: Determines the split of the problems, the initial weights and the warm-up.
         settings: How the warm-up is optimised; the demo's by default.
-        console: Where progress is shown; standard error by default.
 
     Raises:
         ValueError: ``out_dir`` holds something else, which would be lost.
@@ -58,9 +54,8 @@ def make_tiny(
     splits = split_problems(NUM_TRAIN, NUM_HELDOUT, seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
-    console = console or Console(stderr=True)
     started_s = time.monotonic()
-    final_loss = warm_up(model, tokenizer, splits.warmup, mixture, settings, seed, console)
+    final_loss = warm_up(model, tokenizer, splits.warmup, mixture, settings, seed)
     warmup_s = time.monotonic() - started_s
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     about = {

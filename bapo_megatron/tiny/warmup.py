@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from bapo_megatron.telemetry.console import ProgressLine
 from bapo_megatron.tiny.task import Problem, SolutionMixture, write_solution
 
 IGNORED_LABEL = -100
@@ -48,7 +47,6 @@ def warm_up(
     mixture: SolutionMixture,
     settings: WarmupSettings,
     seed: int,
-    console: Console,
 ) -> float:
     """Train ``model`` in place to write solutions like those of ``mixture``.
 
@@ -63,15 +61,7 @@ def warm_up(
     )
     losses: list[float] = []
     model.train()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    with _torch_threads(settings.num_threads), progress:
-        bar = progress.add_task("warm-up", total=settings.num_steps, loss=math.nan)
+    with _torch_threads(settings.num_threads), ProgressLine() as progress:
         for step, pairs in enumerate(_draw_batches(tokenizer, problems, mixture, settings, seed)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, settings)
@@ -79,7 +69,8 @@ def warm_up(
             losses.append(_accumulate_gradients(model, pairs, tokenizer.pad_token_id))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            progress.update(bar, advance=1, loss=losses[-1])
+            done = f"step {step + 1}/{settings.num_steps}, loss {losses[-1]:.3f}"
+            progress.update(f"warming the model up: {done}")
     model.eval()
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last)

@@ -45,7 +45,7 @@ class Progress:
     """avg and share of well-formed answers, right or wrong, of the first evaluation set at the
     start of this run and now; None without an evaluation."""
     num_prompts: int = 0
-    """Of the first evaluation set."""
+    """Prompts of the first evaluation set."""
     best: BestCheckpoint | None = None
     """By ``checkpoint.best``; on rank 0."""
 

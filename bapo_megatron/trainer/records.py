@@ -87,7 +87,7 @@ class TokenView:
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
-    """R − 1 − log r (k3), which cancels in float32."""
+    """Return k3, r − 1 − log r; computed in float64, since its terms cancel."""
     difference_T = (view.tokens.logprob - view.tokens.behaviour_logprob).double()
     log_ratio_T = difference_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio_T).sub_(log_ratio_T).float()

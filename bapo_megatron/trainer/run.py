@@ -265,7 +265,7 @@ class Run:
                 self._pushes.append(report)
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
-        """Evaluate after every ``eval.every_steps`` steps and after the last one (rank 0 only)."""
+        """Evaluate if ``step`` is due: a collective over all ranks, with the results on rank 0."""
         return self._evaluate(step) if self._must_evaluate(step) else []
 
     def _must_evaluate(self, step: int) -> bool:
@@ -305,9 +305,9 @@ class Run:
             self._pushes.clear()
 
     def close(self) -> None:
-        """End what generates, leave the group for weights, remove those on the disk.
+        """Stop what generates, leave the weights' group, delete weights pushed by disk.
 
-        The order matters: servers that are gone take part in nothing that rank 0 may be stuck in.
+        The order matters: servers that are gone cannot hold rank 0 in a collective.
         """
         if self._source is not None:
             self._source.close()

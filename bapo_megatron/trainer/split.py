@@ -3,7 +3,7 @@
 Every rank holds the whole batch, so advantages, global denominators and the split into updates,
 ranks and micro-batches are computed alike everywhere, without any communication.
 
-Shape legend: B = samples of the batch, R = samples of an update.
+Shape legend: B = samples of the batch, R = samples of an update, Q = sampled tokens of a sample.
 """
 
 from collections.abc import Sequence, Set

@@ -197,9 +197,8 @@ class BatchTrainer:
         if nonfinite_tokens == 0 and refused_decisions > 0:
             raise ValueError(f"step {batch.step}: {_explain_refusal(measurement, self._stage)}")
         if self.config.on_nonfinite == "skip_update":
-            if nonfinite_tokens > 0:
-                return update.counts | {"nonfinite_tokens": nonfinite_tokens}
-            return update.counts | update.packing
+            faults = {"nonfinite_tokens": nonfinite_tokens} if nonfinite_tokens > 0 else {}
+            return update.counts | update.packing | faults
         if nonfinite_tokens > 0:
             found = _describe_nonfinite(batch, update, reports)
             place = first_message(found, self._groups) or (
@@ -272,7 +271,7 @@ def find_faults(measurement: Measurement, stage: LossStage) -> Tensor:
     """
     names = stage.numbers.sum_names
     in_loss = measurement.sums[names.index("nonfinite_tokens")]
-    # The collection pass saw the log-probs of another pass than the loss where it came before it.
+    # A collection pass of its own saw other log-probs than the loss did.
     tokens = torch.maximum(in_loss, measurement.collected[0])
     losses = measurement.sums[names.index("nonfinite_losses")] + measurement.collected[1]
     refused = torch.zeros_like(losses)

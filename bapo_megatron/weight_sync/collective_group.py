@@ -25,10 +25,10 @@ from bapo_megatron.engine.collective import join_group, start_thread
 
 LOOPBACK = "127.0.0.1"
 _MAX_FORM_S = 120.0
-"""Longest time in which a group forms."""
+"""Time limit for forming a group."""
 _READY_S = 60.0
 _MIN_BYTES_PER_S = 10e6
-"""A broadcast may take ``_READY_S`` and its bytes at this rate."""
+"""A broadcast may take ``_READY_S``, plus the time its bytes take at this rate."""
 
 
 def rank_zero_address(servers: Sequence[str], configured: str) -> str:

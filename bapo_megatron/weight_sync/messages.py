@@ -95,5 +95,5 @@ LOAD = Call("weights.load", Load, type(None))
 PROBE = Call("weights.probe", type(None), Probe)
 VERIFY = Call("weights.verify", Verify, Verified)
 RESUME = Call("weights.resume", type(None), float)
-"""Let generation continue; answered with the seconds for which it stood still since the last one, 0
-if nothing was generated. The last call of every push."""
+"""Let generation continue; answered with the seconds for which it stood still since the last
+``RESUME``, 0 if nothing was generated. The last call of every push."""

@@ -58,7 +58,7 @@ class WeightReceiver:
         self._members: dict[PooledEngine, WeightControl] = {}
         """The servers that take part, in the order of their ranks."""
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
-        """Those of the newest step: of one that failed until ``_take_out_failed``."""
+        """Open calls of the newest step; if it failed, kept until ``_take_out_failed``."""
         self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
         """Name and members of the collective group that servers have joined."""
         self._group_is_new = True

@@ -52,7 +52,7 @@ struct LogprobCombineParams {
 };
 
 struct LogitsBackwardParams {
-  Logits logits;          // overwritten by its gradient
+  Logits logits;          // overwritten with its gradient
   const int64_t* rows;    // [T], each row at most once, or null: row t
   const int64_t* target;  // [T]
   int64_t num_tokens;

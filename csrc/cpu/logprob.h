@@ -20,7 +20,7 @@ void logprob_combine(const LogprobCombineParams& params, int64_t begin, int64_t 
 // Fills token_of_row. False where a row has two tokens.
 bool assign_tokens_to_rows(const LogitsBackwardParams& params);
 
-// Overwrites rows begin <= row < end by their gradient, zeros where no token has a gradient.
+// Overwrites rows begin <= row < end with their gradient, zeros where no token has a gradient.
 void logits_backward(const LogitsBackwardParams& params, Isa isa, int64_t begin, int64_t end);
 
 }  // namespace bapo

@@ -13,7 +13,7 @@ namespace bapo {
 // alignment; scale is k.
 using RowSumsFunction = ShiftedSums (*)(const void* row, int64_t num_columns, float scale);
 
-// Overwrites each logit of the row by logit_gradient, rounded once to the type of the logits.
+// Overwrites each logit of the row with logit_gradient, rounded once to the type of the logits.
 using RowGradientFunction = void (*)(void* row, int64_t num_columns, const RowGradient& gradient);
 
 // Indexed by LogitType.

@@ -1,4 +1,4 @@
-// logits_backward_: overwrites logits by their gradient. N rows, V columns, T tokens.
+// logits_backward_: overwrites logits with their gradient. N rows, V columns, T tokens.
 
 #include "cpu/logprob.h"
 #include "torch_ops/checks.h"

@@ -143,6 +143,50 @@ def overwrites(tokens: TokenBatch) -> Tensor:
     return -tokens.advantage.mul_(2) * tokens.ratio
 
 
+def returns_a_number(tokens: TokenBatch) -> float:
+    """Leave the graph."""
+    return 0.0
+
+
+def flat(tokens: TokenBatch) -> Tensor:
+    """Have a gradient that is 0 everywhere."""
+    return 0.0 * tokens.ratio
+
+
+class NoLoss:
+    """Lack what makes an objective."""
+
+
+class SelectsUnseen(Objective):
+    """Select tokens before any was seen."""
+
+    selects_tokens = True
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+
+class Bounded(Objective):
+    """Name the limits that count for ``loss/positive_share``; the loss itself is not clipped."""
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return 0.5 and 2."""
+        return torch.tensor(0.5), torch.tensor(2.0)
+
+
+class ListOfBounds(Bounded):
+    """Name the limits in a list."""
+
+    def bounds(self, tokens: TokenBatch) -> Any:
+        """Return 0.5 and 2 as numbers."""
+        return [0.5, 2.0]
+
+
 def fails_late(tokens: TokenBatch) -> Tensor:
     """Pass the trial and fail in training, where groups have other rewards."""
     if tokens.update >= 1:
@@ -193,6 +237,14 @@ class OtherReports(Objective):
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Name the number by the number of tokens."""
         return {f"other/{len(tokens)}": tokens.ratio}
+
+
+class LateReports(OtherReports):
+    """Report nothing of the first tokens, and a number of others."""
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Report nothing of the whole batch."""
+        return {} if len(tokens) == 48 else super().report(tokens)
 
 
 class TakenName(OtherReports):

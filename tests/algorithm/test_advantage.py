@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from bapo_megatron.algorithm.advantage import group_advantages
+from bapo_megatron.algorithm.advantage import Advantages, group_advantages
+from bapo_megatron.algorithm.user_code import UserCodeError
 
 
 def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
@@ -50,6 +51,11 @@ def test_groups_do_not_influence_each_other(kind: str) -> None:
     rewards = torch.tensor([[1.0, 0.0], [5.0, 4.0]])
     together = group_advantages(rewards, kind)
     assert torch.equal(together[1:], group_advantages(rewards[1:], kind))
+
+
+def test_an_advantage_must_be_a_function() -> None:
+    with pytest.raises(UserCodeError, match=r"NOT_CALLABLE' .*is a int; name a function$"):
+        Advantages("tests.algorithm.own_objectives:NOT_CALLABLE")
 
 
 def test_no_groups_give_no_advantages() -> None:

@@ -13,6 +13,7 @@ from bapo_megatron.algorithm.bapo import Bapo
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.extension import BOUNDS_FIELDS
 from tests.algorithm.batches import both_kernels, clipped_tokens, gradient_of, tokens_of
 from tests.fakes.given_tokens import make_tokens
 from tests.oracles.bound_search import exact_search
@@ -133,6 +134,19 @@ def test_tokens_beyond_the_exact_sums_are_refused_with_a_remedy(
     assert refused is not None
     assert bool(refused)
     assert re.search(reason, objective.explain_refusal(decision.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (2**31, "the bound search saw 2147483648 tokens, 2^31 or more; use smaller batches"),
+        (7, "the contribution table holds a negative sum, which no tokens can give"),
+    ],
+)
+def test_other_refusals_have_their_own_words(tokens: int, reason: str) -> None:
+    objective = load_objective(AlgorithmConfig.model_validate({})).objective
+    decision = [float(tokens) if name == "tokens" else 0.0 for name in BOUNDS_FIELDS]
+    assert objective.explain_refusal(decision).startswith(reason)
 
 
 def test_the_recipe_preset_searches_every_micro_batch_and_clips_twice() -> None:

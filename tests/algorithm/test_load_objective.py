@@ -54,6 +54,13 @@ def test_options_reach_the_function_and_the_class() -> None:
     assert load_objective(config("HighEntropy", share=0.5)).decision_size == 1
 
 
+def test_a_class_may_name_the_limits_of_the_ratio() -> None:
+    objective = load_objective(config("Bounded")).objective
+    limits = objective.bounds(trial_tokens(torch.device("cpu")))
+    assert limits is not None
+    assert [limit.item() for limit in limits] == [0.5, 2.0]
+
+
 MIXES = "mixes tokens: its loss changes where the same tokens are"
 REFUSED = {
     "whitens": f"{MIXES} split",
@@ -64,12 +71,18 @@ REFUSED = {
     "overwrites": "changes tokens.advantage in place; make a new tensor",
     "FloatStatistics": "returns a float32 tensor [1] as statistics with needs = 'update'",
     "MaximumStatistics": "its statistics of parts do not add up to those of the whole",
+    "NoLoss": "is a class without a method 'loss'; write loss(self, tokens)",
+    "SelectsUnseen": "selects tokens with needs = 'token'",
+    "ListOfBounds": "returns no pair of tensors; return (low, high) or None",
+    "returns_a_number": "returns a float as loss of 48 tokens; return one value per token, [48]",
+    "flat": "returns a loss without a gradient",
     "NoStatistics": "declares needs = 'response'; write statistics(self, tokens)",
     "NOT_CALLABLE": "is a int; name a function or a class",
     "clamps_in_place": "raised RuntimeError: one of the variables needed for gradient computation",
     "fails_backward": "raised KeyError: 'no gradient today'",
     "clamps_entropy": "changes tokens.collected_entropy in place; make a new tensor",
     "OtherReports": "but other/48 before; report the same names of all tokens",
+    "LateReports": "reports other/1, but nothing before; report the same names of all tokens",
     "FailingBounds": "raised LookupError: no bounds",
     "FloatSelection": "selects by a float32 tensor [48]; return bool [T]",
     "ScalarDecision": "returns a float64 tensor [] as decision; return float64 [D]",
@@ -129,7 +142,7 @@ def test_a_path_that_does_not_exist_is_named(name: str, problem: str) -> None:
         ),
         (
             {"objective": "clip", "objective_options": {"low": 0.8}},
-            "objective_options are those of an objective of your own",
+            "'objective_options' are those of an objective of your own",
         ),
         ({"advantage": "gae"}, "must be grpo, grpo_no_std, rloo or package.module:function"),
     ],

@@ -6,7 +6,6 @@ make demo && python -m tests.benchmarks.bench_async_learning runs/demo-tiny-seed
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
 from tests.launch import run
 
 CONFIG = REPOSITORY / "configs/demo.yaml"
@@ -128,7 +127,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Training]], picture: 
     """The report for people."""
     where = report["machine"]
     lines = [
-        "# Learning ahead of training",
+        "# Learning from rollouts generated ahead of training",
         "",
         *heading(where),
         f"The demo on one rank, {report['steps']} steps, held-out accuracy at the end. *One step "
@@ -185,8 +184,7 @@ def main() -> None:
     }
     picture = options.out.with_suffix(".png")
     draw(found, picture)
-    options.out.with_suffix(".md").write_text(markdown(report, found, picture.name))
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, markdown(report, found, picture.name), report)
 
 
 if __name__ == "__main__":

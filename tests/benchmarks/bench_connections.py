@@ -1,4 +1,4 @@
-"""How long requests take that all end at a time, as before a weight sync.
+"""How long requests take that all end at the same time, as before a weight sync.
 
 Waves of requests go to a server in the same process that answers each wave as a whole; with the
 pool of one httpx client, and as ``SglangHttp`` streams.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests.benchmarks import harness
 from tests.fakes.wave_server import WaveServer
 
 _SEPARATE, _POOL = "separate connections", "pool of httpx"
-_MOST_OF_POOL = 256
+_MAX_POOLED = 256
 
 
 async def time_waves(name: str, num_requests: int, num_waves: int) -> list[float]:
@@ -61,7 +60,7 @@ def report_of(seconds: dict[str, dict[int, list[float]]], machine: dict[str, Any
     """The markdown: the last wave of each size."""
     sizes = list(next(iter(seconds.values())))
     lines = [
-        "# Requests that end at a time",
+        "# Requests that end at the same time",
         "",
         *harness.heading(machine, ("httpx", "httpcore")),
         "Seconds from the first request of a wave to the end of the last one, with connections "
@@ -75,7 +74,7 @@ def report_of(seconds: dict[str, dict[int, list[float]]], machine: dict[str, Any
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"The pool of httpx is left out beyond {_MOST_OF_POOL} requests: for every request that "
+        f"The pool of httpx is left out beyond {_MAX_POOLED} requests: for every request that "
         "ends it looks at all connections for each idle one.",
     ]
     return "\n".join(lines) + "\n"
@@ -92,15 +91,12 @@ def main() -> None:
     seconds: dict[str, dict[int, list[float]]] = {_POOL: {}, _SEPARATE: {}}
     for size in options.sizes:
         for name, by_size in seconds.items():
-            is_measured = name == _SEPARATE or size <= _MOST_OF_POOL
+            is_measured = name == _SEPARATE or size <= _MAX_POOLED
             waves = asyncio.run(time_waves(name, size, options.waves)) if is_measured else []
             by_size[size] = waves
     text = report_of(seconds, machine)
     print(text)  # noqa: T201
-    if options.out is not None:
-        options.out.with_suffix(".md").write_text(text)
-        values = {"machine": machine, "seconds": seconds}
-        options.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+    harness.write_report(options.out, text, {"machine": machine, "seconds": seconds})
 
 
 if __name__ == "__main__":

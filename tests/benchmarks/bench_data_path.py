@@ -1,4 +1,4 @@
-"""The way of a batch from the collector to every rank, beside that of the commit before.
+"""The path of a batch from the collector to every rank, against that of the commit before.
 
 Both trees make the same batch. The collector's part (encode and write) and the ranks' part (read,
 broadcast over gloo, decode) run in processes of their own, the trees in turns.
@@ -111,7 +111,7 @@ def _report(
     }
     before, after = medians["before"], medians["after"]
     lines = [
-        "# The way of a batch",
+        "# From the collector to the ranks: the path of a batch",
         "",
         *harness.heading(machine, ("torch", "pyarrow")),
         f"64 groups of 16 responses, {after['tokens']:,.0f} response tokens in all, prompts of 200 "
@@ -162,11 +162,7 @@ def main() -> None:
     machine["before"] = harness.commit_of(trees["before"])
     report = _report(rounds, options, machine)
     print(report)  # noqa: T201
-    if options.out is not None:
-        values = {"machine": machine, "rounds": rounds}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(report)
+    harness.write_report(options.out, report, {"machine": machine, "rounds": rounds})
 
 
 if __name__ == "__main__":

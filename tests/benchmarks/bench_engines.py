@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--tokens", type=int, default=64, help="most of a response")
+    parser.add_argument("--tokens", type=int, default=64, help="limit of a response")
     parser.add_argument("--prompt", type=int, default=24, help="tokens of the longest prompt")
     parser.add_argument(
         "--wide", type=int, default=384, help="hidden units of the second model; 0: leave it out"

@@ -6,7 +6,6 @@ python -m tests.benchmarks.bench_episodes --out docs/benchmarks/episodes_cpu_202
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
 from tests.environment.lessons import teach_two_turns
 from tests.launch import run
 
@@ -161,8 +160,7 @@ def main() -> None:
     }
     picture = options.out.with_suffix(".png")
     draw(trainings, picture)
-    options.out.with_suffix(".md").write_text(markdown(report, trainings, picture.name))
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, markdown(report, trainings, picture.name), report)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tests.trainer.chaos import (
 )
 from tests.trainer.dumps import make_random_model
 
-_LONGEST_DELAY_S = 6.0
+_MAX_DELAY_S = 6.0
 _RETURN_TIMEOUT_S = 400.0
 
 
@@ -59,7 +59,7 @@ def run_faults(directory: Path, num_faults: int, num_steps: int, seed: int) -> l
     try:
         wait_for(process, lambda: len(steps(run_dir)) >= 2, "the first steps")
         for number in range(num_faults):
-            time.sleep(chance.uniform(0, _LONGEST_DELAY_S))
+            time.sleep(chance.uniform(0, _MAX_DELAY_S))
             faults.append(_fail_one(process, run_dir, log, chance, number))
             print(f"{number + 1}/{num_faults}: {faults[-1]}", file=sys.stderr, flush=True)  # noqa: T201
         out, err = process.communicate(timeout=3600)

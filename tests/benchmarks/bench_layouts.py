@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from tests.benchmarks.harness import REPOSITORY, heading, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
 from tests.distributed_launch import run_ranks
 from tests.trainer.dumps import make_random_model, replay_settings, write_dump_shapes
 from tests.trainer.layout_ranks import CASES, Case, Outcome, train_in, with_references
@@ -99,8 +98,7 @@ def main() -> None:
     report = {"machine": machine(torch.device("cpu")), "rows": rows}
     text = _markdown(report)
     print(text)  # noqa: T201
-    options.out.with_suffix(".md").write_text(text)
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, text, report)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ make demo && python -m tests.benchmarks.bench_overlap runs/demo-tiny-seed0
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.benchmarks.harness import REPOSITORY, heading, machine
+from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
 from tests.launch import run
 
 CONFIG = REPOSITORY / "configs/demo.yaml"
@@ -115,7 +114,7 @@ def markdown(report: dict[str, Any]) -> str:
         ("age of trained tokens, largest", "staleness_max", "{:.0f}"),
     ]
     lines = [
-        "# Generation beside training",
+        "# Generation during training",
         "",
         *heading(where),
         f"The demo on one rank{''.join(f', {setting}' for setting in report['settings'])}: medians "
@@ -159,9 +158,7 @@ def main() -> None:
     }
     text = markdown(report)
     print(text)  # noqa: T201
-    if options.out is not None:
-        options.out.with_suffix(".md").write_text(text)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, text, report)
 
 
 if __name__ == "__main__":

@@ -212,16 +212,13 @@ def main() -> None:
     machine |= harness.machine(torch.device("cpu"))
     report = _report(load, rows, idle_ms, machine)
     print(report)  # noqa: T201
-    if arguments.out is not None:
-        values = {
-            "machine": machine,
-            "load": asdict(load),
-            "idle_heartbeat_ms": idle_ms,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(report)
+    values = {
+        "machine": machine,
+        "load": asdict(load),
+        "idle_heartbeat_ms": idle_ms,
+        "rows": [asdict(row) for row in rows],
+    }
+    harness.write_report(arguments.out, report, values)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ make demo && python -m tests.benchmarks.bench_step runs/demo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.harness import heading, machine
+from tests.benchmarks.harness import heading, machine, write_report
 from tests.benchmarks.step_ranks import PARTS, profile_steps
 from tests.distributed_launch import run_ranks
 
@@ -93,9 +92,7 @@ def main() -> None:
     }
     text = _markdown(report)
     print(text)  # noqa: T201
-    if options.out is not None:
-        options.out.with_suffix(".md").write_text(text)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, text, report)
 
 
 if __name__ == "__main__":

@@ -303,12 +303,17 @@ def publish(
         ],
     }
     text = _markdown(title, report["machine"], sections)
-    as_json = json.dumps(report, indent=1)
-    print(as_json if options.json else text)  # noqa: T201
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".md").write_text(text)
-        options.out.with_suffix(".json").write_text(as_json + "\n")
+    print(json.dumps(report, indent=1) if options.json else text)  # noqa: T201
+    write_report(options.out, text, report)
+
+
+def write_report(out: Path | None, text: str, report: dict[str, Any]) -> None:
+    """Write OUT.md with ``text`` and OUT.json with ``report``, if OUT was given."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(text)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _markdown(title: str, where: dict[str, Any], sections: Sequence[Section]) -> str:

@@ -40,14 +40,14 @@ class Hardware:
     """2 · 28 layers · 4 heads · 128 · 2 bytes."""
     peak_flops: float = 989e12
     mfu_share: float = 0.4
-    """Of the peak, for training and prefill."""
+    """Share of the peak, for training and prefill."""
     memory_bytes_per_s: float = 3.35e12
     memory_share: float = 0.7
-    """Of the bandwidth, while decoding."""
+    """Share of the bandwidth, while decoding."""
     memory_bytes: float = 0.88 * 80e9
     """For weights, keys and values."""
     overhead_s: float = 1e-3
-    """Of a decoding step: sampling, scheduling."""
+    """Overhead of a decoding step: sampling, scheduling."""
     sync_s: float = 5.0
     """From the end of training until every engine has the new weights."""
 
@@ -93,7 +93,7 @@ class Lengths:
     sigma: float = 1.1
     """Standard deviation of the logarithm."""
     prompt_share: float = 0.5
-    """Of the variance: hard prompts have long responses in the whole group."""
+    """Share of the variance: hard prompts have long responses in the whole group."""
     longest: int = 65_536
     prompt_tokens: int = 256
 

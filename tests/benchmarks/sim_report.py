@@ -59,7 +59,7 @@ class Result:
     outcome: Outcome
     """Mean over the seeds."""
     record: Record
-    """Of the first seed."""
+    """Record of the first seed."""
     spread: float
     """Largest minus smallest rate of the seeds, over their mean."""
 

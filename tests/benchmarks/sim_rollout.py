@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GROUPS, SAMPLES, UPDATES = 256, 16, 2
-MOST_STEPS = 2
-"""Limit of the modes that have one."""
+MAX_AGE_STEPS = 2
+"""Limit of ages in the modes that have one."""
 WARM_UP = 30
 """Steps before the window that rates and ages are taken from."""
 FIRST = 3
@@ -40,29 +40,29 @@ class Outcome:
 
     steps_per_h: float
     busy_share: float
-    """Of the engines' time: decoding or prefill."""
+    """Share of the engines' time: decoding or prefill."""
     prefill_share: float
-    """Of the busy time: contexts are read, nearly all of them again."""
+    """Share of the busy time: contexts are read, nearly all of them again."""
     engine_tokens_per_s: float
-    """Of one engine, over the whole window."""
+    """Rate of one engine, over the whole window."""
     trainer_idle_share: float
     age_mean: float
     age_p90: float
     age_max: int
     stale_share: float
-    """Of the trained tokens: older than the newest weights."""
+    """Share of the trained tokens: older than the newest weights."""
     masked_share: float
-    """Of the trained tokens: too old, without a gradient."""
+    """Share of the trained tokens: too old, without a gradient."""
     wasted_share: float
-    """Of the generated tokens: of groups that were given up."""
+    """Share of the generated tokens: those of groups that were given up."""
     carried_share: float
-    """Of the batches' groups: missed at least one batch after their first token."""
+    """Share of the batches' groups: missed at least one batch after their first token."""
     first_length_ratio: float
     """Mean response of the first batches over that of the distribution."""
     length_ratio: float
     """The same in the window."""
     kv_share: float
-    """Of an engine's memory for keys and values: the fullest moment of the fullest engine."""
+    """Share of an engine's memory for keys and values: the fullest moment of the fullest engine."""
 
 
 def modes() -> list[Mode]:
@@ -77,7 +77,7 @@ def modes() -> list[Mode]:
         return RolloutConfig.model_validate(sizes | settings)
 
     def limited(**staleness: Any) -> RolloutConfig:
-        limit = {"max_age": MOST_STEPS * UPDATES, **staleness}
+        limit = {"max_age": MAX_AGE_STEPS * UPDATES, **staleness}
         return rollout(async_steps=2, staleness=limit)
 
     half = GROUPS // 2
@@ -99,9 +99,9 @@ def modes() -> list[Mode]:
             Mode(f"async {steps}, drained", rollout(async_steps=steps), drains=True)
             for steps in (1, 2, 4)
         ),
-        Mode(f"async 2, oldest ≤ {MOST_STEPS}: drop", limited(measure="oldest")),
-        Mode(f"async 2, mean ≤ {MOST_STEPS}: drop", limited(measure="mean")),
-        Mode(f"async 2, token ≤ {MOST_STEPS}: mask", limited(measure="token", action="mask")),
+        Mode(f"async 2, oldest ≤ {MAX_AGE_STEPS}: drop", limited(measure="oldest")),
+        Mode(f"async 2, mean ≤ {MAX_AGE_STEPS}: drop", limited(measure="mean")),
+        Mode(f"async 2, token ≤ {MAX_AGE_STEPS}: mask", limited(measure="token", action="mask")),
     ]
 
 

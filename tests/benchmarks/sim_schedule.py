@@ -78,9 +78,9 @@ class Batch:
     tokens_by_age: dict[int, float]
     masked_tokens: float
     oldest_ages: list[int]
-    """Of each response."""
+    """Age of the oldest token of each response."""
     carries: list[int]
-    """Of each group."""
+    """Batches that each group missed."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ class Load:
     prompt_tokens: int
     response_tokens: int
     tokens_per_s: float
-    """Of all requests together."""
+    """Rate of all requests together."""
 
 
 class Server:

@@ -87,10 +87,11 @@ def test_what_is_masked_may_hold_anything(tmp_path: Path) -> None:
 def test_the_printed_report_marks_the_chosen_pair(tmp_path: Path) -> None:
     text = io.StringIO()
     found = bounds_from_file(write(tmp_path / "tokens.npz", columns()), CONFIG)
-    print_search(*found, Console(file=text, width=120))
+    print_search(*found, CONFIG.target, Console(file=text, width=120))
     chosen = [line for line in text.getvalue().splitlines() if "→" in line]
     assert len(chosen) == 1
     assert "1.25" in chosen[0]
+    assert f"target {CONFIG.target:g}" in text.getvalue()
     assert "met: c_low 0.6, c_high 1.25" in text.getvalue()
 
 

@@ -116,9 +116,9 @@ def test_a_bad_line_is_one_line_with_its_number_after_the_results_before_it():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (b"{", "no JSON ("),
-        (b"[" * 100_000, "no JSON ("),
-        (b"\xff", "no JSON ("),
+        (b"{", "not valid JSON ("),
+        (b"[" * 100_000, "not valid JSON ("),
+        (b"\xff", "not valid JSON ("),
         (b"[1]", "must be a JSON object with 'response' and 'answer', got list"),
         (b"{}", "field 'response' is missing (fields: none); add it"),
         (b'{"response": 1, "answer": "x"}', "field 'response' must be a text, got int"),

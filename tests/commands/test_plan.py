@@ -154,7 +154,11 @@ def test_the_parameters_can_be_checked_against_megatron(config: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ([], 1, "model.path: 'models/absent' has no config.json; download that file of the model"),
+        (
+            [],
+            1,
+            "model.path: 'models/absent' does not exist; give the model's config.json by",
+        ),
         (["--model-config", "none.json"], 1, "--model-config: no such file 'none.json'"),
         (["--model-config", MODEL, "--gpus", "12"], 1, "--gpus: must be a multiple of"),
         (["--model-config", MODEL, "--gpu", "h1000"], 1, "did you mean H100?"),

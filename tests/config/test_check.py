@@ -256,6 +256,12 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "eval.at_end = false; set eval.every_steps, or leave it empty",
         ),
         (
+            ["checkpoint.best=eval/train/avg_at_k", "replay=dumps", "train.steps=2"],
+            1,
+            "checkpoint.best: needs evaluations, and a replay has no server, got "
+            "'eval/train/avg_at_k'; leave it empty",
+        ),
+        (
             ["eval.temperature=0", "eval.samples_per_prompt=4"],
             1,
             "eval.samples_per_prompt: must be 1 with eval.temperature = 0, since greedy samples "

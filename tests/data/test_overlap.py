@@ -20,7 +20,7 @@ def prompts(name, questions):
 
 
 def overlaps(train, evaluation):
-    """Of training set t and evaluation set e with these questions."""
+    """The overlaps of training set t and evaluation set e with these questions."""
     return find_overlaps(
         [make_prompt_set("t", prompts("t", train))], [("e", prompts("e", evaluation))]
     )

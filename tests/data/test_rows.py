@@ -173,7 +173,7 @@ def test_columns_of_no_known_format_are_not_guessed():
         (
             {"prompt": "\ud800", "answer": "2"},
             {},
-            r"column 'prompt' holds half of a surrogate pair, which is no text",
+            r"column 'prompt' holds half of a surrogate pair, which is not text: \"\\ud800\"",
         ),
         ({"prompt": "x", "answer": float("nan")}, {}, r"column 'answer' must be .* got NaN"),
         (
@@ -195,6 +195,7 @@ def test_a_field_that_cannot_be_used_is_named(fields, settings, message):
     [
         (" 42 ", "42"),
         (42, "42"),
+        pytest.param(10**400, "1" + "0" * 400, id="beyond a float"),
         (2.5, "2.5"),
         (decimal.Decimal("2.50"), "2.50"),
         ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
@@ -298,7 +299,7 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         "images": [{"path": "a.png"}],
     }
     json.dumps(prompt.row, allow_nan=False)
-    assert "do not get the columns images.bytes: bytes are no JSON" in caplog.text
+    assert "do not get the columns images.bytes: bytes are not JSON" in caplog.text
 
 
 def test_only_the_columns_that_are_named_stay_in_memory(tmp_path, load):

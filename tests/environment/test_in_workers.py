@@ -21,7 +21,7 @@ RETURNED = {
     "deep_state": "ValueError: the state must be nested at most 100 deep, got 101",
     "bottomless_state": "ValueError: the state must be a JSON value (maximum recursion depth",
     "message_without_content": "ValueError: a message must have 'content', got ['role']",
-    "message_of_numbers": "ValueError: a message must hold texts, got int as 'content'",
+    "message_of_numbers": "ValueError: a message must hold strings, got int as 'content'",
     "message_of_half_a_pair": r"ValueError: a message must be UTF-8, got '\ud800'",
     "message_as_text": "ValueError: a message must be a mapping with role and content, got str",
     "messages_as_text": "ValueError: messages must be a list, got str",

@@ -189,6 +189,8 @@ def test_other_sampling_settings_are_named_where_they_are_known():
     assert found.different_settings == ("temperature 0.6 and 1.0",)
     (found,) = compare(first, result(SECOND))
     assert found.different_settings == ()
+    first, second = (result(FIRST, settings={"environment": "x:Y", "max_turns": n}) for n in (3, 5))
+    assert compare(first, second)[0].different_settings == ("max_turns 3 and 5",)
 
 
 def test_other_answers_under_the_same_names_are_refused():

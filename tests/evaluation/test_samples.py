@@ -114,7 +114,7 @@ def test_a_file_that_is_one_torn_line_is_begun_again(tmp_path: Path) -> None:
         ({"top_k": 20}, "made with top_k null, now it would be top_k 20"),
     ],
 )
-def test_samples_of_other_settings_are_not_gone_on_with(
+def test_samples_of_other_settings_are_not_continued(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "sums.jsonl"
@@ -125,7 +125,7 @@ def test_samples_of_other_settings_are_not_gone_on_with(
     assert path.read_bytes() == before
 
 
-def test_samples_whose_settings_are_lost_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_samples_whose_settings_are_lost_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     asyncio.run(write(path, *ALL))
     (tmp_path / "sums.settings.json").write_text("{")
@@ -144,7 +144,7 @@ def test_two_processes_do_not_write_one_file(
     async def write_twice() -> None:
         journal = await SampleJournal.open(tmp_path / "a.jsonl", SETTINGS, resume=False)
         await journal.append(ALL[0])
-        with pytest.raises(ResultsError, match="another process writes it"):
+        with pytest.raises(ResultsError, match="another process is writing it"):
             await SampleJournal.open(tmp_path / "a.jsonl", SETTINGS, resume=False)
         journal.close()
 
@@ -210,10 +210,11 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no json", "sums.jsonl:2: no JSON"),
+        ("no json", "sums.jsonl:2: not valid JSON"),
+        pytest.param("[" * 100_000, "sums.jsonl:2: not valid JSON", id="nested"),
         ("[]", "sums.jsonl:2: must be a JSON object"),
         ("{}", "sums.jsonl:2: needs 'prompt_id' as an evaluation writes it, got null"),
-        (None, "sums.jsonl:2: sample 0 of a:0 stands there twice; remove one of the lines"),
+        (None, "sums.jsonl:2: sample 0 of a:0 occurs twice; remove one of the lines"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str | None, message: str) -> None:

@@ -86,7 +86,7 @@ def gradient_(
     vocab_size: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Overwrite the logits by their gradient and return them."""
+    """Overwrite the logits with their gradient and return them."""
     torch.ops.bapo.logits_backward_(
         logits_NV,
         rows_T,

@@ -219,7 +219,7 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
     options = PlanOptions(gpus=4, response_tokens=8000)
     batch = {**RUN_7B["rollout"], "groups_per_step": 1, "samples_per_group": 16}
     plain = plan_7b(options, parallel={"pipeline": 4}, rollout=batch)
-    assert plain.workload.micro_batches == 16 // 1 // 1 // 1
+    assert plain.workload.micro_batches == 16
     # One sample of 8256 tokens in a micro-batch: (p − 1)/(m + p − 1).
     assert plain.bubble_share == pytest.approx(3 / 19)
     chunks = {"pipeline": 4, "virtual_pipeline": 7}

@@ -6,20 +6,14 @@ import pytest
 
 from bapo_megatron.planning.plan import PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from tests.config.shipped import FRAGMENTS, NAMES, PAPER_RUNS, load_shipped
-from tests.planning.cases import MODELS, PARAMETERS, layout_of, small_model
-
-FILES = {
-    "DeepSeek-R1-Distill-Qwen-7B": "deepseek-r1-distill-qwen-7b",
-    "DeepSeek-R1-Distill-Qwen-32B": "deepseek-r1-distill-qwen-32b",
-    "OctoThinker-3B-Long-Zero": "octothinker-3b",
-}
+from tests.config.shipped import FRAGMENTS, NAMES, PAPER_RUNS, hf_config_file, load_shipped
+from tests.planning.cases import PARAMETERS, layout_of, small_model
 
 
 @pytest.mark.parametrize("name", PAPER_RUNS)
 def test_a_run_of_the_paper_fits_one_replica_s_80_gb_gpus(name: str) -> None:
     config = load_shipped(name)
-    hf = read_hf_config_file(MODELS / f"{FILES[config.model.path.name]}.json")
+    hf = read_hf_config_file(hf_config_file(config))
     plan = make_plan(config, hf, PlanOptions(gpu_memory_gb=80))
     assert plan.fits
     assert plan.notes == []
@@ -30,7 +24,7 @@ def test_the_layout_of_a_run_of_the_paper_is_built_on_the_meta_device(name: str)
     config = load_shipped(name)
     parallel = config.parallel.model_dump(exclude_defaults=True, exclude={"timeout_s"})
     built = [(model, layout_of(sizes)) for model, sizes in PARAMETERS.values()]
-    assert (FILES[config.model.path.name], layout_of(parallel)) in built
+    assert (hf_config_file(config).stem, layout_of(parallel)) in built
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in {*PAPER_RUNS, *FRAGMENTS}])

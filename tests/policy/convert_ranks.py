@@ -90,7 +90,7 @@ def full_disk(sources: list[Path], target: Path) -> list[str]:
 
 
 def _load(policy: MegatronPolicy, checkpoint: Path) -> None:
-    """Overwrite all weights by those of a checkpoint, as any user of Megatron-core would."""
+    """Overwrite all weights with those of a checkpoint, as any user of Megatron-core would."""
     for number, chunk in enumerate(policy.chunks):
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))

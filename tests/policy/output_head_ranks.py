@@ -1,4 +1,4 @@
-"""What the ranks of test_output_head.py do.
+"""What the ranks of test_megatron_policy_head.py do.
 
 Shape legend: N = packed tokens, H = hidden size, V = local vocabulary columns, T = response tokens.
 """

@@ -73,12 +73,14 @@ def test_an_output_layer_stored_beside_the_tied_embedding_is_dropped(
 def test_weights_are_cast_where_another_dtype_is_asked_for(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    run_convert(models["qwen3"], tmp_path / "megatron", dtype="bfloat16")
+    model = copy_with(models["qwen3"], tmp_path / "model", lambda tensors: None)
+    set_config_field(model, torch_dtype="float32")  # both spellings
+    run_convert(model, tmp_path / "megatron", dtype="bfloat16")
     run_convert(tmp_path / "megatron", tmp_path / "back", dtype="float32")
     cast = {name: t.bfloat16().float() for name, t in weights(models["qwen3"]).items()}
     assert_same(weights(tmp_path / "back"), cast)
     kept = json.loads((tmp_path / "megatron" / "hf" / "config.json").read_text())
-    assert kept["dtype"] == "bfloat16"
+    assert kept["dtype"] == kept["torch_dtype"] == "bfloat16"
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
 
 

@@ -191,7 +191,7 @@ def test_a_checkpoint_says_which_model_it_is_of_or_must_be_told(
     step = tmp_path / "run" / "checkpoints" / "step_3"
     shutil.copytree(converted["qwen2"], step)
     shutil.rmtree(step / "hf")
-    assert "by --hf" in error_of(step, tmp_path / "hf")
+    assert "with --hf" in error_of(step, tmp_path / "hf")
     config = tmp_path / "run" / "config.yaml"
     config.write_text("model:\n  path: /nowhere\n")
     assert "model.path /nowhere is not a model" in error_of(step, tmp_path / "hf")

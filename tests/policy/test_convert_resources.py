@@ -168,5 +168,5 @@ def test_the_command_says_what_it_wrote_or_why_not(models: dict[str, Path], tmp_
     assert result.returncode == 1
     assert result.stderr == (
         f"bapo-megatron: {target}: exists and is not empty; choose another target, or replace it "
-        "by --force\n"
+        "with --force\n"
     )

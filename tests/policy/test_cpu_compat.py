@@ -1,4 +1,4 @@
-"""The shims change nothing until they are installed, and nothing where there is CUDA."""
+"""The shims change nothing until they are installed, and nothing where CUDA is available."""
 
 from __future__ import annotations
 

@@ -307,11 +307,16 @@ def test_weights_that_do_not_fit_are_named(models: dict[str, Path], tmp_path: Pa
         "no_weights": copy("no_weights"),
         "damaged": copy("damaged"),
         "lost_file": copy("lost_file"),
+        "lost_tensor": copy("lost_tensor"),
+        "odd_index": copy("odd_index"),
     }
     (cases["no_weights"] / "model.safetensors").unlink()
     (cases["damaged"] / "model.safetensors").write_bytes(b"not safetensors")
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (cases["lost_file"] / "model.safetensors.index.json").write_text(json.dumps(index))
+    index = {"weight_map": {"model.norm.bias": "model.safetensors"}}
+    (cases["lost_tensor"] / "model.safetensors.index.json").write_text(json.dumps(index))
+    (cases["odd_index"] / "model.safetensors.index.json").write_text('{"weight_map": []}')
 
     (errors,) = run_ranks(parity_ranks.faulty_models, 1, cases)
 
@@ -327,3 +332,5 @@ def test_weights_that_do_not_fit_are_named(models: dict[str, Path], tmp_path: Pa
     assert "neither model.safetensors nor model.safetensors.index.json" in errors["no_weights"]
     assert "damaged/model.safetensors: not a readable safetensors file" in errors["damaged"]
     assert "missing model-00002-of-00002.safetensors" in errors["lost_file"]
+    assert "index.json: its files do not hold model.norm.bias" in errors["lost_tensor"]
+    assert "index.json: no readable weight_map" in errors["odd_index"]

@@ -88,7 +88,7 @@ def test_a_score_may_hold_numbers_of_numpy(outcomes):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", "failed: RuntimeError: cannot score some text; correct it, or set"),
+        ("raises", "failed: RuntimeError: cannot score some text; correct it$"),
         ("not_finite", "failed: ValueError: 'reward' must be finite, got nan"),
         ("no_number", "failed: ValueError: 'reward' must be a number, got str"),
         ("no_reward", r"failed: ValueError: it returned a mapping without 'reward' \(keys: score"),

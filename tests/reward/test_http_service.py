@@ -239,7 +239,8 @@ def test_a_refusal_is_not_repeated(status, message):
         (lambda batch: [1.0, "x"], "'reward' must be a number, got str"),
         (lambda batch: [1.0, None], "'reward' must be a number, got NoneType"),
         (lambda batch: b"[1.0, NaN]", "'reward' must be finite"),
-        (lambda batch: b"<html>", "no JSON"),
+        (lambda batch: b"<html>", "not valid JSON"),
+        (lambda batch: b"[" * 100_000, "not valid JSON"),
     ],
 )
 def test_an_answer_of_another_form_is_one_line(results, message):

@@ -96,6 +96,32 @@ def test_a_reply_that_came_while_the_loop_stood_still_counts():
     assert (score.reward, score.timed_out, is_same_worker) == (3.0, False, True)
 
 
+@pytest.mark.parametrize(("starved_s", "is_scored"), [(0.0, False), (60.0, True)])
+def test_waiting_for_a_processor_does_not_count(tmp_path, monkeypatch, starved_s, is_scored):
+    counted = iter([0.0])
+    monkeypatch.setattr(workers_module, "_starved_s", lambda _: next(counted, starved_s))
+
+    async def grade():
+        async with RewardPool(1, timeout_s=0.1, functions=(f"{OWN}:count_tries",)) as pool:
+            return await pool.score(str(tmp_path / "tries"))  # takes 0.5 s
+
+    assert asyncio.run(grade()).timed_out is not is_scored
+
+
+def test_two_processes_on_one_processor_starve():
+    processor = min(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"
+    spinning = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(2)]
+    try:
+        wait_until(lambda: all(workers_module._starved_s(each.pid) > 0.1 for each in spinning))
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+
+    assert workers_module._starved_s(spinning[0].pid) == 0.0  # it is gone
+
+
 def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
     async def grade():
         async with RewardPool(workers=2, timeout_s=30) as pool:

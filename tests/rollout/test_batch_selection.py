@@ -149,6 +149,22 @@ def test_replay_adds_groups_of_earlier_batches_spread_over_the_updates() -> None
     play(scene)
 
 
+def test_a_share_that_floating_point_cannot_hold_still_gives_all_its_groups() -> None:
+    async def scene() -> None:
+        setup = Setup(groups_per_step=50, replay={"batches": 1, "share": 0.58})
+        first = setup.collect(1)
+        await settle()
+        await setup.give(list(range(50)), 4, ends=True)
+        await first
+        await setup.sync(3)
+        second = setup.collect(2)
+        await settle()
+        await setup.give(setup.open_groups(), 4, ends=True)
+        assert (await second).stats.replayed_groups == 29  # 0.58 * 50 is 28.999999999999996
+
+    play(scene)
+
+
 def test_groups_kept_for_replay_must_have_the_size_of_new_ones() -> None:
     async def scene() -> None:
         setup = Setup(replay={"batches": 1})

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bapo_megatron.commands.plot import draw_dynamics
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.telemetry.console import uncut_console
+from bapo_megatron.telemetry.console import ProgressLine, uncut_console
 from bapo_megatron.telemetry.metrics import (
     BEFORE_TRAINING,
     eval_metrics,
@@ -338,6 +338,13 @@ def test_rows_of_tables_are_whole_where_output_is_no_terminal(capsys, monkeypatc
             monkeypatch.setenv("COLUMNS", columns)
         uncut_console().print(table)
         assert len(capsys.readouterr().out.splitlines()) == num_lines
+
+
+def test_square_brackets_in_progress_are_no_markup(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
+    for line in ("starting http://[fe80::1]:30000", "grading runs/[/a]/b"):
+        ProgressLine().update(line)
+        assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_a_broken_metrics_line_is_named(tmp_path) -> None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rich.console import Console
 
 from bapo_megatron.tiny import make
 from bapo_megatron.tiny.make import make_tiny
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHORT = WarmupSettings(num_steps=6, batch_size=64, num_rise_steps=2)
-QUIET = Console(quiet=True)
 FILES = ("train.jsonl", "heldout.jsonl", "model/model.safetensors", "model/tokenizer.json")
 
 
 def make_short(out_dir: Path, seed: int = 0):
-    return make_tiny(out_dir, seed, settings=SHORT, console=QUIET)
+    return make_tiny(out_dir, seed, settings=SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +115,7 @@ def test_an_interrupted_write_leaves_the_earlier_result(tiny_dir, tmp_path, monk
 
 @pytest.mark.slow
 def test_the_warmed_up_model_is_right_in_about_a_third_and_writes_boxed_answers(tmp_path):
-    report = make_tiny(tmp_path / "tiny", 0, console=QUIET)
+    report = make_tiny(tmp_path / "tiny", 0)
     texts, answers = sample_answers(report.model_dir, rows(tmp_path / "tiny" / "heldout.jsonl"))
     boxed = [text.partition("\n\\boxed{")[2] for text in texts]
     right = [text == f"{answer}}}<eos>" for text, answer in zip(boxed, answers, strict=True)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rich.console import Console
 
 from bapo_megatron.tiny.model import build_model, build_tokenizer
 from bapo_megatron.tiny.task import SolutionMixture, split_problems
@@ -28,11 +27,10 @@ def test_thirty_steps_lower_the_loss_and_the_thread_count_comes_back():
     model = build_model(tokenizer, seed=0)
     problems = split_problems(2048, 512, seed=0).warmup
     settings = WarmupSettings(num_steps=30, batch_size=16, num_rise_steps=5, num_threads=2)
-    quiet = Console(quiet=True)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        final_loss = warm_up(model, tokenizer, problems, SolutionMixture(), settings, 0, quiet)
+        final_loss = warm_up(model, tokenizer, problems, SolutionMixture(), settings, 0)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -36,7 +36,7 @@ DUMP_SHAPES = {
 """The dumps that layouts train from (``layout_ranks.Case.dumps``)."""
 
 MANY_STEPS = 60
-"""Of the fixture ``many_dumps``."""
+"""Steps of the fixture ``many_dumps``."""
 
 
 def make_random_model(directory: Path) -> Path:

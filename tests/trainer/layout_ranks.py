@@ -45,7 +45,7 @@ class Outcome:
     rows: list[dict[str, Any]]
     """Metrics of each step."""
     weights: dict[str, Tensor]
-    """Of the exported model."""
+    """Weights of the exported model."""
 
 
 CASES = (

@@ -62,7 +62,7 @@ def one_rank(config: dict[str, Any]) -> None:
 
 
 def prompts_by_group(run_dir: Path) -> dict[int, str]:
-    """Of every group that a run trained on."""
+    """Prompt id of every group that a run trained on."""
     batches = [read_batch(path) for path in sorted((run_dir / "rollouts").glob("step_*.parquet"))]
     return {
         group.group_id: group.samples[0].prompt.prompt_id

@@ -1,4 +1,4 @@
-"""What the ranks of test_reduction.py do."""
+"""What the ranks of test_step_reduction.py do."""
 
 from __future__ import annotations
 

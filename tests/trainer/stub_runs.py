@@ -96,7 +96,7 @@ class Outcome:
     rows: list[dict[str, float]]
     checkpoint: str
     saved_state: dict[str, Any]
-    """Of the source, in the newest checkpoint."""
+    """State of the source, in the newest checkpoint."""
     kept: list[str]
     """What is in the directory of checkpoints."""
     best: BestCheckpoint | None

@@ -18,15 +18,14 @@ from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.types import RolloutBatch
 from tests.distributed_launch import run_ranks
 from tests.launch import run
-from tests.policy.tiny_models import load_reference
 from tests.trainer.aggregation_ranks import gradients_of_each_setting
+from tests.trainer.exact_policy import ExactPolicy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 
-TEMPERATURE = 0.7
 RECOMPUTED = {"behaviour": "recomputed"}
 LIMITS = {"cap": 1.05, "low": 0.93, "high": 1.1}
 MASKED_TOKENS = {"measure": "token", "max_age": 3, "action": "mask"}
@@ -60,7 +59,7 @@ def stale_dump(
     """A batch of version 9 that the weights of three versions sampled, with noisy log-probs."""
     batch = read_batch(mixed_dumps / "step_000001.parquet")
     rng = np.random.default_rng(3)
-    exact = _exact_logprobs(random_model, batch)
+    exact = _exact_logprobs(ExactPolicy(random_model, batch))
     for number, (sample, exact_R) in enumerate(zip(batch.samples, exact, strict=True)):
         length = len(exact_R)
         noisy_R = exact_R + rng.normal(0, 0.1, length)
@@ -82,31 +81,19 @@ def one_rank(random_model: Path, stale_dump: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def exact(random_model: Path, stale_dump: Path) -> dict[str, Any]:
-    """The batch and its exact log-probs."""
+    """The batch, its exact log-probs and its advantages."""
     batch = read_batch(stale_dump)
-    return {"batch": batch, "logprobs": _exact_logprobs(random_model, batch)}
+    policy = ExactPolicy(random_model, batch)
+    return {
+        "batch": batch,
+        "logprobs": _exact_logprobs(policy),
+        "advantages": policy.advantages,
+    }
 
 
-def _exact_logprobs(model_dir: Path, batch: RolloutBatch) -> list[np.ndarray]:
-    """Log-probs of each response [R] by transformers, in float64."""
-    model = load_reference("qwen2", model_dir).eval().double()
-    logprobs = []
-    for sample in batch.samples:
-        ids_N = np.concatenate([sample.prompt.token_ids, sample.response_token_ids])
-        ids = torch.from_numpy(ids_N).long()[None]
-        with torch.no_grad():
-            rows = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
-        start = len(sample.prompt.token_ids)
-        logprobs.append(rows[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy())
-    return logprobs
-
-
-def _advantages(batch: RolloutBatch) -> list[float]:
-    found: list[float] = []
-    for group in batch.groups:
-        rewards = np.array([sample.reward for sample in group.samples])
-        found += ((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)).tolist()
-    return found
+def _exact_logprobs(policy: ExactPolicy) -> list[np.ndarray]:
+    """Log-probs of each response [R] in float64."""
+    return [logprob_R.detach().numpy() for logprob_R in policy.logprobs]
 
 
 def _assert_same_update(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -131,7 +118,7 @@ def test_the_loss_is_weighed_as_defined(
     loss, weights, raw = 0.0, [], []
     samples = exact["batch"].samples
     for sample, exact_R, advantage in zip(
-        samples, exact["logprobs"], _advantages(exact["batch"]), strict=True
+        samples, exact["logprobs"], exact["advantages"], strict=True
     ):
         log_R = exact_R - sample.behaviour_logprobs.astype(np.float64)
         raw_R = np.exp(np.full_like(log_R, log_R.sum()) if kind == "sequence" else log_R)
@@ -189,7 +176,7 @@ def test_masked_tokens_are_in_no_sum(
     low, high = one_rank[name]["bounds"]
     kept, losses, staleness = 0, [], 0.0
     for sample, exact_R, advantage in zip(
-        exact["batch"].samples, exact["logprobs"], _advantages(exact["batch"]), strict=True
+        exact["batch"].samples, exact["logprobs"], exact["advantages"], strict=True
     ):
         age_R = 9 - token_versions(sample.versions)
         trains_R = age_R <= 3 if name == "masked tokens" else np.full(len(age_R), age_R.mean() <= 1)

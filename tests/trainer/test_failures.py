@@ -44,7 +44,7 @@ def _first_line(arguments: list[str]) -> tuple[int, str]:
             "'algorithm.objective' must be bapo, clip, none or package.module:name, got 'grpo'",
         ),
         ("rollout.temperature=warm", "rollout.temperature"),
-        ("rollout.top_k=100", "top_k must be -1"),
+        ("rollout.top_k=100", "'rollout.top_k' must be -1"),
         ("model.path=/no/such/model", "model.path: no such directory '/no/such/model'"),
         ("parallel.tensor=2", "parallel.tensor: must divide the number of ranks"),
         ("replay=/no/such/dumps", "replay: no such directory '/no/such/dumps'"),
@@ -168,6 +168,7 @@ def test_updates_with_nan_are_skipped_if_asked(
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["train/skipped_updates"] for row in rows] == [0.0, 1.0]
     assert [row["train/nonfinite_tokens"] for row in rows] == [0.0, 1.0]
+    assert rows[1]["train/packing_share"] > 0  # its micro-batches were computed
 
 
 @pytest.mark.distributed

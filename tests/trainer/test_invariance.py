@@ -42,7 +42,7 @@ def one_rank(random_model: Path, episode_dump: Path) -> dict[tuple[str, int], di
 def two_ranks(
     random_model: Path, episode_dump: Path
 ) -> list[dict[str, dict[tuple[str, int], dict[str, Any]]]]:
-    """Of each rank, its results by layout."""
+    """Results by layout, of each rank."""
     return run_ranks(gradients_in_each_layout, 2, random_model, episode_dump, LAYOUTS, (SMALL,))
 
 

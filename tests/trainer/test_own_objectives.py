@@ -20,6 +20,7 @@ from bapo_megatron.telemetry.sinks import read_metrics
 from tests.distributed_launch import run_ranks
 from tests.launch import run
 from tests.trainer.aggregation_ranks import gradients_of_each_objective
+from tests.trainer.dumps import write_dumps
 from tests.trainer.exact_policy import ExactPolicy
 
 if TYPE_CHECKING:
@@ -155,8 +156,6 @@ def test_own_objectives_have_the_gradient_of_their_formula(
 def test_an_objective_that_trains_zero_advantages_is_not_skipped(
     replay_config: Path, random_model: Path, tmp_path: Path
 ) -> None:
-    from tests.trainer.dumps import write_dumps
-
     dumps = write_dumps(tmp_path / "equal", random_model, steps=1, rewards="equal")
     arguments = ["train", str(replay_config), f"replay={dumps}", "train.steps=1"]
     weights = load_file(random_model / "model.safetensors")
@@ -200,8 +199,6 @@ def test_an_objective_that_trains_zero_advantages_is_not_skipped(
 def test_a_mistake_of_the_user_ends_the_run_with_one_line(
     replay_config: Path, random_model: Path, tmp_path: Path, settings: list[str], problem: str
 ) -> None:
-    from tests.trainer.dumps import write_dumps
-
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", "train.steps=2"]
     if "infinite_advantage" in settings[0]:
         dumps = write_dumps(tmp_path / "equal", random_model, steps=2, rewards="equal")

@@ -1,4 +1,4 @@
-"""What the ranks of test_weight_sync.py do, with a collector that answers by a script."""
+"""What the ranks of test_send.py do, with a collector that answers by a script."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_if_every_server_computes_otherwise_the_run_ends(
     run_sync(servers, use)
 
 
-def test_servers_that_end_during_the_probe_do_not_end_therun_sync(
+def test_servers_that_end_during_the_probe_do_not_end_the_run(
     servers: list[FakeWeightServer],
 ) -> None:
     servers[0].hanging.add("/generate")

@@ -36,9 +36,9 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa``, but do not repeat keys and values in a decode step.
+    """Attend as transformers' ``sdpa`` does, without repeating keys and values in a decode step.
 
-    With one position, the query heads of a key-value head can stand in for positions.
+    With one position, the query heads that share a key-value head can stand in for positions.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -105,8 +105,7 @@ class KeyValues:
         """Copy ``kept_rows`` of ``old``, which become the first, and what ``prefills`` computed.
 
         Layer by layer, so that at most one layer exists twice; ``old`` loses its layers. Rows that
-        are neither hold zeros. B = ``num_rows``, W = ``num_columns`` > ``end``, the column that the
-        longest row ends at, if it starts at column 0.
+        are neither hold zeros. The longest row fills the columns before ``end`` < ``num_columns``.
         """
         cache, config, device = cls(num_columns, end), model.config, model.device
         heads = config.num_attention_heads

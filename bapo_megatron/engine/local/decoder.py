@@ -7,7 +7,8 @@ A step gives every row one token. A response waits for its turn, first come, fir
 the last of its tokens are computed in a prefill, the last one by its first step like any other.
 Rows whose response ended stay, as padding, until rows are put together anew (``_regroup``).
 
-Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps on the tape; P = positions.
+Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps on the tape, or numbers of a
+block; W = columns of the cache; R = inputs of a prefill; P = positions; D = hidden size.
 """
 
 import itertools
@@ -29,9 +30,9 @@ MULTIPLE = 8
 """Divides the rows of a step and the positions of a prefill: smaller matrix products take other
 kernels, and their results differ by more."""
 _TAPE_STEPS = 64
-"""After as many steps, or a burst, responses get what their rows have sampled."""
+"""After this many steps, or a burst, responses get what their rows have sampled."""
 _MIN_FREE_COLUMNS = 64
-"""A new cache has room for as many steps, or as many as it has columns, if they may be needed."""
+"""A new cache has room for this many steps, or to double in length, but no more than is needed."""
 _MAX_PREFILL_TOKENS = 16384
 """In one forward pass, with padding; a longer input gets a pass of its own."""
 _SCORED_POSITIONS = 512

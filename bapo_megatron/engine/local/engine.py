@@ -296,7 +296,7 @@ class LocalEngine:
             flight.end(type(error)(f"{error} (request: {flight.response.request.label})"))
 
     async def _compute(self, work: Callable[[], _T]) -> _T:
-        """Run work in the thread, whose failure is a ``RolloutError``; wait even if cancelled."""
+        """Run work in the thread to its end, even if cancelled; a failure is a ``RolloutError``."""
         if self._is_closed:
             raise ServerGoneError(f"{ADDRESS}: closed")
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -327,7 +327,7 @@ class LocalBackend:
 
     @property
     def servers(self) -> Sequence[EngineServer]:
-        """None."""
+        """Empty: the model is in this process."""
         return ()
 
     async def connect(self) -> Sequence[LocalEngine]:
@@ -336,7 +336,7 @@ class LocalBackend:
             model, stop_ids = await asyncio.to_thread(
                 load_model, self.model.path, self.model.dtype, self.device
             )
-        # Files are missing or of no use, they are damaged, or the memory does not suffice.
+        # Files are missing, unusable or damaged, or there is too little memory.
         except (OSError, ValueError, SafetensorError, RuntimeError) as error:
             raise RolloutError(
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "

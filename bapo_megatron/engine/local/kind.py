@@ -22,7 +22,7 @@ class Kind:
     """The model in the collector's process: no server, and repeats bit for bit."""
 
     packages: ClassVar[Mapping[str, str]] = {}
-    """None that the trainer does not need too."""
+    """None but the trainer's own."""
 
     def check(self, config: RunConfig) -> None:
         """See ``EngineKind``."""

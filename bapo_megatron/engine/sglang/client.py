@@ -1,6 +1,6 @@
 """One SGLang server as an ``Engine``: typed answers, every answer checked.
 
-How SGLang 0.5.20 and 0.5.21 release memory and take it again:
+How SGLang 0.5.20 and 0.5.21 release memory and take it back:
 
 * A server that is not idle crashes in release, on an assertion. ``/pause_generation`` in its mode
   ``abort`` answers requests, also those of other clients, with what there is, and lets no new one
@@ -99,7 +99,7 @@ class SglangClient:
         info = self._info or await self._ask_info()
         parser = StreamParser(request, sink.is_known, info.is_incremental)
         # New for each request: a repeated one would be answered without tokens. Equally long: the
-        # server aborts by prefix, "r1" would take "r10" along.
+        # server aborts by prefix, so "r1" would end "r10" too.
         rid = uuid.uuid4().hex
         flight = _Flight(asyncio.timeout(None))
         cause: Exception | None = None

@@ -1,6 +1,6 @@
 """What differs between the supported SGLang versions, in one place.
 
-What was compared (docs and tests hold both to it, ``tests/engine/sglang/test_dialect.py``):
+The differences (``tests/engine/sglang/test_dialect.py`` runs both versions):
 
 | | 0.5.20 | 0.5.21 |
 |---|---|---|

@@ -37,7 +37,7 @@ class SglangHttp:
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
-        self._ssl_context = httpx.create_ssl_context(trust_env=False)  # takes long to make
+        self._ssl_context = httpx.create_ssl_context(trust_env=False)  # slow to make
         self._clients: list[httpx.AsyncClient] = []
         self._control_client = self._make_client()
         self._idle_clients: list[httpx.AsyncClient] = []
@@ -64,7 +64,7 @@ class SglangHttp:
         """Send a request to ``/generate``; yield what the server streams, chunk by chunk.
 
         There is no time limit, and errors of httpx are not translated; ``label`` names the request
-        in those of the status.
+        in errors about the status.
         """
         path, headers = "/generate", self._keys.headers(admin=False)
         client = self._idle_clients.pop() if self._idle_clients else self._make_client()

@@ -4,13 +4,11 @@ The arguments are those of ``sglang.launch_server``. This is the only file that 
 it adds:
 
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
-* The API keys are no arguments, so that neither a process listing nor the server shows them, and
-  are kept out of the log. They are in the variables that the trainer reads too
-  (``keys.ApiKeys``).
+* The API keys are not arguments, so neither a process listing nor the server shows them, and they
+  are kept out of the log. They are in the variables that the trainer reads too (``keys.ApiKeys``).
 * Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang.
-* Started by ``server.SglangServer`` (``OWNER_PID_VARIABLE`` is set) it reads the keys from
-  its standard input instead, and ends the whole process group when the owner is gone, however it
-  died.
+* Started by ``server.SglangServer`` (``OWNER_PID_VARIABLE`` is set), it reads the keys from its
+  standard input instead, and ends the whole process group when the owner is gone, however it died.
 """
 
 import importlib.machinery
@@ -115,10 +113,13 @@ def _keep_out_of_log(keys: list[str]) -> None:
     def make_redacted_record(*arguments: Any, **options: Any) -> logging.LogRecord:
         # A factory, because sglang logs all of its settings and replaces every handler.
         record = make_record(*arguments, **options)
-        message = record.getMessage()
-        if any(key in message for key in keys):
-            for key in keys:
-                message = message.replace(key, "<redacted>")
+        try:
+            message = original = record.getMessage()
+        except Exception:  # noqa: BLE001 — a faulty call must not end the server
+            message, original = f"{record.msg} {record.args}", ""
+        for key in keys:
+            message = message.replace(key, "<redacted>")
+        if message != original:
             record.msg, record.args = message, None
         return record
 

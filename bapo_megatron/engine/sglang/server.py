@@ -46,8 +46,8 @@ LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""
 
 _NUM_SEEDS = 1 << 32
-# By default the server takes its memory fraction of the machine's free memory, in which the trainer
-# lives as well, and is ended by the kernel.
+# By default the server takes its memory fraction of the machine's free memory, which the trainer
+# needs too, and the kernel ends it.
 _CPU_MAX_TOTAL_TOKENS = 65536
 _CPU_ARGUMENTS = (
     "--device=cpu",
@@ -183,7 +183,7 @@ class SglangServer:
     def arguments(self) -> list[str]:
         """Return the arguments of ``sglang.launch_server``; the API keys are not among them."""
         server, is_cpu = self.config, self.device == "cpu"
-        # It differs between the servers of all hosts, and is the same in every run.
+        # A seed differs between the servers of all hosts, and is the same in every run.
         of_host = 0 if self.host == LOOPBACK else zlib.crc32(self.host.encode())
         seed = (self.seed + self.index + of_host) % _NUM_SEEDS
         arguments = [
