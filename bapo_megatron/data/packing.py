@@ -2,8 +2,8 @@
 
 A batch is split into optimizer updates of whole groups, and the samples of an update are divided
 over data-parallel ranks and micro-batches so that all have about the same to compute. Every
-function is deterministic: each rank computes the same plan from the same batch, and none has to be
-told.
+function is deterministic: each rank computes the same packing from the same batch, and none has to
+be told.
 
 Shape legend: B = samples of the batch.
 """
@@ -63,7 +63,7 @@ class PackingRules:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatePlan:
+class UpdatePacking:
     """Which samples each rank packs into each micro-batch of one optimizer update."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -94,9 +94,9 @@ def split_updates(batch: RolloutBatch, updates_per_batch: int) -> list[list[int]
     return [list(range(start, end)) for start, end in pairwise(edges)]
 
 
-def plan_update(
+def pack_update(
     samples: Sequence[Sample], sample_indices: Sequence[int], rules: PackingRules
-) -> UpdatePlan:
+) -> UpdatePacking:
     """Divide some of the [B] samples over ranks and micro-batches, balanced by operations.
 
     The number of micro-batches is the smallest that a bisection finds. Samples go, longest first,
@@ -133,7 +133,7 @@ def plan_update(
     bins = _fill_bins(items, found * step, rules.budget)
     assert bins is not None
     ranks = _assign_to_ranks(bins, rules.data_size)
-    return UpdatePlan(
+    return UpdatePacking(
         ranks=tuple(tuple(tuple(sorted(b.indices)) for b in rank) for rank in ranks),
         real_tokens=sum(lengths.values()),
         slots=sum(rules.padded_total(b.slots) for b in bins),

@@ -136,6 +136,9 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
     if not isinstance(settings, dict):
         raise ResultsError(f"{path}: damaged (not a JSON object); {remedy}")
+    for name in ("num_prompts", "samples_per_prompt"):
+        if not isinstance(settings.get(name), int):
+            raise ResultsError(f"{path}: damaged (its {name} is no integer); {remedy}")
     return settings
 
 

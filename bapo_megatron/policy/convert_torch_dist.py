@@ -39,6 +39,17 @@ from bapo_megatron.policy.hf_weights import Weight
 
 METADATA_NAME = ".metadata"
 
+_UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What damaged bytes may raise, depending on which of them changed."""
+
 Piece = tuple[dcp_planner.WriteItem, Tensor | io.BytesIO, int]
 """What a file holds, and its bytes."""
 
@@ -295,7 +306,7 @@ def _read_metadata(directory: Path) -> dcp_metadata.Metadata:
         )
     try:
         return FileSystemReader(directory).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+    except _UNPICKLING_ERRORS as error:
         raise ValueError(
             f"{directory / METADATA_NAME}: damaged ({first_line(error)}); use another checkpoint"
         ) from error

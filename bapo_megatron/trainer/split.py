@@ -19,7 +19,7 @@ from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, TrainConfig
 from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
-from bapo_megatron.data.packing import PackingRules, UpdatePlan, plan_update, split_updates
+from bapo_megatron.data.packing import PackingRules, UpdatePacking, pack_update, split_updates
 from bapo_megatron.data.staleness import trainable_mask
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
@@ -58,9 +58,9 @@ class SplitShape:
         advantage_B: np.ndarray,
         loss_weight_B: np.ndarray,
         masks_B: Sequence[np.ndarray] | None = None,
-    ) -> tuple[UpdatePlan, tuple[MicroBatch, ...]]:
+    ) -> tuple[UpdatePacking, tuple[MicroBatch, ...]]:
         """Return the packing of ``indices`` over all ranks, and this rank's micro-batches."""
-        packing = plan_update(samples, indices, self.rules)
+        packing = pack_update(samples, indices, self.rules)
         whole = (
             build_micro_batch(samples, own, advantage_B, loss_weight_B, self.rules, masks_B)
             for own in packing.ranks[self.data_rank]
@@ -154,7 +154,7 @@ def _counts(
     return counts
 
 
-def _packing_sums(packing: UpdatePlan) -> dict[str, float]:
+def _packing_sums(packing: UpdatePacking) -> dict[str, float]:
     """How full the micro-batches of all ranks are, and the work of a mean and the busiest rank."""
     return {
         "packing_real": float(packing.real_tokens),

@@ -144,6 +144,11 @@ def _overwrite(checkpoint: Path) -> None:
     path.write_bytes(content)
 
 
+def _rename_a_module(checkpoint: Path) -> None:
+    path = checkpoint / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"checkpoint.metadata", b"checkpoint.metadatb"))
+
+
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda d: _truncate(d / "__0_1.distcp"), "damaged, __0_1.distcp has "),
@@ -151,6 +156,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "overwritten": (_overwrite, "is damaged ("),
     "no description": (lambda d: (d / ".metadata").unlink(), "incomplete checkpoint, .metadata"),
     "damaged description": (lambda d: _truncate(d / ".metadata"), ".metadata: damaged"),
+    "description of another module": (_rename_a_module, ".metadata: damaged (No module named "),
     "no format": (lambda d: (d / "metadata.json").unlink(), "metadata.json is missing"),
     "damaged format": (lambda d: (d / "metadata.json").write_text("{"), "metadata.json: damaged"),
     "other format": (
