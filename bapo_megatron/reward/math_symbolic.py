@@ -182,6 +182,10 @@ def _in_bases(given: str, wanted: str) -> tuple[str, str] | None:
         values = [_in_base(*match.groups()) for match in (left, right)]
         if None not in values:
             return str(values[0]), str(values[1])
+        if left[1].isdigit() and right[1].isdigit():  # a base lacks a digit: no numbers, but names
+            # The parser would leave the bases out.
+            named = [rf"X_{{{digits}in{base}}}" for digits, base in (left.groups(), right.groups())]
+            return named[0], named[1]
     if left is not None and left[1].isdigit() and wanted.isdigit():
         return left[1], wanted
     if right is not None and right[1].isdigit() and given.isdigit():
@@ -285,10 +289,7 @@ def _is_close(left: Any, right: Any) -> bool:
     if not (left.has(sympy.Float) or right.has(sympy.Float)):
         return True
     one, other = abs(complex(left.doit().evalf())), abs(complex(right.doit().evalf()))
-    largest = max(one, other)
-    if largest == 0 or not math.isfinite(largest):
-        return True
-    return abs(one - other) <= _RELATIVE_TOLERANCE * largest
+    return math.isclose(one, other, rel_tol=_RELATIVE_TOLERANCE)
 
 
 def _is_number(expression: Any) -> bool:

@@ -184,6 +184,11 @@ class Greedy(Countdown):
         self.table = bytearray(8 << 30)
 
 
+class Boundless(Countdown):
+    def __init__(self):
+        self.table = bytearray(1 << 60)  # no machine has as much
+
+
 class Outer:
     class Inner(Countdown):
         pass

@@ -59,6 +59,14 @@ def wrong_parameter(completion):
     return 0.0
 
 
+def by_position(response, /):
+    return 0.0
+
+
+def one_text(responses):
+    return "one"
+
+
 def raises(response):
     raise RuntimeError(f"cannot\nscore {response}")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.reward.base import FunctionFailedError, Response, Score
+from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, Score
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout.buffer import PendingGroup
@@ -67,6 +67,34 @@ def test_a_function_that_fails_ends_the_run_or_scores_zero_and_is_counted(caplog
     assert (given.reward, given.failed, given.timed_out) == (1.0, True, False)
     assert given.components == {"bad": 0.0, "math": 1.0}
     assert "cannot score" in caplog.text
+
+
+def test_only_the_first_failure_of_a_run_is_logged(caplog):
+    functions = ({"name": name, "function": f"{OWN}:raises"} for name in ("bad", "worse"))
+
+    given = score(config_of(*functions, on_error="zero"), Response("x", "2"))
+
+    assert (given.components, given.failed) == ({"bad": 0.0, "worse": 0.0}, True)
+    assert caplog.text.count("cannot score x") == 1
+
+
+def test_evaluations_need_a_function_of_one_response():
+    def require(*functions):
+        async def ask():
+            async with Rewards(config_of(*functions)) as rewards:
+                await rewards.start()
+                rewards.require_single()
+
+        asyncio.run(ask())
+
+    rank = {"name": "rank", "function": f"{OWN}:OfGroups.rank"}
+    require(rank, {"name": "length", "function": f"{OWN}:length"})
+    with pytest.raises(
+        RewardError,
+        match=r"^eval\.functions: must have one that scores a single response, got rank, which "
+        "evaluations leave out; name one$",
+    ):
+        require(rank)
 
 
 class Decoder:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS
+from bapo_megatron.names import LoadError
 from bapo_megatron.reward.base import (
     FunctionFailedError,
     Response,
@@ -12,7 +13,7 @@ from bapo_megatron.reward.base import (
     SampleFacts,
     Score,
 )
-from bapo_megatron.reward.functions import BUILT_IN, as_score
+from bapo_megatron.reward.functions import BUILT_IN, as_score, build
 from bapo_megatron.reward.pool import RewardPool
 
 OWN = "tests.reward.own_functions"
@@ -127,6 +128,8 @@ def test_numbers_of_every_kind_are_rewards(result, reward):
         (None, "must be a number, got NoneType"),
         ([1.0], "must be a number, got list"),
         (float("inf"), "must be finite"),
+        ({"score": 1.0}, r"returned a mapping without 'reward' \(keys: score\); add it"),
+        ({}, r"returned a mapping without 'reward' \(keys: none\); add it"),
         ({"reward": 1, "note": "fine"}, "'note' must be a number, got str"),
         ({"reward": 1, "a/b": 1}, "metric names must be letters"),
         ({"reward": 1, **{f"m{n}": n for n in range(33)}}, "returned 33 metrics, at most 32"),
@@ -136,6 +139,99 @@ def test_numbers_of_every_kind_are_rewards(result, reward):
 def test_what_is_no_reward_is_refused(result, message):
     with pytest.raises(ValueError, match=message):
         as_score(result)
+
+
+def answer(name, *texts, rewards=None):
+    """What a worker answers for responses to one prompt."""
+    responses = [{"text": text, "sample": {}, "turns": (), "state": None} for text in texts]
+    request = {"answer": "42", "row": {"size": 3}, "rewards": rewards, "responses": responses}
+    return build(name).answer({"function": name, **request})
+
+
+def test_a_group_function_gives_a_score_for_each_response():
+    scores = answer(f"{OWN}:OfGroups.rank", "four", "x", rewards=[0.0, 0.0])
+
+    assert [(score["reward"], score["metrics"]) for score in scores] == [
+        (1.0, {"size": 3.0}),
+        (0.0, {"size": 3.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "rewards", "message"),
+    [
+        ("OfGroups.one_too_few", "ab", [0, 0], "one reward for each of 2 responses, got 1$"),
+        ("OfGroups.one_number", "ab", [0, 0], "list with one reward for each response, got float$"),
+        ("one_text", "abc", [0, 0, 0], "list with one reward for each response, got str$"),
+        (
+            "OfGroups.rank",
+            "a",
+            None,
+            "^it asks for responses, answer, row: it scores a whole group of responses, and was "
+            "given one$",
+        ),
+    ],
+)
+def test_a_group_function_needs_a_group_and_returns_one_reward_each(name, texts, rewards, message):
+    with pytest.raises(ValueError, match=message):
+        answer(f"{OWN}:{name}", *texts, rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "is_found"),
+    [
+        (None, r"so \boxed{2}", True),
+        (None, r"so \boxed{}", False),
+        (None, r"so \boxed{2", False),
+        (r"\d+$", "a1", True),
+        (r"\d+$", "1a", False),
+    ],
+)
+def test_a_format_is_a_closed_box_or_a_match_anywhere(pattern, text, is_found):
+    assert build().answer({"pattern": pattern, "text": text}) is is_found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{OWN}:missing", f"module {OWN} has no 'missing'; name one of its functions"),
+        (f"{OWN}:NOT_CALLABLE", "must name a function, got int; name a function of the module"),
+        (
+            f"{OWN}:wrong_parameter",
+            "asks for 'completion', but is called with response, answer, sample, row, turns, state "
+            "by name; rename the parameter, or give it a default",
+        ),
+        (
+            f"{OWN}:by_position",
+            "asks for 'response', but is called with response, answer, sample, row, turns, state "
+            "by name; rename the parameter, or give it a default",
+        ),
+        (
+            f"{OWN}:OfGroups.mixed",
+            "asks for 'turns' of one response and for 'responses' of a group; ask for one kind, "
+            "and write two functions if you need both",
+        ),
+        (
+            f"{OWN}:OfGroups.unknown",
+            "asks for 'question', but is called with responses, samples, states, rewards, answer, "
+            "row by name; rename the parameter, or give it a default",
+        ),
+        (
+            f"{OWN}:OfGroups.not_static",
+            "asks for 'self', but is called with responses, samples, states, rewards, answer, row "
+            "by name; rename the parameter, or give it a default",
+        ),
+        (
+            "builtins:dict",
+            "its parameters cannot be read (no signature found for builtin type <class 'dict'>); "
+            "write it in Python",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named_with_the_reason(name, message):
+    with pytest.raises(LoadError) as raised:
+        build(name)
+    assert str(raised.value) == f"reward function '{name}' {message}"
 
 
 def test_the_built_in_functions_are_those_of_the_configuration():

@@ -10,7 +10,6 @@ from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.reward.base import (
     FunctionFailedError,
     Response,
-    RewardError,
     SampleFacts,
     Score,
 )
@@ -143,23 +142,6 @@ def test_a_group_function_that_hangs_scores_zero_and_is_counted_for_each_respons
         (1.0, True, False),
         (7.0, True, False),
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("mixed", "asks for 'turns' of one response and for 'responses' of a group; ask for one"),
-        ("unknown", "asks for 'question', but is called with responses, samples, states, rewards"),
-        ("not_static", "asks for 'self', but is called with responses"),
-        ("missing", f"module {OWN} has no 'OfGroups.missing'"),
-    ],
-)
-def test_a_group_function_that_cannot_be_called_is_one_line_before_any_answer(name, message):
-    with pytest.raises(RewardError, match=message) as raised:
-        score({"name": "bad", "function": f"{GROUPS}.{name}"})
-
-    assert str(raised.value).startswith(f"reward function '{GROUPS}.{name}' ")
-    assert "\n" not in str(raised.value)
 
 
 def test_a_group_function_refuses_a_single_response():

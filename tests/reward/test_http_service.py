@@ -265,6 +265,57 @@ def test_a_missing_token_is_one_line(monkeypatch):
         ask("http://127.0.0.1:1/x", 1, token_variable="JUDGE_TOKEN")
 
 
+def test_a_response_that_is_cancelled_before_it_is_sent_is_not_sent():
+    service = Service()
+
+    async def run(url):
+        reward = HttpReward("judge", url, HttpRewardConfig(batch_size=1, connections=1))
+        try:
+            tasks = [asyncio.create_task(reward.score(Response("x" * n, ""))) for n in range(2)]
+            await asyncio.sleep(0)
+            tasks[0].cancel()
+            async with asyncio.timeout(10):
+                return (await tasks[1]).reward
+        finally:
+            await reward.close()
+
+    with serving(service) as url:
+        assert asyncio.run(run(url)) == 1.0
+
+    assert [[item["response"] for item in batch] for batch in service.batches] == [["x"]]
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome"),
+    [
+        (b"[1.0, 2.0]", "2.0"),
+        (b"<", "reward 'judge': unusable answer of URL: not valid JSON (Expecting value: line 1 "
+               "column 1 (char 0)); correct the service"),
+    ],
+)  # fmt: skip
+def test_a_response_that_is_cancelled_on_its_way_leaves_the_others_their_outcome(result, outcome):
+    release = threading.Event()
+    service = Service(results=lambda batch: release.wait(5) and result)
+
+    async def run(url):
+        reward = HttpReward("judge", url, HttpRewardConfig(batch_size=2, connections=1))
+        try:
+            tasks = [asyncio.create_task(reward.score(Response("x", ""))) for _ in range(2)]
+            while not service.batches:
+                await asyncio.sleep(0.01)
+            tasks[0].cancel()
+            release.set()
+            async with asyncio.timeout(10):
+                return str((await tasks[1]).reward)
+        except RewardError as error:
+            return str(error)
+        finally:
+            await reward.close()
+
+    with serving(service) as url:
+        assert asyncio.run(run(url)).replace(url, "URL") == outcome
+
+
 def test_closing_ends_what_waits():
     release = threading.Event()
     service = Service(results=lambda batch: release.wait(5) and [0 for _ in batch])

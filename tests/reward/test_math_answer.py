@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from bapo_megatron.data.rows import parse_answer
 from bapo_megatron.reward.extraction import extract_answer
 from bapo_megatron.reward.math_answer import grade_math_answer
+from bapo_megatron.reward.math_symbolic import contradicts_itself
+from bapo_megatron.reward.math_text import as_number, canonical
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,20 @@ def test_a_response_without_a_final_answer_has_none(response):
         (r"2\sqrt{2}", r"\sqrt{8}"),
         (r"\{2, 1\}", r"\{1, 2\}"),
         ("0.5", '["1/2", "one half"]'),
+        ("(1,2)", "1,2"),
+        ("b=2,a=1", "(2,1)"),
+        ("0.0", r"\ln 1"),
+        (r"0.\overline3", "1/3"),
+        (r"1.2345\text{ thousand}", "1234.5"),
+        (r"5\text{ }", "5"),
+        (r"5\text{ meters squared}", r"5\text{ m}^2"),
+        (r"0.5\infty", r"\infty"),
+        ("204", "204_5"),
+        ("24_5", "14_{10}"),
+        ("19_5", "19_{5}"),
+        ("x_1", "x_{1}"),
+        ("x=2(3)=6", "6"),
+        (r"x=\sqrt{-9}=3i", "3i"),
     ],
 )
 def test_equal_answers_score_one(given, reference):
@@ -89,6 +105,19 @@ def test_equal_answers_score_one(given, reference):
         ("3", '["1", "2"]'),
         ("42" + "0" * 2000, "42"),
         ("\x00", "42"),
+        ("57_6", "57_8"),
+        ("19_5", "14_{10}"),
+        ("12_{1}", "12_{2}"),
+        ("((1,2)", "(1,2)"),
+        ("a=1,b=2", "(2,1)"),
+        ("2 5/3", "11/3"),
+        ("1e5000", "1"),
+        ("x=)(", "42"),
+        ("x=2=3", "3"),
+        (r"5\text{ m/kg}", "5"),
+        (r"\$5\text{ euros}", r"\$5"),
+        ("5", '["5", 6]'),
+        ("5", '["5"'),
     ],
 )
 def test_other_answers_score_zero_but_are_found(given, reference):
@@ -165,6 +194,7 @@ def test_the_reason_says_why(response, reference, reason):
     "answer",
     ["9^{9^{9^{9}}}", "10^{10^{10}}", "1000000!", "(10^9)!", r"\binom{10^9}{10^8}",
      "(x+y+z+w)^{50}", "{" * 200 + "2" + "}" * 200, "((" * 100 + "2" + "))" * 100,
+     "2^{2^{2000}}", "2^{" + "9" * 301 + "}", r"2^{\infty}", "(" * 24 + "40" + ")" * 24 + r"\%",
      "2^{2^{2^{2^{2^{2}}}}}", r"10^{10^{5}}\cdot 10^{10^{5}}"],
 )  # fmt: skip
 def test_what_nobody_can_evaluate_is_refused_at_once(answer):
@@ -181,6 +211,32 @@ def test_a_reference_longer_than_any_number_python_reads_is_compared_as_text():
 
     assert grade_math_answer(r"\boxed{7}", digits).reward == 0.0
     assert grade_math_answer(rf"#### {digits}", digits).reward == 0.0  # the answer is too long
+
+
+@pytest.mark.parametrize(
+    ("chain", "is_contradiction"),
+    [
+        ("x=2=3", True),
+        ("x=2=2", False),
+        ("x=2(3)=6", False),
+        (r"x=\frac{0}{0}=5", False),
+        ("x=10^{10^{10}}=5", False),
+        ("x=10^{10^{10}}=4=5", True),
+    ],
+)
+def test_a_chain_contradicts_itself_where_two_sides_that_can_be_evaluated_differ(
+    chain, is_contradiction
+):
+    assert contradicts_itself(chain) is is_contradiction
+
+
+def test_the_marks_around_an_answer_are_no_part_of_it():
+    assert canonical(r"\[\($\boxed{\boxed{5}}$\)\]") == "5"
+
+
+def test_a_number_of_more_digits_than_any_answer_has_no_value():
+    assert as_number("7" * 1000) == 7 * (10**1000 - 1) // 9
+    assert as_number("7" * 1001) is None
 
 
 _FAST = settings(max_examples=60, deadline=None, derandomize=True)

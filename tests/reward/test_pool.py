@@ -241,8 +241,6 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
     [
         ("no_such_module_here:grade", "cannot import no_such_module_here: ModuleNotFoundError"),
         (f"{OWN}:missing", f"module {OWN} has no 'missing'; name one of its functions"),
-        (f"{OWN}:NOT_CALLABLE", "must name a function, got int"),
-        (f"{OWN}:wrong_parameter", "asks for 'completion', but is called with response, answer"),
         ("tests.reward.broken_module:grade", r"cannot import tests.reward.broken_module: ZeroDiv"),
     ],
 )
@@ -303,6 +301,19 @@ def test_a_pattern_that_never_ends_is_stopped_and_the_pool_goes_on():
             return bait, await pool.matches(r"\d+", "a1"), await pool.matches(r"\d", "a")
 
     assert asyncio.run(search()) == (None, True, False)
+
+
+def test_a_pattern_that_is_none_is_one_line_that_names_its_key():
+    async def search():
+        async with RewardPool(workers=1, timeout_s=10, functions=LENGTH) as pool:
+            await pool.matches("(", "a")
+
+    with pytest.raises(RewardError) as raised:
+        asyncio.run(search())
+    assert str(raised.value) == (
+        "reward.format.pattern failed: error: missing ), unterminated subpattern at position 0; "
+        "correct it"
+    )
 
 
 def test_a_closed_pool_refuses_answers_and_ends_those_in_progress():
