@@ -24,7 +24,7 @@ COMMANDS = {
     "eval": "Evaluate model.path on the configured sets, or grade earlier samples again.",
     "compare": "Compare two evaluations of the same problems by a paired bootstrap.",
     "generate": "Generate batches from the training prompts with model.path, without a trainer.",
-    "serve": "Run the configured engines on this node until Ctrl-C, for a trainer elsewhere.",
+    "serve": "Run rollout.server.count servers on this node until Ctrl-C, for a trainer elsewhere.",
     "plan": "Estimate memory, messages and time of a run on a cluster, and list other layouts.",
     "config": "Print and check the resolved configuration; without CONFIG, list keys and meanings.",
     "data": "Show the prompts of a run before it starts, or the responses in a dump.",

@@ -100,10 +100,11 @@ def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) 
         names = {name for rows in runs.values() for row in rows for name in row}
         scores = [n for n in names if n.startswith("eval/") and n.endswith("/avg_at_k")]
         for color, name in enumerate(sorted(scores), start=1):
-            for rows in runs.values():
+            for marker, (run_name, rows) in zip(cycle("osD^v"), runs.items()):
                 points = _points(rows, name)
                 if points:
-                    axis.plot(*zip(*points, strict=True), "o", color=f"C{color}", label=name)
+                    text = name if len(runs) == 1 else f"{run_name}: {name}"
+                    axis.plot(*zip(*points, strict=True), marker, color=f"C{color}", label=text)
     if axis.has_data():
         axis.legend(fontsize=8)
 

@@ -154,8 +154,8 @@ def _check_layout(hf_config: dict[str, Any], config: RunConfig, world_size: int)
     if world_size % replica_size:
         raise ConfigError(
             f"{' × '.join(f'parallel.{name}' for name in names)}: must divide the number of ranks, "
-            f"got {replica_size} with {world_size} ranks; start a multiple of {replica_size} "
-            f"ranks, or change {'it' if len(names) == 1 else 'them'}"
+            f"got {replica_size} with {world_size} rank{'s' * (world_size != 1)}; start a multiple "
+            f"of {replica_size} ranks, or change {'it' if len(names) == 1 else 'them'}"
         )
     check_heads(hf_config, "parallel.tensor", parallel.tensor)
     check_layers(hf_config, parallel)

@@ -197,13 +197,18 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Refuse a former key; the recipe preset also sets what lies outside the search."""
+        """Refuse former and foreign names; add what the recipe preset sets outside the search."""
         if not isinstance(given, dict):
             return given
         if "clip" in given:
             new = "clip" if given["clip"] == "fixed" else given["clip"]
             raise ValueError(
                 f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
+            )
+        if given.get("objective") == "grpo":
+            raise ValueError(
+                "objective must be bapo, clip, none or package.module:name, got 'grpo'; GRPO's "
+                "loss is clip"
             )
         bapo = given.get("bapo")
         if isinstance(bapo, dict) and bapo.get("preset") == "recipe":

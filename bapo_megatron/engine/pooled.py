@@ -29,6 +29,7 @@ from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, des
 _LOG = logging.getLogger(__name__)
 _MAX_ABSENT_INTERVAL_S = 1.0
 """An engine that is expected to come back is asked at least this often."""
+_REPORT_INTERVAL_S = 10.0
 _ADMISSION_TIMEOUT_S = 120.0
 """For what a server is asked once: how it was started, and the probe of its log-probs."""
 _STUCK_FACTOR = 4.0
@@ -147,17 +148,34 @@ class EngineStates:
         if not self._watchers:
             self._watchers = [asyncio.create_task(self._watch(pooled)) for pooled in self.engines]
 
-    async def wait_for_engines(self, probe_prompts: Sequence[Sequence[int]] = ()) -> None:
-        """Wait until every engine has answered, for ``rollout.health.patience_s`` at most.
+    async def wait_for_engines(
+        self,
+        probe_prompts: Sequence[Sequence[int]] = (),
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Wait until every engine has answered, for at most ``rollout.health.patience_s``.
+
+        ``report`` gets a line for people every ten seconds meanwhile.
 
         Raises:
             RolloutError: One never did, or cannot be used as it is.
         """
         self._probe_prompts = probe_prompts
         self.watch()
-        async with self._patience("no answer", [EngineState.STARTING]):
-            while any(pooled.state is EngineState.STARTING for pooled in self.engines):
-                await self._wait_for_news()
+        starting, clock = [EngineState.STARTING], asyncio.get_running_loop().time
+        began_s = reported_s = clock()
+        async with self._patience("no answer", starting, "start them, or correct rollout.servers"):
+            while missing := [each for each in self.engines if each.state in starting]:
+                try:
+                    async with asyncio.timeout_at(reported_s + _REPORT_INTERVAL_S):
+                        await self._wait_for_news()
+                except TimeoutError:
+                    reported_s = clock()
+                    report(
+                        f"waiting for {len(missing)} of {len(self.engines)} servers, first "
+                        f"{missing[0].address}: {reported_s - began_s:.0f} s of at most "
+                        f"{self._health.patience_s:g} s (rollout.health.patience_s)"
+                    )
         self._raise_refusal()
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
@@ -177,7 +195,8 @@ class EngineStates:
                 # They come when the trainer has made its step, however long that takes.
                 await self._news.wait()
                 continue
-            async with self._patience("no usable server", tuple(EngineState)):
+            remedy = "start them again and continue with resume=true"
+            async with self._patience("no usable server", tuple(EngineState), remedy):
                 while not (is_over() or any(pooled.is_answering for pooled in self.engines)):
                     await self._wait_for_news()
         return []
@@ -228,7 +247,9 @@ class EngineStates:
             raise self._refusal
 
     @contextlib.asynccontextmanager
-    async def _patience(self, what: str, blamed: Sequence[EngineState]) -> AsyncIterator[None]:
+    async def _patience(
+        self, what: str, blamed: Sequence[EngineState], remedy: str
+    ) -> AsyncIterator[None]:
         """Bound what is done inside by ``rollout.health.patience_s``."""
         patience_s = self._health.patience_s
         try:
@@ -237,7 +258,7 @@ class EngineStates:
         except TimeoutError:
             raise RolloutError(
                 f"{what} for {patience_s:g} s (rollout.health.patience_s): "
-                f"{self.describe(blamed)}; start them again and continue with resume=true"
+                f"{self.describe(blamed)}; {remedy}"
             ) from None
 
     async def _watch(self, pooled: PooledEngine) -> None:

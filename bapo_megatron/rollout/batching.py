@@ -24,7 +24,7 @@ from bapo_megatron.rollout.buffer import (
     buffer_from_json,
     buffer_to_json,
 )
-from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction, reporting
+from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction, describe_rate, reporting
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
@@ -408,6 +408,6 @@ class BatchCollector:
 
     def _describe(self) -> str:
         """Such as ``40/64 groups, 2100 tokens/s``."""
-        rate = self._new_tokens / max(time.monotonic() - self._started_s, 1e-9)
+        rate = describe_rate(self._new_tokens, self._started_s)
         ready = len(self._selection.ready())
-        return f"{ready}/{self.config.groups_per_step} groups, {rate:.0f} tokens/s"
+        return f"{ready}/{self.config.groups_per_step} groups{rate}"

@@ -186,7 +186,7 @@ class Collector:
             self._batches.attach(self._pool)
             self._stack.push_async_callback(self._batches.close)
         contexts = [prompt.token_ids for prompt in self._probe_prompts]
-        await self._pool.states.wait_for_engines(contexts)
+        await self._pool.states.wait_for_engines(contexts, self._report)
         if rollout.colocated:
             assert self._supervisor is not None, "colocated servers are the run's own"
             self._colocated = ColocatedServers(

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -353,3 +354,8 @@ def reporting(report: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         task.cancel()
+
+
+def describe_rate(num_tokens: int, began_s: float) -> str:
+    """Such as ``, 2100 tokens/s`` since ``began_s`` (``time.monotonic``); '' before the first."""
+    return f", {num_tokens / (time.monotonic() - began_s):.0f} tokens/s" if num_tokens else ""

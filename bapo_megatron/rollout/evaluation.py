@@ -15,7 +15,7 @@ from bapo_megatron.evaluation.settings import EvalSet, settings_of
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.rollout.episodes import Episodes, Interaction, reporting
+from bapo_megatron.rollout.episodes import Episodes, Interaction, describe_rate, reporting
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_errors
@@ -113,8 +113,8 @@ class Evaluator:
 
         def report() -> None:
             done, total = num_before + num_made(), num_before + num_missing
-            rate = episodes.generated_tokens / max(time.monotonic() - began_s, 1e-9)
-            self.report(f"evaluation: {done}/{total} samples, {rate:.0f} tokens/s")
+            rate = describe_rate(episodes.generated_tokens, began_s)
+            self.report(f"evaluation: {done}/{total} samples{rate}")
 
         # While some are graded or answered, others are sampled.
         max_underway = 2 * self.config.rollout.max_connections

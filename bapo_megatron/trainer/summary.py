@@ -37,7 +37,7 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
     atomic_write_text(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     if not config.log.console:
         return
-    table = Table(title=f"{config.name}, seed {config.seed}", show_header=False)
+    table = Table(title=f"{config.run_dir}, seed {config.seed}", show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     if progress.accuracy_before is not None and progress.accuracy_after is not None:
@@ -53,5 +53,6 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
     if rate is not None:
         table.add_row("generated tokens/s", f"{rate:,.0f}")
     for name, seconds in phase_s.items():
-        table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
+        if round(seconds, 1):
+            table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
     uncut_console().print(table)

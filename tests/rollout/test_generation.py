@@ -149,7 +149,7 @@ def test_a_batch_has_complete_scored_groups_in_order() -> None:
         assert batch.stats.generated_tokens == 2 * 40 + 2 * 31
         assert batch.stats.unfinished_samples == 0
         assert batch.stats.resumed_samples == 0
-        assert setup.lines[0] == "rollout 1: 0/2 groups, 0 tokens/s"
+        assert setup.lines[0] == "rollout 1: 0/2 groups"
 
     asyncio.run(run())
 

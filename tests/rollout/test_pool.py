@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from bapo_megatron.engine import pooled
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.errors import BrokenConnectionError, RolloutError
 from bapo_megatron.rollout.pool import EnginePool
@@ -163,16 +164,26 @@ def test_all_servers_lost_is_an_error_that_names_each_and_why() -> None:
     assert "\n" not in asyncio.run(run())
 
 
-def test_servers_that_never_answer_are_named_at_the_start() -> None:
+def test_servers_that_never_answer_are_named_while_they_are_waited_for_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooled, "_REPORT_INTERVAL_S", 1.3)
     missing = f"http://127.0.0.1:{free_port()}"
+    lines: list[str] = []
 
     async def run() -> None:
         with FakeSglang() as fake:
             async with pool_of(fake, missing, health={"patience_s": 2.0}) as pool:
                 with pytest.raises(RolloutError) as caught:
-                    await pool.states.wait_for_engines()
-        assert f"{missing} (starting): it never answered" in str(caught.value)
-        assert fake.address not in str(caught.value)
+                    await pool.states.wait_for_engines(report=lines.append)
+        error = str(caught.value)
+        assert f"{missing} (starting): it never answered" in error
+        assert fake.address not in error
+        assert error.endswith("; start them, or correct rollout.servers")
+        assert lines == [
+            f"waiting for 1 of 2 servers, first {missing}: 1 s of at most 2 s "
+            "(rollout.health.patience_s)"
+        ]
 
     asyncio.run(run())
 

@@ -127,8 +127,9 @@ class SglangHttp:
     def _check_status(self, reply: httpx.Response, path: str, *, admin: bool) -> None:
         status = reply.status_code
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            problem = "the key was refused" if self._keys.headers(admin=admin) else "needs a key"
             raise RefusedError(
-                f"{self.address}{path}: the key was refused (HTTP {status}); set "
+                f"{self.address}{path}: {problem} (HTTP {status}); set "
                 f"{self._keys.variable(admin=admin)} to the server's key"
             )
         if status != httpx.codes.OK:

@@ -6,6 +6,7 @@ interpreter, or by itself when this process is gone. ``supervisor`` watches it a
 
 import atexit
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -38,7 +39,7 @@ from bapo_megatron.processes import (
     run_async,
     unlink_shared_files,
 )
-from bapo_megatron.telemetry.console import ProgressLine
+from bapo_megatron.telemetry.console import ProgressLine, say
 
 LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 """The module that a server process runs."""
@@ -262,7 +263,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     The keys are those in the environment (``ApiKeys``). If it has no admin key, one is made and
     kept in ``<run_dir>/admin_api_key``; likewise, for servers that other machines reach, the other
     one in ``<run_dir>/api_key``. ``show`` takes, once the servers are ready, a line for a trainer's
-    command, and one for its environment for each key that was made here.
+    environment for each key that was made here, and an argument for its command.
 
     Raises:
         RolloutError: A server died before it was ever ready, or a port is in use.
@@ -271,6 +272,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     import torch  # not at the top: the collector imports this module
 
     logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("bapo_megatron").setLevel(logging.INFO)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     keys, exports, host = ApiKeys.from_environment(), [], config.rollout.server.host
     for name in ["admin_api_key"] if host == LOOPBACK else list(asdict(keys)):
@@ -288,9 +290,10 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             supervisor.start()
             with ProgressLine() as progress:
                 await supervisor.wait_ready(progress.update)
-            show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
+            say("ready; for the trainer, set these keys and give this argument:")
             for export in exports:
                 show(export)
+            show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
             await supervisor.watch()
         finally:
             await supervisor.close()
@@ -338,8 +341,9 @@ def _hold_port(host: str, port: int) -> socket.socket:
             "this node"
         ) from error
     except OSError as error:
+        key, remedy = "port", "end what uses it, or set rollout.server.port=0"
+        if error.errno == errno.EADDRNOTAVAIL:
+            key, remedy = "host", "give an address of this node"
         raise RolloutError(
-            f"rollout.server.port: cannot listen on {host}:{port} ({error.strerror}: the port is "
-            "in use, not allowed, or the address is another machine's); end what uses it, or set "
-            "rollout.server.port=0"
+            f"rollout.server.{key}: cannot listen on {host}:{port} ({error.strerror}); {remedy}"
         ) from error

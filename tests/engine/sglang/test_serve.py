@@ -95,7 +95,7 @@ def test_servers_are_ready_when_their_addresses_are_shown_with_a_key_that_nobody
     config: Path, start_serve: Start, tmp_path: Path
 ) -> None:
     process = start_serve()
-    shown, export = first_lines(process, 2)
+    export, shown = first_lines(process, 2)
     key_file = tmp_path / "run" / "admin_api_key"
     assert export == f"export {ADMIN_API_KEY_VARIABLE}=$(cat '{key_file}')"
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
@@ -125,7 +125,7 @@ def test_servers_that_others_reach_want_a_key_for_generation_too(
     start_serve: Start, tmp_path: Path
 ) -> None:
     process = start_serve("rollout.server.host=localhost")
-    _, *exports = first_lines(process, 3)
+    *exports, _ = first_lines(process, 3)
     key_file = tmp_path / "run" / "api_key"
     assert exports == [
         f"export {API_KEY_VARIABLE}=$(cat '{key_file}')",
@@ -153,7 +153,7 @@ def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same
     start_serve: Start, tmp_path: Path
 ) -> None:
     process = start_serve()
-    shown = first_lines(process, 2)
+    export, _ = first_lines(process, 2)
     key_file = tmp_path / "run" / "admin_api_key"
     key = key_file.read_text()
     servers = descendants(process.pid)
@@ -162,7 +162,7 @@ def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same
     assert not psutil.wait_procs(servers, timeout=60)[1]
 
     again = start_serve()  # or another node with the same directory
-    assert first_lines(again, 2)[1] == shown[1]
+    assert first_lines(again, 2)[0] == export
     assert key_file.read_text() == key
     assert sorted(path.name for path in key_file.parent.iterdir()) == ["admin_api_key", "logs"]
 
@@ -171,7 +171,7 @@ def test_a_server_that_dies_is_announced_and_started_again(start_serve: Start) -
     port = free_port()
     process = start_serve(f"rollout.server.port={port}", "rollout.server.count=1")
     address = f"http://127.0.0.1:{port}"
-    assert first_lines(process, 1) == [f"'rollout.servers=[{address}]'"]
+    assert first_lines(process, 2)[1] == f"'rollout.servers=[{address}]'"
     (server,) = descendants(process.pid)
     server.kill()
     server.wait(timeout=60)
@@ -180,7 +180,10 @@ def test_a_server_that_dies_is_announced_and_started_again(start_serve: Start) -
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
     _, errors = end(process, signal.SIGTERM)
-    assert f"the SGLang server at {address} died (SIGKILL); it is started again (" in errors
+    name = f"the SGLang server at {address}"
+    told = [line.partition(f"{name} ")[2] for line in errors.splitlines() if name in line]
+    assert told[0] == "is ready"
+    assert told[1].startswith("died (SIGKILL); it is started again (")
 
 
 def _answers(address: str) -> bool:
