@@ -25,11 +25,11 @@ from enum import StrEnum
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import Engine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
+from bapo_megatron.telemetry.console import reporting
 
 _LOG = logging.getLogger(__name__)
 _MAX_ABSENT_INTERVAL_S = 1.0
 """An engine that is expected to come back is asked at least this often."""
-_REPORT_INTERVAL_S = 10.0
 _ADMISSION_TIMEOUT_S = 120.0
 """For what a server is asked once: how it was started, and the probe of its log-probs."""
 _STUCK_FACTOR = 4.0
@@ -155,27 +155,30 @@ class EngineStates:
     ) -> None:
         """Wait until every engine has answered, for at most ``rollout.health.patience_s``.
 
-        ``report`` gets a line for people every ten seconds meanwhile.
+        ``report`` gets lines for people meanwhile.
 
         Raises:
             RolloutError: One never did, or cannot be used as it is.
         """
         self._probe_prompts = probe_prompts
         self.watch()
-        starting, clock = [EngineState.STARTING], asyncio.get_running_loop().time
-        began_s = reported_s = clock()
-        async with self._patience("no answer", starting, "start them, or correct rollout.servers"):
-            while missing := [each for each in self.engines if each.state in starting]:
-                try:
-                    async with asyncio.timeout_at(reported_s + _REPORT_INTERVAL_S):
-                        await self._wait_for_news()
-                except TimeoutError:
-                    reported_s = clock()
-                    report(
-                        f"waiting for {len(missing)} of {len(self.engines)} servers, first "
-                        f"{missing[0].address}: {reported_s - began_s:.0f} s of at most "
-                        f"{self._health.patience_s:g} s (rollout.health.patience_s)"
-                    )
+        began_s, remedy = time.monotonic(), "start them, or correct rollout.servers"
+
+        def missing() -> list[PooledEngine]:
+            return [each for each in self.engines if each.state is EngineState.STARTING]
+
+        def report_missing() -> None:
+            if silent := missing():
+                report(
+                    f"waiting for {len(silent)} of {len(self.engines)} servers, first "
+                    f"{silent[0].address}: {time.monotonic() - began_s:.0f} s of at most "
+                    f"{self._health.patience_s:g} s (rollout.health.patience_s)"
+                )
+
+        with reporting(report_missing):
+            async with self._patience("no answer", [EngineState.STARTING], remedy):
+                while missing():
+                    await self._wait_for_news()
         self._raise_refusal()
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:

@@ -24,10 +24,11 @@ from bapo_megatron.rollout.buffer import (
     buffer_from_json,
     buffer_to_json,
 )
-from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction, describe_rate, reporting
+from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
+from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
 
 

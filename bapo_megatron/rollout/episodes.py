@@ -16,9 +16,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
@@ -37,7 +36,8 @@ often. What a run samples depends on it, so it is no setting."""
 _MAX_LOOP_TURNS = 8
 """Turns of the event loop; a new task is inside the engine after the first, and so is one whose
 environment has answered."""
-_REPORT_INTERVAL_S = 0.5
+_MAX_WAIT_S = 0.5
+"""Longest wait for news."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -277,7 +277,7 @@ class Episodes:
         """Wait for news, but only for a moment; they count as read."""
         with contextlib.suppress(TimeoutError):
             # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
-            async with asyncio.timeout(_REPORT_INTERVAL_S):
+            async with asyncio.timeout(_MAX_WAIT_S):
                 await self.news.wait()
         self.news.clear()
 
@@ -338,24 +338,3 @@ class Episodes:
         completion = await self.pool.generate(request, take, pending.sample.group_id)
         self.resumed_samples += is_resumed and completion is not None
         return pending.is_finished or pending.awaits_answer
-
-
-@contextlib.contextmanager
-def reporting(report: Callable[[], None]) -> Iterator[None]:
-    """Call ``report`` at once, and then twice a second until the block ends."""
-
-    async def repeat() -> None:
-        while True:
-            report()
-            await asyncio.sleep(_REPORT_INTERVAL_S)
-
-    task = asyncio.create_task(repeat())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-def describe_rate(num_tokens: int, began_s: float) -> str:
-    """Such as ``, 2100 tokens/s`` since ``began_s`` (``time.monotonic``); '' before the first."""
-    return f", {num_tokens / (time.monotonic() - began_s):.0f} tokens/s" if num_tokens else ""

@@ -15,10 +15,11 @@ from bapo_megatron.evaluation.settings import EvalSet, settings_of
 from bapo_megatron.evaluation.summary import summarise
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
-from bapo_megatron.rollout.episodes import Episodes, Interaction, describe_rate, reporting
+from bapo_megatron.rollout.episodes import Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_errors
+from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.types import EvalResult
 
 

@@ -1,8 +1,9 @@
 """Output for people: tables, lines, the progress of long work; and wall time per phase."""
 
+import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -11,6 +12,7 @@ from rich.text import Text
 
 _PLAIN_INTERVAL_S = 10.0
 """Minimum time between two lines of progress without a terminal."""
+_REPORT_INTERVAL_S = 0.5
 
 
 def uncut_console() -> Console:
@@ -49,8 +51,29 @@ class ProgressLine:
         if self._status is not None:
             self._status.update(Text(text))
         elif time.monotonic() - self._last_print_s >= _PLAIN_INTERVAL_S:
-            self._console.print(Text(text))
+            self._console.print(Text(text), soft_wrap=True)
             self._last_print_s = time.monotonic()
+
+
+@contextmanager
+def reporting(report: Callable[[], None]) -> Iterator[None]:
+    """Call ``report`` at once, and then twice a second until the block ends."""
+
+    async def repeat() -> None:
+        while True:
+            report()
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def describe_rate(num_tokens: int, began_s: float) -> str:
+    """Such as ``, 2100 tokens/s`` since ``began_s`` (``time.monotonic``); '' before the first."""
+    return f", {num_tokens / (time.monotonic() - began_s):.0f} tokens/s" if num_tokens else ""
 
 
 class PhaseTimer:

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from bapo_megatron.engine import pooled
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.errors import BrokenConnectionError, RolloutError
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.telemetry import console
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_sglang import FakeSglang, token_at
@@ -167,7 +167,7 @@ def test_all_servers_lost_is_an_error_that_names_each_and_why() -> None:
 def test_servers_that_never_answer_are_named_while_they_are_waited_for_and_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pooled, "_REPORT_INTERVAL_S", 1.3)
+    monkeypatch.setattr(console, "_REPORT_INTERVAL_S", 1.3)
     missing = f"http://127.0.0.1:{free_port()}"
     lines: list[str] = []
 
@@ -181,8 +181,10 @@ def test_servers_that_never_answer_are_named_while_they_are_waited_for_and_at_th
         assert fake.address not in error
         assert error.endswith("; start them, or correct rollout.servers")
         assert lines == [
+            f"waiting for 2 of 2 servers, first {fake.address}: 0 s of at most 2 s "
+            "(rollout.health.patience_s)",
             f"waiting for 1 of 2 servers, first {missing}: 1 s of at most 2 s "
-            "(rollout.health.patience_s)"
+            "(rollout.health.patience_s)",
         ]
 
     asyncio.run(run())

@@ -340,9 +340,9 @@ def test_rows_of_tables_are_whole_where_output_is_no_terminal(capsys, monkeypatc
         assert len(capsys.readouterr().out.splitlines()) == num_lines
 
 
-def test_square_brackets_in_progress_are_no_markup(capsys, monkeypatch) -> None:
+def test_progress_in_a_log_is_one_line_without_markup(capsys, monkeypatch) -> None:
     monkeypatch.setattr("bapo_megatron.telemetry.console._PLAIN_INTERVAL_S", 0.0)
-    for line in ("starting http://[fe80::1]:30000", "grading runs/[/a]/b"):
+    for line in ("starting http://[fe80::1]:30000", "grading runs/[/a]/b", "a word " * 30 + "end"):
         ProgressLine().update(line)
         assert capsys.readouterr().err == f"{line}\n"
 
