@@ -144,7 +144,9 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages, clipping and the loss (docs/algorithm.md)."""
 
-    objective: Annotated[str, built_in_or_own(("bapo", "clip", "none"), "name")] = "bapo"
+    objective: Annotated[
+        str, built_in_or_own(("bapo", "clip", "none"), "name", "; the loss of GRPO is clip")
+    ] = "bapo"
     """The loss: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO; ``none``, without
     a clip; or ``package.module:name``, your function or class (docs/algorithm.md)."""
     objective_options: dict[str, Any] = Field({})
@@ -197,18 +199,13 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Refuse former and foreign names; add what the recipe preset sets outside the search."""
+        """Refuse a former key; add what the recipe preset sets outside the search."""
         if not isinstance(given, dict):
             return given
         if "clip" in given:
             new = "clip" if given["clip"] == "fixed" else given["clip"]
             raise ValueError(
                 f"clip is now called objective, got clip: {given['clip']}; write objective: {new}"
-            )
-        if given.get("objective") == "grpo":
-            raise ValueError(
-                "objective must be bapo, clip, none or package.module:name, got 'grpo'; GRPO's "
-                "loss is clip"
             )
         bapo = given.get("bapo")
         if isinstance(bapo, dict) and bapo.get("preset") == "recipe":

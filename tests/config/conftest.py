@@ -1,4 +1,4 @@
-"""A runnable configuration that tests break."""
+"""Configurations that tests break: a base to inherit from, and a runnable one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import pytest
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import load_config
+from tests.config.files import BASE
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A current directory with configs/base.yaml."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/base.yaml").write_text(BASE)
+    return Path("configs")
 
 
 @pytest.fixture

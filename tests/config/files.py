@@ -1,0 +1,24 @@
+"""Configuration files, and what loading them says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config.load import ConfigError, load_config
+
+BASE = "name: demo\nrun_dir: runs/demo\nmodel: {path: models/tiny}\n"
+
+
+def write(folder: Path, text: str, name: str = "a.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
