@@ -80,6 +80,10 @@ def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
 
 def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) -> None:
     series = PANELS[title]
+
+    def describe(run_name: str, label: str) -> str:
+        return label if len(runs) == 1 else f"{run_name}: {label}"
+
     axis.set_title(title, fontsize=11)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
@@ -87,13 +91,12 @@ def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) 
         for style, (run_name, rows) in zip(cycle(_LINE_STYLES), runs.items()):
             points = _points(rows, name)
             if points:
-                text = label if len(runs) == 1 else f"{run_name}: {label}"
                 # Earlier series are wider, so that they show where a later one covers them.
                 axis.plot(
                     *zip(*points, strict=True),
                     style,
                     color=f"C{color}",
-                    label=text,
+                    label=describe(run_name, label),
                     linewidth=1.2 + 0.9 * (len(series) - 1 - color),
                 )
     if title == "Reward":
@@ -103,7 +106,7 @@ def _draw_panel(axis: Any, title: str, runs: dict[str, list[dict[str, float]]]) 
             for marker, (run_name, rows) in zip(cycle("osD^v"), runs.items()):
                 points = _points(rows, name)
                 if points:
-                    text = name if len(runs) == 1 else f"{run_name}: {name}"
+                    text = describe(run_name, name)
                     axis.plot(*zip(*points, strict=True), marker, color=f"C{color}", label=text)
     if axis.has_data():
         axis.legend(fontsize=8)

@@ -138,7 +138,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}: damaged (not a JSON object); {remedy}")
     for name in ("num_prompts", "samples_per_prompt"):
         if not isinstance(settings.get(name), int):
-            raise ResultsError(f"{path}: damaged (its {name} is no integer); {remedy}")
+            raise ResultsError(f"{path}: damaged (its {name} is not an integer); {remedy}")
     return settings
 
 

@@ -137,7 +137,7 @@ def test_interleaved_stages_get_whole_rounds_of_micro_batches():
     count_multiple=st.sampled_from([1, 2, 3]),
     order=st.randoms(use_true_random=False),
 )
-def test_a_plan_holds_every_sample_once_within_the_budget(
+def test_a_packing_holds_every_sample_once_within_the_budget(
     lengths, data_size, budget, multiples, count_multiple, order
 ):
     samples = [make_sample(p, r, group_id=i) for i, (p, r) in enumerate(lengths)]

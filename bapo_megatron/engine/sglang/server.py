@@ -290,7 +290,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             supervisor.start()
             with ProgressLine() as progress:
                 await supervisor.wait_ready(progress.update)
-            say("ready; for the trainer, set these keys and give this argument:")
+            say("ready; for the trainer's environment and command:")
             for export in exports:
                 show(export)
             show(f"'rollout.servers=[{','.join(server.address for server in servers)}]'")
