@@ -126,7 +126,7 @@ class GradientCase:
     tolerance_NV: Tensor  # one rounding of the output and the error of a float32 exponential
 
     def arguments(self, logits_NV: Tensor) -> tuple[object, ...]:
-        """Of ``logits_backward_``, on the device of the logits."""
+        """Arguments of ``logits_backward_``, on the device of the logits."""
 
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(logits_NV.device)

@@ -30,7 +30,7 @@ class MakeConfig(Protocol):
 
 
 MAX_POSITIONS = 256
-"""Of the model."""
+"""Positions of the model."""
 
 
 def make_model_dir(

@@ -12,7 +12,7 @@ from typing import Any, Self
 from bapo_megatron.engine.sglang.keys import ApiKeys
 
 LOGPROB = -1.5
-"""Of every input token but the first."""
+"""Log-prob of every input token but the first."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class FakeWeightServer:
 
     @property
     def paths(self) -> list[str]:
-        """Of the calls so far."""
+        """Paths of the calls so far."""
         return [path for path, _ in self.calls]
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -34,7 +34,7 @@ def one_rank(models: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def layouts(models: dict[str, Path], one_rank: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Of each layout, the results of its ranks."""
+    """Results of the ranks, by layout."""
     ranks = run_ranks(output_head_ranks.two_ranks, 2, models)
     return {
         "single": [one_rank["single"]],

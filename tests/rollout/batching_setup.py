@@ -66,7 +66,7 @@ class Setup:
         }
         self.pool = FakePool()
         self.failure: Exception | None = None
-        """Of the next delivery."""
+        """What the next delivery raises."""
         self.rewards = Rewards(equal)
         self.batches = BatchCollector(
             interaction or single_turn(),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = 0.5
 PROMPT = [1, 2, 3]
 AFFINITIES = itertools.count(1000)
-"""Of requests that need not share a server."""
+"""Affinities for requests that need not share a server."""
 LIMIT_S = 60
 """No test comes near it on a machine that works."""
 
