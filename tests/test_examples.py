@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import httpx
 import psutil
 import pytest
 import yaml
 
-from bapo_megatron.telemetry.sinks import read_metrics
-from tests.engine.helpers import descendants
-from tests.launch import REPOSITORY, free_port
+from tests.launch import REPOSITORY
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
@@ -211,28 +203,6 @@ def test_the_demo_deletes_nothing_but_a_run(
     assert (tmp_path / "home").is_dir()
 
 
-@pytest.mark.distributed
-def test_two_nodes_train_together(replay_config: Path, tmp_path: Path) -> None:
-    port = str(free_port())
-    nodes = [
-        start(
-            "multi_node.sh",
-            str(replay_config),
-            f"run_dir={tmp_path / 'run'}",
-            "parallel.tensor=2",  # so that neither node can do without the other
-            env=environment(
-                NNODES="2", NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC="1"
-            ),
-        )
-        for rank in ("1", "0")
-    ]
-    outputs = [finish(node) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
-    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    assert "2/2" in outputs[1]  # the node with NODE_RANK=0 reports
-
-
 @pytest.mark.parametrize(
     ("variables", "host"),
     [
@@ -304,88 +274,3 @@ def test_the_slurm_job_ends_when_its_servers_do(commands: Path, tmp_path: Path) 
     finish(process, timeout_s=60)
     assert process.returncode == 7
     assert not of_session(process.pid)
-
-
-@pytest.fixture
-def server(replay_config: Path, tmp_path: Path) -> Iterator[str]:
-    """Address of a real server that rollout_servers.sh is starting."""
-    port, log_path = free_port(), tmp_path / "server.log"
-    with ExitStack() as stack:
-        log = stack.enter_context(log_path.open("w"))
-        process = subprocess.Popen(
-            [
-                str(EXAMPLES / "rollout_servers.sh"),
-                str(replay_config),
-                f"run_dir={tmp_path / 'servers'}",
-                f"rollout.server.port={port}",
-                "rollout.server.mem_fraction=0.3",
-                "rollout.server.max_total_tokens=8192",
-            ],
-            env=environment(**{KEY: "admin-secret"}),
-            cwd=REPOSITORY,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        address = f"http://127.0.0.1:{port}"
-        try:
-            yield address
-            assert process.poll() is None, log_path.read_text()
-            running = [child.cmdline() for child in descendants(process.pid)]
-            assert len(running) >= 3
-            assert "admin-secret" not in str(running)
-            process.terminate()
-            process.wait(timeout=60)
-            assert not descendants(mentioning=f"--port={port}")
-            for written in (log_path, tmp_path / "servers" / "logs" / "sglang.log"):
-                assert "admin-secret" not in written.read_text()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.mark.sglang
-def test_a_trainer_waits_for_servers_elsewhere_and_an_evaluation_uses_them_too(
-    server: str, replay_config: Path, tmp_path: Path
-) -> None:
-    prompts = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(3) for b in range(3)]
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    overrides = [
-        f"rollout.servers=[{server}]",
-        "replay.dumps=null",
-        f"data.train.path={questions}",
-        "data.max_prompt_tokens=32",
-        "rollout.groups_per_step=4",  # two updates
-        "rollout.samples_per_group=2",
-        "rollout.max_response_tokens=16",
-        f"eval.sets=[{{path: {questions}}}]",
-        "eval.max_prompts=4",
-        "eval.max_response_tokens=16",
-        "train.steps=1",
-        "reward.workers=1",
-        "algorithm.entropy_coefficient=0.001",  # a random model is never right: no other signal
-    ]
-    env = environment(NPROC="1", **{KEY: "admin-secret"})
-    run_dir = tmp_path / "run"
-    status, lines = run(
-        "single_node.sh", str(replay_config), f"run_dir={run_dir}", *overrides, env=env
-    )
-    assert status == 0, lines
-    (row,) = (row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] == 1)
-    assert row["rollout/generated_tokens"] > 0
-    assert row["mismatch/logprob_abs_max"] < 1e-4  # trainer and server hold the same weights
-    refused = httpx.post(f"{server}/abort_request", json={"rid": "x"}, trust_env=False)
-    assert refused.status_code in (401, 403)
-
-    status, lines = run(
-        "evaluate.sh",
-        str(replay_config),
-        str(run_dir / "hf"),
-        str(tmp_path / "eval"),
-        *overrides,
-        env=env,
-    )
-    assert status == 0, lines
-    (result,) = json.loads((tmp_path / "eval" / "eval.json").read_text())
-    assert (result["name"], result["num_prompts"]) == ("questions", 4)

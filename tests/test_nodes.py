@@ -1,0 +1,159 @@
+"""The scripts in examples/ on several machines: trainers on two, servers on a third one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import yaml
+
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.engine.helpers import descendants
+from tests.launch import REPOSITORY, free_port
+from tests.nodes import INTERFACE, Node, make_nodes
+from tests.test_examples import EXAMPLES, KEY, environment, finish, run
+from tests.trainer.dumps import make_random_model, replay_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
+
+KEYS = {KEY: "admin-secret", "BAPO_MEGATRON_API_KEY": "user-secret"}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Node]]:
+    """Three machines."""
+    with make_nodes(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step with two updates of a random model."""
+    folder = tmp_path_factory.mktemp("nodes")
+    questions = folder / "questions.jsonl"
+    prompts = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    questions.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    settings = replay_settings(make_random_model(folder / "model"), folder, folder / "run")
+    settings |= {
+        "replay": None,
+        "data": {"train": {"path": str(questions)}, "max_prompt_tokens": 32},
+        "rollout": {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 16},
+        "eval": {"sets": [{"path": str(questions)}], "max_prompts": 4, "max_response_tokens": 16},
+        "reward": {"workers": 1},
+    }
+    settings["train"]["steps"] = 1
+    settings["algorithm"]["entropy_coefficient"] = 0.001  # a random model is never right
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def server(
+    config: Path, nodes: list[Node], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Address of a real server that rollout_servers.sh is starting on the last machine."""
+    folder, port, node = tmp_path_factory.mktemp("servers"), free_port(), nodes[-1]
+    log_path = folder / "server.log"
+    with ExitStack() as stack:
+        log = stack.enter_context(log_path.open("w"))
+        process = subprocess.Popen(
+            [
+                *node.prefix,
+                str(EXAMPLES / "rollout_servers.sh"),
+                str(config),
+                f"run_dir={folder / 'servers'}",
+                f"rollout.server.port={port}",
+                "rollout.server.mem_fraction=0.3",
+                "rollout.server.max_total_tokens=8192",
+            ],
+            env=environment(HOST=node.address, **KEYS),
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield f"http://{node.address}:{port}"
+            assert process.poll() is None, log_path.read_text()
+            running = [child.cmdline() for child in descendants(process.pid)]
+            assert len(running) >= 3
+            assert "secret" not in str(running)
+            process.terminate()
+            process.wait(timeout=60)
+            assert not descendants(mentioning=f"--port={port}")
+            (sglang_log,) = (folder / "servers" / "logs").iterdir()
+            for written in (log_path, sglang_log):
+                assert "secret" not in written.read_text()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_trainers_on_two_machines_use_servers_on_a_third_one(
+    config: Path, nodes: list[Node], server: str, tmp_path: Path
+) -> None:
+    first, second, _ = nodes
+    trainers = [
+        subprocess.Popen(
+            [
+                *node.prefix,
+                str(EXAMPLES / "multi_node.sh"),
+                str(config),
+                f"run_dir={tmp_path / 'run'}",
+                "parallel.tensor=2",  # so that neither machine can do without the other
+                f"rollout.servers=[{server}]",
+                f"rollout.weight_sync.master_address={first.address}",
+                "eval.sets=[]",
+            ],
+            env=environment(
+                NNODES="2",
+                NODE_RANK=rank,
+                MASTER_ADDR=first.address,
+                NPROC="1",
+                **KEYS,
+                GLOO_SOCKET_IFNAME=INTERFACE,
+            ),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank, node in (("1", second), ("0", first))
+    ]
+    outputs = [finish(trainer) for trainer in trainers]
+    assert [trainer.returncode for trainer in trainers] == [0, 0], outputs
+    assert "1/1" in outputs[1]  # the machine with NODE_RANK=0 reports
+    (row,) = (row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["step"] == 1)
+    assert row["rollout/generated_tokens"] > 0
+    assert row["mismatch/logprob_abs_max"] < 1e-4  # trainers and server hold the same weights
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+def test_an_evaluation_uses_servers_on_another_machine(
+    config: Path, server: str, tmp_path: Path
+) -> None:
+    settings = yaml.safe_load(config.read_text())
+    status, lines = run(
+        "evaluate.sh",
+        str(config),
+        settings["model"]["path"],
+        str(tmp_path / "eval"),
+        f"rollout.servers=[{server}]",
+        env=environment(**KEYS),
+    )
+    assert status == 0, lines
+    (result,) = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert (result["name"], result["num_prompts"]) == ("questions", 4)
+    refused = httpx.post(f"{server}/abort_request", json={"rid": "x"}, trust_env=False)
+    assert refused.status_code in (401, 403)
