@@ -7,23 +7,30 @@ import pytest
 from bapo_megatron.config.load import load_config
 from bapo_megatron.planning.layout import layer_parameters
 from bapo_megatron.planning.plan import Plan, PlanOptions, make_plan
-from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from tests.launch import REPOSITORY
 from tests.planning.cases import MODELS
 
 DISK = "rollout.weight_sync.method=disk"
 TEXT = " ".join((REPOSITORY / "docs" / "scaling.md").read_text().split())
 
+REPRODUCE = " ".join((REPOSITORY / "docs" / "reproduce.md").read_text().split())
+
 MODEL_OF = {
-    name: read_hf_config_file(MODELS / f"deepseek-r1-distill-qwen-{size}.json")
-    for name, size in (("r1-distill-qwen-7b-8k", "7b"), ("bp-math-32b-64k", "32b"))
+    size: read_hf_config_file(MODELS / f"deepseek-r1-distill-qwen-{size}.json")
+    for size in ("7b", "32b")
 }
+
+
+def model_of(name: str) -> HfConfig:
+    """The model of a file in configs/."""
+    return MODEL_OF["32b" if "32b" in name else "7b"]
 
 
 def shipped(name: str, options: PlanOptions, *overrides: str) -> Plan:
     """The plan of a file in configs/."""
     config = load_config(REPOSITORY / "configs" / f"{name}.yaml", overrides)
-    return make_plan(config, MODEL_OF[name], options)
+    return make_plan(config, model_of(name), options)
 
 
 def plan_7b(gpus: int = 4, *overrides: str, local: bool = False) -> Plan:
@@ -43,7 +50,7 @@ def plan_32b(options: PlanOptions | None = None, *overrides: str) -> Plan:
 def test_the_memory_tables_are_those_of_the_plan(plan: Plan, stage: int) -> None:
     memory = plan.stages[stage]
     assert f"= {memory.parameters:,} |" in TEXT
-    assert f"· {layer_parameters(MODEL_OF[plan.name], plan.layout.tensor):,} +" in TEXT
+    assert f"· {layer_parameters(model_of(plan.name), plan.layout.tensor):,} +" in TEXT
     for name, value in (
         ("weights", memory.weights_bytes),
         ("gradients", memory.gradients_bytes),
@@ -89,3 +96,33 @@ def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
         f"{plan_32b().rollout_tokens_per_s:,.0f} tokens/s per GPU",
     ):
         assert sentence in TEXT, sentence
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "gpus", "response"),
+    [
+        ("| 7B BAPO | 32 + 32 | 32,768", "bp-math-7b-64k", 32, 32768),
+        ("| | | 16,000", "bp-math-7b-64k", 32, 16000),
+        ("| 7B GRPO | 32 + 32 | 32,768", "bp-math-7b-64k-grpo", 32, 32768),
+        ("| 32B BAPO | 128 + 128 | 32,768", "bp-math-32b-64k", 128, 32768),
+        ("| | | 16,000", "bp-math-32b-64k", 128, 16000),
+        ("| 32B GRPO | 128 + 128 | 32,768", "bp-math-32b-64k-grpo", 128, 32768),
+        *(
+            (
+                f"| R1-Distill-7B, staleness {n} | 16 + 16 | 4,096",
+                f"r1-distill-qwen-7b-8k-staleness{n}",
+                16,
+                4096,
+            )
+            for n in (2, 4)
+        ),
+    ],
+)
+def test_the_costs_of_the_papers_runs_are_those_of_the_plan(
+    row: str, name: str, gpus: int, response: int
+) -> None:
+    plan = shipped(name, PlanOptions(gpus=gpus, response_tokens=response))
+    hours = plan.gpu_hours_per_step * 1000
+    assert f"{row} | {plan.step_s:,.0f} | {hours:,.0f} |" in REPRODUCE
+    assert plan.steps == 1000
+    assert plan.fits
