@@ -21,6 +21,7 @@ from bapo_megatron.algorithm.objective import Objective, TokenBatch
 class Clip(Objective):
     """The clipped loss; subclasses say where ``bounds`` come from."""
 
+    trains_zero_advantage = False
     dual_clip: float | None
     """Upper limit of r where A < 0; None: no limit."""
 

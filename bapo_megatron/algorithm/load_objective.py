@@ -127,7 +127,7 @@ class _UserObjective(Objective):
         else:
             code.refuse(f"is a {type(named).__name__}; name a function or a class")
         self.needs = self._inner.needs
-        self.trains_zero_advantage = bool(self._inner.trains_zero_advantage)
+        self.trains_zero_advantage = self._inner.trains_zero_advantage
         self.selects_tokens = bool(self._inner.selects_tokens)
         if self.needs not in get_args(Needs):
             code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
@@ -301,6 +301,27 @@ def _try(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> Non
                 "mixes tokens: its statistics of parts do not add up to those of the whole; "
                 "return sums of integers over tokens",
             )
+    if objective.trains_zero_advantage is False:
+        _try_zero_advantage(objective, tokens, kernels)
+
+
+def _try_zero_advantage(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> None:
+    """Refuse an objective that A = 0 gives something although it declares that it does not."""
+    is_zero_T = tokens.response == 0
+    tokens = replace(tokens, advantage=torch.where(is_zero_T, 0.0, tokens.advantage))
+    found = _run(objective, tokens, kernels)
+    names = ("loss", "gradient", "gradient of the entropy")
+    given = [name for name in names if name in found and bool(found[name][is_zero_T].any())]
+    if objective.needs in ("update", "micro_batch"):
+        total_K = objective.statistics(tokens.select(~is_zero_T))
+        if not torch.equal(objective.statistics(tokens), total_K):
+            given.append("part in the statistics")
+    if given:
+        objective.refuse(
+            "loss",
+            f"declares trains_zero_advantage = False, but A = 0 gives tokens a {given[0]}; remove "
+            "the declaration, or set it to True where updates with A = 0 everywhere must train",
+        )
 
 
 def _run(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> dict[str, Tensor]:

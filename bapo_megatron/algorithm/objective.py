@@ -112,8 +112,14 @@ class Objective(Protocol):
       same time. No collection pass, but the result depends on the division into micro-batches.
 
     ``response`` and ``update`` cost a forward pass over the update before its first gradient."""
-    trains_zero_advantage: bool = False
-    """Whether tokens with A = 0 have a gradient; else updates that hold only such are skipped."""
+    trains_zero_advantage: bool | None = None
+    """Whether A = 0 gives a token a loss, a gradient or a part in ``statistics``.
+
+    - False: none of them. Responses with A = 0 are not computed, unless an entropy bonus needs
+      them; denominators count their tokens.
+    - True: they train like all others.
+    - None, where it is not declared: they are computed, but an update that holds only such is
+      skipped."""
     selects_tokens: bool = False
     """Whether ``select`` leaves tokens out; the denominators then count those that it keeps. Needs
     ``needs`` to be ``response`` or ``update``."""

@@ -158,21 +158,25 @@ def _fill_bins(
     The samples come longest first.
     """
     bins = [_Bin() for _ in range(num_bins)]
-    heap = [(0, number) for number in range(num_bins)]
+    cheapest = [(0, number) for number in range(num_bins)]
+    # Slots and number of bins that lacked room. Samples only get shorter, so a bin that has room
+    # again keeps it until it gets one more: no sample makes more than one bin move here.
+    full: list[tuple[int, int]] = []
     for index, slots, flops in items:
-        full = []
-        while heap and bins[heap[0][1]].slots + slots > budget:
-            full.append(heapq.heappop(heap))
-        if not heap:
+        while full and full[0][0] + slots <= budget:
+            number = heapq.heappop(full)[1]
+            heapq.heappush(cheapest, (bins[number].flops, number))
+        while cheapest and bins[cheapest[0][1]].slots + slots > budget:
+            number = heapq.heappop(cheapest)[1]
+            heapq.heappush(full, (bins[number].slots, number))
+        if not cheapest:
             return None
-        number = heap[0][1]
+        number = cheapest[0][1]
         chosen = bins[number]
         chosen.slots += slots
         chosen.flops += flops
         chosen.indices.append(index)
-        heapq.heapreplace(heap, (chosen.flops, number))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        heapq.heapreplace(cheapest, (chosen.flops, number))
     return bins
 
 

@@ -69,10 +69,9 @@ def trainable_mask(spans: VersionSpans, version: int, limit: StalenessConfig) ->
     ``measure: token`` masks each token that is older than ``max_age``; the other measures mask all
     tokens of a response that is older. Without ``max_age``, or with another ``action``, all stay.
     """
-    age_Q = version - token_versions(spans)
     if limit.max_age is None or limit.action != "mask":
-        return np.ones(age_Q.shape, dtype=bool)
+        return np.ones(num_spanned(spans), dtype=bool)
     if limit.measure == "token":
-        return age_Q <= limit.max_age
+        return version - token_versions(spans) <= limit.max_age
     is_young = response_age(spans, version, limit.measure) <= limit.max_age
-    return np.full(age_Q.shape, is_young)
+    return np.full(num_spanned(spans), is_young)

@@ -41,6 +41,7 @@ from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
 from bapo_megatron.ops.ratio import importance_ratio
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
+from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch
 
 
@@ -151,6 +152,8 @@ class LossStage:
         self._data_group = groups.data
         loaded = load_objective(config, groups.device, output.kernels)
         self.objective = loaded.objective
+        self.zero_advantage = _zero_advantage(loaded.objective, config)
+        """What becomes of responses with A = 0."""
         self.collects = loaded.collects
         """Whether the objective must see the whole update before the first gradient."""
         self.decision_size = loaded.decision_size
@@ -423,6 +426,16 @@ class _MicroBatchLoss:
             loss = loss + (bonus_T * tokens.entropy).sum(dtype=torch.float64)
             by_entropy_T = bonus_T if by_entropy_T is None else by_entropy_T + bonus_T
         return LossGradient(loss, by_logprob_T, by_entropy_T)
+
+
+def _zero_advantage(objective: Objective, config: AlgorithmConfig) -> ZeroAdvantage:
+    """Return what becomes of responses with A = 0."""
+    if config.entropy_coefficient > 0 or objective.trains_zero_advantage:
+        return "trained"
+    # The denominators of a selection count its tokens wherever they are, and decisions of
+    # micro-batches depend on which samples share one.
+    needs_all = objective.selects_tokens or objective.needs == "micro_batch"
+    return "computed" if needs_all or objective.trains_zero_advantage is None else "left_out"
 
 
 def _detached(policy: TokenLogprobs) -> TokenLogprobs:

@@ -152,6 +152,7 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "correction/weight_mean": ("correction_weight", "corrected_tokens"),
     "correction/capped_share": ("correction_capped", "corrected_tokens"),
     "correction/masked_share": ("correction_masked", "corrected_tokens"),
+    "train/computed_token_share": ("computed_tokens", "unmasked_tokens"),
     "train/packing_share": ("packing_real", "packing_slots"),
     "train/imbalance_ratio": ("flops_max", "flops_mean"),
 }

@@ -8,6 +8,7 @@ Shape legend: B = samples of the batch, R = samples of an update, Q = sampled to
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,22 +25,23 @@ from bapo_megatron.data.staleness import trainable_mask
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, Sample
 
+ZeroAdvantage = Literal["trained", "computed", "left_out"]
+"""What becomes of responses with A = 0: trained like all others; computed, except in updates that
+hold only such; never computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitUpdate:
     """One optimizer update, before it is made."""
 
     counts: dict[str, float]
-    """Sampled tokens over all ranks, how many of them do not train, and responses with A > 0 and
-    A < 0 with their tokens; sums for ``trainer.records``."""
+    """Sampled tokens over all ranks, how many of them have m = 0 and m = 1 and how many of the
+    latter are computed, and responses with A > 0 and A < 0 with their tokens; sums for
+    ``trainer.records``."""
     packing: dict[str, float] = field(default_factory=dict)
     """How full the micro-batches of all ranks are, and how equal the ranks' work; also sums."""
-    trained_tokens: int = 0
-    """Tokens with m = 1; where there is none, the update has no micro-batches."""
     micro_batches: tuple[MicroBatch, ...] = ()
-    """This rank's share; equally many on every rank."""
-    has_gradient: bool = False
-    """Whether any token that trains, on any rank, has a non-zero advantage."""
+    """This rank's share; equally many on every rank. Without any, the update is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,14 @@ def split_step(
     staleness: StalenessConfig,
     shape: SplitShape,
     *,
+    zero_advantage: ZeroAdvantage,
     masked_reasons: Set[FinishReason] = frozenset(),
 ) -> tuple[SplitUpdate, ...]:
     """Divide a batch into the updates of one epoch; further epochs repeat them.
 
     Tokens that ``staleness`` finds too old do not train, nor do responses that ended for one of
-    ``masked_reasons``. Responses without a token that trains are not computed.
+    ``masked_reasons``. Responses without a token that trains are not computed. The weights count
+    all tokens with m = 1, whether or not ``zero_advantage`` has them computed.
 
     Raises:
         ValueError: A response is longer than a micro-batch, or the groups have different sizes or
@@ -118,34 +122,35 @@ def split_step(
         for sample in samples
     ]
     trained_B = np.array([np.count_nonzero(mask_Q) for mask_Q in masks_B])
+    computed_B = trained_B > 0
+    if zero_advantage == "left_out":
+        computed_B &= advantage_B != 0
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):
+        computed = [i for i in indices if computed_B[i]]
+        if zero_advantage == "computed" and not advantage_B[computed].any():
+            computed = []
         counts = _counts(samples, indices, advantage_B, trained_B)
-        trains = [i for i in indices if trained_B[i] > 0]
-        if not trains:
+        counts["computed_tokens"] = float(trained_B[computed].sum())
+        if not computed:
             updates.append(SplitUpdate(counts))
             continue
         loss_weight_B = _loss_weights(trained_B, indices, config)
-        packing, micro_batches = shape.pack(samples, trains, advantage_B, loss_weight_B, masks_B)
-        update = SplitUpdate(
-            counts,
-            packing=_packing_sums(packing),
-            trained_tokens=int(trained_B[trains].sum()),
-            micro_batches=micro_batches,
-            has_gradient=bool(np.any(advantage_B[trains] != 0)),
-        )
-        updates.append(update)
+        packing, micro_batches = shape.pack(samples, computed, advantage_B, loss_weight_B, masks_B)
+        updates.append(SplitUpdate(counts, _packing_sums(packing), micro_batches))
     return tuple(updates)
 
 
 def _counts(
     samples: Sequence[Sample], indices: list[int], advantage_B: np.ndarray, trained_B: np.ndarray
 ) -> dict[str, float]:
-    """Sampled and masked tokens, and responses and their tokens by the sign of the advantage."""
+    """Sampled tokens by their mask, and responses and their tokens by the sign of the advantage."""
     length_R = np.array([samples[i].num_sampled for i in indices])
+    sampled, unmasked = float(length_R.sum()), float(trained_B[indices].sum())
     counts = {
-        "response_tokens": float(length_R.sum()),
-        "masked_tokens": float(length_R.sum() - trained_B[indices].sum()),
+        "response_tokens": sampled,
+        "masked_tokens": sampled - unmasked,
+        "unmasked_tokens": unmasked,
     }
     advantage_R = advantage_B[indices]
     for name, is_meant_R in (("positive", advantage_R > 0), ("negative", advantage_R < 0)):

@@ -93,9 +93,14 @@ class BatchTrainer:
             ValueError: The batch does not fit the configuration, the objective refuses an update,
                 or, with ``on_nonfinite: raise``, a value is not finite; it is named with its place.
         """
-        masked = self.masked_reasons
         updates = split_step(
-            batch, self._advantages, self.config, self.staleness, self.shape, masked_reasons=masked
+            batch,
+            self._advantages,
+            self.config,
+            self.staleness,
+            self.shape,
+            zero_advantage=self._stage.zero_advantage,
+            masked_reasons=self.masked_reasons,
         )
         updates_before = self.policy.num_updates
         first_pass: list[TokenLogprobs] | None = None
@@ -155,8 +160,7 @@ class BatchTrainer:
     ) -> tuple[_Outcome, Tokens]:
         """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
         stage = self._stage
-        trains_all = self.config.entropy_coefficient > 0 or stage.objective.trains_zero_advantage
-        if not update.has_gradient and not (trains_all and update.trained_tokens > 0):
+        if not update.micro_batches:
             return _Outcome(update.counts), ()
         collected = Collected(update.micro_batches)
         if stage.collects:

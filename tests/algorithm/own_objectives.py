@@ -25,6 +25,7 @@ class Gspo(Objective):
     """GSPO: the ratio of a whole response, s = exp(mean x), clipped."""
 
     needs = "response"
+    trains_zero_advantage = False
 
     def __init__(self, low: float = 3e-4, high: float = 4e-4) -> None:
         """Take the clip range of s."""
@@ -328,6 +329,31 @@ class NoStatistics(Objective):
     """Need sums and give none."""
 
     needs = "response"
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A r."""
+        return -tokens.advantage * tokens.ratio
+
+
+class AnchorsZero(Anchor):
+    """Declare what is not true of the loss."""
+
+    trains_zero_advantage = False
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return (ℓ − μ)²."""
+        return super().loss(tokens)
+
+
+class CountsZero(Objective):
+    """Declare what is not true of the statistics."""
+
+    needs = "update"
+    trains_zero_advantage = False
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Count all tokens."""
+        return (tokens.mask > 0).sum(dtype=torch.int64)[None]
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return −A r."""

@@ -87,6 +87,8 @@ REFUSED = {
     "FloatSelection": "selects by a float32 tensor [48]; return bool [T]",
     "ScalarDecision": "returns a float64 tensor [] as decision; return float64 [D]",
     "UnknownNeed": "declares needs = 'batch'; choose token, response, update, micro_batch",
+    "AnchorsZero": "declares trains_zero_advantage = False, but A = 0 gives tokens a loss",
+    "CountsZero": "but A = 0 gives tokens a part in the statistics; remove the declaration",
 }
 
 

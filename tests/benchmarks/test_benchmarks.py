@@ -72,3 +72,12 @@ def test_a_benchmark_reports_every_contender(
     assert all(f"## {section['title']}" in text for section in report["sections"])
     for remark in remarks:
         assert re.search(remark, text), remark
+
+
+def test_the_benchmark_of_the_packing_reports_every_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_main("bench_packing", "--samples", "32", "64", "--max-tokens", "65536")
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header == "samples  tokens  seconds  micro-batches  fill  imbalance"
+    assert [row.split()[:2] for row in rows] == [["32", "65536"], ["64", "65536"]]

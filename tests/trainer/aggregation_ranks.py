@@ -18,7 +18,7 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.trainer.split import split_shape
+from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
@@ -82,8 +82,12 @@ def gradients_of_each_setting(
     dump: Path,
     sizes: dict[str, int],
     settings: dict[str, tuple[dict[str, Any], dict[str, Any]]],
+    zero_advantage: ZeroAdvantage | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Sums, bounds and whole gradients of one update, by name of (algorithm, staleness)."""
+    """Sums, bounds and whole gradients of one update, by name of (algorithm, staleness).
+
+    ``zero_advantage``: what becomes of responses with A = 0; None: what the objective declares.
+    """
     with joined(**sizes) as groups:
         return {
             name: _one_update(
@@ -94,6 +98,7 @@ def gradients_of_each_setting(
                 64,
                 OpsConfig(),
                 staleness=StalenessConfig(**staleness),
+                zero_advantage=zero_advantage,
             )
             for name, (algorithm, staleness) in settings.items()
         }
@@ -145,6 +150,7 @@ def _one_update(
     sequence: bool = False,
     staleness: StalenessConfig = NO_LIMIT,
     watches_output: bool = False,
+    zero_advantage: ZeroAdvantage | None = None,
 ) -> dict[str, Any]:
     parallel = ParallelConfig(
         tensor=groups.tensor_size,
@@ -180,8 +186,10 @@ def _one_update(
             policy, parallel, MegatronConfig(), TrainConfig(max_tokens_per_micro_batch=budget)
         ),
     )
+    if zero_advantage is not None:
+        trainer._stage.zero_advantage = zero_advantage
     outputs = _watch_output(policy) if watches_output else []
-    (result,) = trainer.train(read_batch(dump))
+    result, *further = trainer.train(read_batch(dump))
     return {
         "outputs": outputs,
         "loss": result.sums["policy_loss"],
@@ -197,6 +205,8 @@ def _one_update(
         ),
         "decisions": result.decisions,
         "skipped": result.skipped,
+        "further_skipped": [each.skipped for each in further],
+        "optimizer_steps": policy.num_updates,
         "gradients": hf_gradients(policy),
     }
 

@@ -41,7 +41,12 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
         )
         config = AlgorithmConfig.model_validate({})
         (update,) = split_step(
-            read_batch(dump), Advantages("grpo"), config, StalenessConfig(), ONE_RANK
+            read_batch(dump),
+            Advantages("grpo"),
+            config,
+            StalenessConfig(),
+            ONE_RANK,
+            zero_advantage="left_out",
         )
         watch = _Watch(policy)
         gradients = {}

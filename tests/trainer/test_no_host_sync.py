@@ -99,7 +99,14 @@ def test_search_and_loss_never_wait_for_the_device(
     )
     searches = "bapo" in objective
     batch = read_batch(mixed_dumps / "step_000001.parquet")
-    (update,) = split_step(batch, Advantages(config.advantage), config, StalenessConfig(), ONE_RANK)
+    (update,) = split_step(
+        batch,
+        Advantages(config.advantage),
+        config,
+        StalenessConfig(),
+        ONE_RANK,
+        zero_advantage="left_out",
+    )
     micro_batch = update.micro_batches[0].to(device)
     groups: Any = SimpleNamespace(
         data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1

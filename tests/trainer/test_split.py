@@ -15,7 +15,7 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
+from bapo_megatron.trainer.split import SplitShape, SplitUpdate, ZeroAdvantage, split_step
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -60,6 +60,7 @@ def _split(
     limit: dict[str, object],
     batch: RolloutBatch | None = None,
     masked: FinishReason | None = None,
+    zero_advantage: ZeroAdvantage = "trained",
     **algorithm: object,
 ) -> tuple[SplitUpdate, ...]:
     config = AlgorithmConfig.model_validate(algorithm)
@@ -69,6 +70,7 @@ def _split(
         config,
         StalenessConfig(action="mask", **limit),
         ONE_RANK,
+        zero_advantage=zero_advantage,
         masked_reasons={masked} - {None},
     )
 
@@ -110,7 +112,7 @@ def test_global_denominators_count_only_tokens_that_train(
     for sample, divisor in full.items():
         assert weights[sample] == pytest.approx([1 / divisor] * len(weights[sample]), rel=1e-6)
     assert weights[1] == pytest.approx([0, 0, 1 / partial, 1 / partial], rel=1e-6)
-    assert (update.counts["response_tokens"], update.trained_tokens) == (15, 11)
+    assert (update.counts["response_tokens"], update.counts["unmasked_tokens"]) == (15, 11)
 
 
 @pytest.mark.parametrize("measure", ["token", "mean", "oldest"])
@@ -123,7 +125,7 @@ def test_denominators_equal_a_loop_over_tokens(measure: str, max_age: int | None
             ages = [VERSION - v for v in versions_R]
             whole = {"mean": Fraction(sum(ages), len(ages)), "oldest": max(ages)}
             kept += sum(max_age is None or whole.get(measure, age) <= max_age for age in ages)
-    assert update.trained_tokens == kept
+    assert update.counts["unmasked_tokens"] == kept
     for weights in _weights_by_sample(update).values():
         assert set(weights) <= {0.0, float(np.float32(1 / kept))}
 
@@ -155,19 +157,53 @@ def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None
         "negative_responses": 1.0,
         "negative_length": 1.0,
     }
-    assert first == SplitUpdate({"response_tokens": 3.0, "masked_tokens": 3.0, **lengths})
-    assert (second.trained_tokens, second.has_gradient) == (3, True)
-    assert second.counts["response_tokens"] == 3
+    tokens = {"response_tokens": 3, "masked_tokens": 3, "unmasked_tokens": 0, "computed_tokens": 0}
+    assert first == SplitUpdate({**tokens, **lengths})
+    tokens = {"response_tokens": 3, "masked_tokens": 0, "unmasked_tokens": 3, "computed_tokens": 3}
+    assert second.counts == {**tokens, **lengths}
+    assert len(second.micro_batches) == 1
 
 
-def test_tokens_that_do_not_train_give_no_gradient() -> None:
+@pytest.mark.parametrize(
+    ("zero_advantage", "num_computed"), [("trained", 3), ("computed", 0), ("left_out", 0)]
+)
+def test_an_update_without_a_gradient_has_nothing_to_compute_unless_it_trains(
+    zero_advantage: ZeroAdvantage, num_computed: int
+) -> None:
     # The first group has advantages but is too old, the second is young and has none.
     batch = _batch(versions=(((2, 2), (2,)), ((10, 10), (9,))))
     for sample in batch.groups[1].samples:
         sample.reward = 1.0
-    (update,) = _split({"max_age": 3, "measure": "token"}, batch)
-    assert update.trained_tokens == 3
-    assert not update.has_gradient
+    limit = {"max_age": 3, "measure": "token"}
+    (update,) = _split(limit, batch, zero_advantage=zero_advantage)
+    assert update.counts["unmasked_tokens"] == 3
+    assert update.counts["computed_tokens"] == num_computed
+    assert len(update.micro_batches) == (num_computed > 0)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "divisors"),
+    # 15 tokens of 6 responses, also where only the first three, 2 + 4 + 3 tokens, are computed.
+    [("token_mean", (15, 15, 15)), ("sequence_mean", (12, 24, 18)), ("token_sum_norm", (24,) * 3)],
+)
+def test_responses_without_an_advantage_count_in_the_denominators_alone(
+    aggregation: str, divisors: tuple[int, ...]
+) -> None:
+    batch = _batch()
+    for sample in batch.groups[1].samples:
+        sample.reward = 1.0
+    settings = {"loss_aggregation": aggregation, "token_sum_norm_constant": 4.0}
+
+    (every,) = _split({}, batch, zero_advantage="computed", **settings)
+    (update,) = _split({}, batch, zero_advantage="left_out", **settings)
+
+    weights = _weights_by_sample(update)
+    assert [weights[i][0] for i in range(3)] == pytest.approx([1 / d for d in divisors], rel=1e-6)
+    assert weights == {i: w for i, w in _weights_by_sample(every).items() if i < 3}
+    assert len(_weights_by_sample(every)) == 6
+    assert every.counts.pop("computed_tokens") == 15
+    assert update.counts.pop("computed_tokens") == 9
+    assert update.counts == every.counts
 
 
 def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baseline() -> None:
@@ -177,7 +213,7 @@ def test_truncated_responses_may_be_left_out_of_the_loss_and_stay_in_the_baselin
     (kept,) = _split({}, batch, advantage="grpo_no_std")
     (masked,) = _split({}, batch, FinishReason.LENGTH, advantage="grpo_no_std")
 
-    assert (kept.trained_tokens, masked.trained_tokens) == (15, 13)
+    assert (kept.counts["unmasked_tokens"], masked.counts["unmasked_tokens"]) == (15, 13)
     (micro_batch,) = masked.micro_batches
     advantages = dict(
         zip(micro_batch.sample_T.tolist(), micro_batch.advantage_T.tolist(), strict=True)
@@ -211,12 +247,14 @@ def test_what_an_environment_wrote_changes_no_weight_and_no_length(aggregation: 
     (update,) = _split(limit, _episodes(), **algorithm)
 
     assert _weights_by_sample(update) == _weights_by_sample(plain)
-    assert (update.counts["response_tokens"], update.trained_tokens) == (15, 11)
+    assert (update.counts["response_tokens"], update.counts["unmasked_tokens"]) == (15, 11)
     # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
     assert update.counts == plain.counts
     assert update.counts == {
         "response_tokens": 15.0,
         "masked_tokens": 4.0,
+        "unmasked_tokens": 11.0,
+        "computed_tokens": 11.0,
         "positive_responses": 2.0,
         "positive_length": 3.0,
         "negative_responses": 4.0,
@@ -237,7 +275,10 @@ def test_episodes_that_ended_for_a_masked_reason_stay_in_the_baseline(reason: st
 
     weights = _weights_by_sample(update)
     assert sorted(weights) == [number for number in range(6) if number != masked]
-    assert (update.counts["response_tokens"], update.trained_tokens) == (15, 15 - sampled)
+    assert (update.counts["response_tokens"], update.counts["unmasked_tokens"]) == (
+        15,
+        15 - sampled,
+    )
     for number, weight_Q in weights.items():
         length = len(batch.samples[number].behaviour_logprobs)
         assert weight_Q == [pytest.approx(1 / (15 - sampled))] * length
@@ -256,7 +297,7 @@ def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
     (update,) = _split({}, batch)
 
     assert _weights_by_sample(update).keys() == {0}
-    assert (update.counts["response_tokens"], update.trained_tokens) == (2, 2)
+    assert (update.counts["response_tokens"], update.counts["unmasked_tokens"]) == (2, 2)
 
 
 def test_a_rank_gets_its_own_micro_batches() -> None:
