@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import InterruptedRunError, RolloutError
-from bapo_megatron.processes import end_by_exception
+from bapo_megatron.processes import end_by_exception, write_stacks_on_signal
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -93,6 +93,7 @@ def main() -> None:
     ``BAPO_TRACEBACK=1`` shows every traceback.
     """
     end_by_exception()
+    write_stacks_on_signal()
     try:
         # standalone_mode=False returns the status that a command asked for instead of exiting; an
         # interrupt inside a command comes back as a status too.

@@ -5,19 +5,28 @@ Those over ``ProcessGroups.control`` raise ``LostPeerError`` when another rank h
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bapo_megatron.config.megatron import ParallelConfig
 
 Value = TypeVar("Value")
+
+_FLIGHT_RECORDER = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": ("TORCH_FR_BUFFER_SIZE", "2000"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": ("TORCH_FR_DUMP_TEMP_FILE", "{logs}/nccl_trace_rank_"),
+}
+"""Variables of torch by the names that 2.10 to 2.13 read, with newer names, and values."""
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -154,6 +163,34 @@ def megatron_groups(
     )
 
 
+def record_collectives(logs: Path) -> None:
+    """Have NCCL keep its last collectives, and write them to ``logs`` where one exceeds its limit.
+
+    Call it before ``init_distributed``. What the user has set stays.
+    """
+    for name, (other_name, value) in _FLIGHT_RECORDER.items():
+        if other_name not in os.environ:
+            os.environ.setdefault(name, value.format(logs=logs.absolute()))
+
+
+def own_store(prefix: str) -> Store:
+    """Return a client of the process group's store that blocks no other, for keys of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return PrefixStore(prefix, store.clone())
+
+
+def gather_values(values: Sequence[float], groups: ProcessGroups) -> Tensor | None:
+    """Collect equally many values of each rank on rank 0, [ranks, values] float64; None elsewhere.
+
+    A collective over ``groups.control``.
+    """
+    own = torch.tensor(values, dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(groups.world_size)]
+    with _peers_needed():
+        dist.gather(own, gathered if groups.rank == 0 else None, dst=0, group=groups.control)
+    return torch.stack(gathered) if groups.rank == 0 else None
+
+
 def shutdown_distributed() -> None:
     """Leave all process groups; does nothing when none was joined."""
     if not dist.is_initialized():
@@ -186,17 +223,20 @@ def broadcast_buffer(data: bytearray | None, groups: ProcessGroups, source: int 
 
 
 def broadcast_answer(
-    answer: Callable[[], bytes] | None, groups: ProcessGroups, interval_s: float
+    answer: Callable[[], bytes] | None,
+    groups: ProcessGroups,
+    interval_s: float,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> bytes:
     """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
 
     That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
     ``interval_s`` to wait on, so that none of them runs into a time-out. ``answer`` must use no
-    collective; other ranks give None.
+    collective; other ranks give None, and call ``on_wait`` whenever they are told.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
-            pass
+            on_wait()
         return payload
     ended = threading.Event()
 

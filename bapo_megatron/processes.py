@@ -8,6 +8,7 @@ Standard library only: launchers of servers import this.
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -37,6 +38,10 @@ _SHARED_FILES = ("sglang_loads_*", "sem.mp-*")
 _MAPPED_INODE = re.compile(r" (\d+) +/dev/shm/")
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STACKS_SIGNAL = signal.SIGUSR2
+_STDERR = 2
+_DUMP_S = 0.05
+"""Enough for one process to write its stacks before the next one writes to the same file."""
 _RETRY_S = 0.01
 _T = TypeVar("_T")
 
@@ -128,6 +133,57 @@ def tail(path: Path) -> str:
     states = (line.rstrip().rpartition("\r")[2] for line in content.split("\n"))
     lines = deque((line for line in states if line), _TAIL_LINES)
     return "\n".join(f"    {line}" for line in lines) or "    (empty log)"
+
+
+def write_stacks_on_signal() -> None:
+    """Have SIGUSR2 write the stacks of all threads to standard error; the process goes on.
+
+    It works in C code too, also while that holds the interpreter's lock.
+    """
+    faulthandler.register(_STACKS_SIGNAL, _STDERR)
+
+
+@contextlib.contextmanager
+def stacks_appended_to(path: Path) -> Iterator[None]:
+    """Within the block, append the stacks to a file, which is removed if it stays empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        faulthandler.register(_STACKS_SIGNAL, file)
+        try:
+            yield
+        finally:
+            write_stacks_on_signal()
+            with contextlib.suppress(FileNotFoundError):
+                if not path.stat().st_size:
+                    path.unlink()
+
+
+def request_stacks() -> list[int]:
+    """Send SIGUSR2 to this process and its descendants, if they handle it; return their ids.
+
+    Others, such as servers, would end. A descendant's standard error first gets a line with its id.
+    """
+    parents: dict[int, int] = {}
+    handling: set[int] = set()
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+            pid = int(status.parent.name)
+            parents[pid] = int(fields["PPid"])
+            if int(fields["SigCgt"], 16) >> (_STACKS_SIGNAL - 1) & 1:
+                handling.add(pid)
+    family, own_pid = [os.getpid()], os.getpid()
+    for pid in family:  # it grows
+        family += [child for child, parent in parents.items() if parent == pid]
+    asked = [pid for pid in family if pid in handling]
+    for pid in asked:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if pid != own_pid:
+                with Path(f"/proc/{pid}/fd/{_STDERR}").open("a") as log:
+                    log.write(f"--- stacks of process {pid} ---\n")
+            os.kill(pid, _STACKS_SIGNAL)
+            time.sleep(_DUMP_S)
+    return asked
 
 
 def end_with_parent(number: signal.Signals) -> None:

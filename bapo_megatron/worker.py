@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
 from bapo_megatron.names import LoadError, shown
-from bapo_megatron.processes import end_with_parent
+from bapo_megatron.processes import end_with_parent, write_stacks_on_signal
 
 _MAX_ERROR = 500
 
@@ -47,6 +47,7 @@ def main(name: str, arguments: list[Any], parent_pid: int, memory_limit_bytes: i
     """
     # Ctrl-C reaches the whole process group; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_stacks_on_signal()
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         return

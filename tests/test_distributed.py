@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.distributed import broadcast_answer, init_distributed, shutdown_distributed
+from bapo_megatron.distributed import (
+    broadcast_answer,
+    init_distributed,
+    record_collectives,
+    shutdown_distributed,
+)
 from tests.distributed_launch import joined, run_ranks
 
 
 def alone() -> tuple[int, ...]:
     """One process that torchrun did not start."""
-    import os
-
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         del os.environ[name]
     groups = init_distributed(ParallelConfig())
@@ -56,3 +62,32 @@ def test_half_of_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"):
         init_distributed(ParallelConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (
+            {},
+            {
+                "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/a/logs/nccl_trace_rank_",
+            },
+        ),
+        (
+            {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+            {
+                "TORCH_FR_BUFFER_SIZE": "0",
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/a/logs/nccl_trace_rank_",
+            },
+        ),
+    ],
+)
+def test_nccl_keeps_its_last_collectives_unless_the_user_has_said_otherwise(
+    given: dict[str, str], found: dict[str, str]
+) -> None:
+    with mock.patch.dict(os.environ, given, clear=True):
+        record_collectives(Path("/runs/a/logs"))
+        assert dict(os.environ) == found

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from bapo_megatron.processes import child_environment, describe_exit, end_group, tail
+from bapo_megatron.processes import (
+    child_environment,
+    describe_exit,
+    end_group,
+    request_stacks,
+    tail,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,3 +63,14 @@ def test_a_group_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> No
     child_pid = int((tmp_path / "child").read_text())
     if psutil.pid_exists(child_pid):
         assert psutil.Process(child_pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_would_end_by_it_is_not_asked_for_its_stacks() -> None:
+    # tests/rollout/test_collector_rewards.py asks those that write them.
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert process.pid not in request_stacks()
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

@@ -48,6 +48,11 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
             f"log.wandb_project: is '{config.log.wandb_project}' but wandb is not installed; "
             "pip install wandb, or leave the project empty"
         )
+    if config.log.hang_s >= config.parallel.timeout_s:
+        raise ConfigError(
+            f"log.hang_s: must be below parallel.timeout_s = {config.parallel.timeout_s:g}, got "
+            f"{config.log.hang_s:g}: the run would end before it says who waits; lower it"
+        )
     if config.replay.dumps is not None:
         _check_replay(config.replay.dumps, config.train.steps)
     else:

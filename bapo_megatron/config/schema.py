@@ -255,7 +255,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Where metrics go; ``metrics.jsonl`` is always written."""
+    """Where metrics go; ``metrics.jsonl`` is always written. And what is said of a hang."""
 
     console: bool = True
     """A line per step on the terminal."""
@@ -263,6 +263,16 @@ class LogConfig(Section):
     """Event files under ``<run_dir>/tensorboard``."""
     wandb_project: str = ""
     """Project name at Weights & Biases; empty: off."""
+    prometheus_port: int = Field(0, ge=0, le=65535)
+    """Port at which Prometheus finds the newest row of ``metrics.jsonl``; 0: off."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of rank 0's host to listen on."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """10^12 operations per second of one GPU in the run's number format, for the MFU; null: from
+    the data sheet, where the GPU is known (docs/runtime.md)."""
+    hang_s: float = Field(300.0, gt=0)
+    """When a rank has not got on for this long, all ranks write their stacks to ``<run_dir>/logs``
+    and rank 0 says which rank does what; the run goes on. Must be below ``parallel.timeout_s``."""
 
 
 class RunConfig(Section):

@@ -78,6 +78,8 @@ class MegatronPolicy:
     """Updates of the whole run: where a decaying schedule ends."""
     num_updates: int = 0
     """Optimizer updates made so far."""
+    on_micro_batch: Callable[[], None] = lambda: None
+    """Called before a chunk's forward pass of a micro-batch."""
 
     def __post_init__(self) -> None:
         assert not any(chunk.mtp_process for chunk in self.chunks), (
@@ -285,6 +287,7 @@ class MegatronPolicy:
         self, host_batch: MicroBatch, model: nn.Module, longest: int
     ) -> tuple[MicroBatch, Tensor]:
         """Return a micro-batch on the device and what a chunk makes of it, padded to send it on."""
+        self.on_micro_batch()
         transformer = self.chunks[0].config
         # Ranks that divide the tokens of a micro-batch between the matrix products.
         token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1

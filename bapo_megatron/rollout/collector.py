@@ -34,7 +34,7 @@ from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError, first_cause
 from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.evaluation.summary import votes_pool
-from bapo_megatron.processes import OWNER_PID_VARIABLE
+from bapo_megatron.processes import OWNER_PID_VARIABLE, write_stacks_on_signal
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
@@ -333,6 +333,7 @@ async def _wait_for_owner_to_go() -> None:
 
 def main(file_descriptor: int) -> None:
     """Run the collector on an open socket."""
+    write_stacks_on_signal()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -76,10 +76,28 @@ def describe_rate(num_tokens: int, began_s: float) -> str:
     return f", {num_tokens / (time.monotonic() - began_s):.0f} tokens/s" if num_tokens else ""
 
 
+class Pulse:
+    """What a process does, and when it last got on; to tell it takes less than a microsecond."""
+
+    def __init__(self) -> None:
+        self.note("start")
+
+    def note(self, doing: str) -> None:
+        """Say what comes now."""
+        self.doing, self.num_beats, self.beat_s = doing, 0, time.monotonic()
+
+    def beat(self) -> None:
+        """Say that it goes on: with a micro-batch, or because who is waited for is alive."""
+        self.num_beats += 1
+        self.beat_s = time.monotonic()
+
+
 class PhaseTimer:
     """Adds up wall time by phase name, in seconds, for the current step and for the whole run."""
 
     def __init__(self) -> None:
+        self.pulse = Pulse()
+        """Knows the phase."""
         self._step_s: dict[str, float] = {}
         self.total_s: dict[str, float] = {}
         """Seconds by phase since the timer was made."""
@@ -87,10 +105,12 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a block, also when it raises."""
-        start = time.perf_counter()
+        start, outside = time.perf_counter(), self.pulse.doing
+        self.pulse.note(name)
         try:
             yield
         finally:
+            self.pulse.note(outside)
             duration_s = time.perf_counter() - start
             for sums in (self._step_s, self.total_s):
                 sums[name] = sums.get(name, 0.0) + duration_s

@@ -22,6 +22,8 @@ from bapo_megatron.distributed import (
     broadcast_answer,
     broadcast_buffer,
     init_distributed,
+    own_store,
+    record_collectives,
     shutdown_distributed,
 )
 from bapo_megatron.errors import RolloutError
@@ -30,10 +32,12 @@ from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.processes import stacks_appended_to
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse
+from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer.check import check_training
@@ -70,11 +74,12 @@ class Run:
         policy: MegatronPolicy,
         source: RolloutSource | None,
         stack: ExitStack,
+        timer: PhaseTimer,
     ) -> None:
         """Put the parts together; ``source`` is given on rank 0 only."""
         self.config = config
         self.policy = policy
-        self.timer = PhaseTimer()
+        self.timer = timer
         shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
             policy=policy,
@@ -85,6 +90,7 @@ class Run:
             shape=shape,
             masked_reasons=_masked_reasons(config),
             dump=TokenDump(config.run_dir / "tokens", config.train.dump_tokens),
+            note=timer.pulse.note,
         )
         self.progress = Progress()
         self.saver = CheckpointSaver(config.run_dir / "checkpoints", config.checkpoint)
@@ -113,16 +119,22 @@ class Run:
         """
         rank = int(os.environ.get("RANK", "0"))
         check_training(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
+        logs, timer = config.run_dir / "logs", PhaseTimer()
         with ExitStack() as stack:
             source: RolloutSource | None = None
             if rank == 0:
                 _claim_run_dir(config)
                 progress = stack.enter_context(ProgressLine())
-                source = _open_source(config, progress)
+                source = _open_source(config, progress, timer.pulse)
                 stack.callback(source.close)
+            stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{rank}.txt"))
+            record_collectives(logs)
             if not torch.cuda.is_available():
                 cpu_compat.install()  # lets Megatron-core run without CUDA
             groups = init_distributed(config.parallel)
+            store, hang_s = own_store("bapo_megatron/hang"), config.log.hang_s
+            watch = HangWatch(timer.pulse, store, rank, groups.world_size, hang_s, logs)
+            stack.callback(watch.start())
             if config.rollout.colocated:  # before the policy needs the memory
                 if source is not None:
                     source.release_memory()
@@ -138,7 +150,8 @@ class Run:
                 groups=groups,
                 returns_hidden_states=config.ops.logits_chunk_tokens > 0,
             )
-            run = cls(config, groups, policy, source, stack)
+            policy.on_micro_batch = timer.pulse.beat
+            run = cls(config, groups, policy, source, stack, timer)
             stack.callback(run.saver.close)
             stack.callback(run.close)
             yield run
@@ -151,10 +164,15 @@ class Run:
         if self.config.resume:
             self.progress = load_run(self.config.run_dir / "checkpoints", self.policy, self._source)
         with self.timer.phase("server_start"):
-            if self._source is not None:
-                self._source.wait_ready()
             # Nobody waits for a server inside a collective of the model.
-            barrier(self._groups)
+            source, wait = self._source, None
+            if source is not None:
+
+                def wait() -> bytes:
+                    source.wait_ready()
+                    return _DONE
+
+            broadcast_answer(wait, self._groups, self._wait_on_s, self.timer.pulse.beat)
         if self._source is not None:
             self._sinks = MetricsSinks(
                 self.config.run_dir,
@@ -214,7 +232,7 @@ class Run:
                     self._failure = error
                     return _FAILED + str(error).encode()
 
-        message = broadcast_answer(answer, self._groups, self._wait_on_s)
+        message = broadcast_answer(answer, self._groups, self._wait_on_s, self.timer.pulse.beat)
         kind, content = message[:1], message[1:]
         if kind == _FAILED and self._failure is None:
             self._failure = RolloutError(f"rank 0: {content.decode()}")
@@ -373,11 +391,16 @@ def _claim_run_dir(config: RunConfig) -> None:
     atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
 
 
-def _open_source(config: RunConfig, progress: ProgressLine) -> RolloutSource:
+def _open_source(config: RunConfig, progress: ProgressLine, pulse: Pulse) -> RolloutSource:
     if config.replay.dumps is not None:
         if config.eval.sets:
             Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
         return ReplaySource(config.replay.dumps)
-    source = CollectorClient(config, on_progress=progress.update)
+
+    def on_progress(text: str) -> None:
+        progress.update(text)
+        pulse.beat()
+
+    source = CollectorClient(config, on_progress=on_progress)
     source.start()
     return source

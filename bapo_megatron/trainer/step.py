@@ -10,7 +10,7 @@ Shape legend: S = sums, M = maxima, K = decisions of the update, D = entries of 
 """
 
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,6 +79,8 @@ class BatchTrainer:
     masked_reasons: Set[FinishReason] = frozenset()
     """Responses that ended for one of these do not train."""
     dump: TokenDump | None = None
+    note: Callable[[str], None] = lambda _: None
+    """Takes what comes now, for people who look for a hang."""
 
     def __post_init__(self) -> None:
         self._groups = self.policy.groups
@@ -139,6 +141,7 @@ class BatchTrainer:
         self, update: SplitUpdate, num_samples: int
     ) -> tuple[SplitUpdate, list[TokenLogprobs]]:
         """Replace μ by the trainer's own log-probs at the start of the step; returns these too."""
+        self.note("training, forward only (behaviour)")
         policy = self.policy.forward_only(update.micro_batches, self.output.read)
         if not update.micro_batches or not self._groups.is_last_stage:
             return update, policy
@@ -159,12 +162,13 @@ class BatchTrainer:
         policy: list[TokenLogprobs] | None,
     ) -> tuple[_Outcome, Tokens]:
         """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
-        stage = self._stage
+        stage, place = self._stage, f"update {context.num_updates + 1}"
         if not update.micro_batches:
             return _Outcome(update.counts), ()
         collected = Collected(update.micro_batches)
         if stage.collects:
             if policy is None:
+                self.note(f"training, forward only of {place}")
                 policy = self.policy.forward_only(update.micro_batches, self.output.read)
             if self._groups.is_last_stage:
                 size = len(batch.samples)
@@ -174,7 +178,9 @@ class BatchTrainer:
         def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
             return stage.loss(output, micro_batch, decision=decision, context=context)
 
+        self.note(f"training, forward and backward of {place}")
         reports = self.policy.forward_backward(micro_batches, loss_fn)
+        self.note(f"training, optimizer step of {place}")
         measurement = reduce_reports(
             reports,
             collected.faults,

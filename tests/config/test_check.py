@@ -298,6 +298,12 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "raise parallel.timeout_s",
         ),
         (
+            ["log.hang_s=7200"],
+            1,
+            "log.hang_s: must be below parallel.timeout_s = 7200, got 7200: the run would end "
+            "before it says who waits; lower it",
+        ),
+        (
             ["model.path=missing"],
             1,
             "model.path: no such directory 'missing'; download a Hugging Face model to it, or run "

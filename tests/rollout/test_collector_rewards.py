@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import request_stacks
 from bapo_megatron.rollout.client import CollectorClient
 from tests.engine.helpers import descendants
 from tests.fakes.fake_sglang import FakeSglang
@@ -27,7 +29,9 @@ def with_rewards(config: RunConfig, **reward: Any) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_their_stacks(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     with FakeSglang(stop_at=20) as fake:
         config = with_rewards(
             make_config(servers=(fake.address,), max_response_tokens=40),
@@ -46,10 +50,17 @@ def test_a_batch_carries_the_parts_of_its_rewards(make_config: MakeConfig, tmp_p
             with forked_collectors():
                 client.start()
             client.sync_weights(tmp_path, 1)
+            asked = request_stacks()
             encoded = client.collect(1)
         finally:
             client.close()
 
+    # The collector and its worker, in the collector's log.
+    log = (config.run_dir / "logs" / "collector.log").read_text()
+    _, collector, worker = re.split(r"--- stacks of process \d+ ---\n", log)
+    assert len(asked) == 2
+    assert re.search(r"rollout/collector.py\", line \d+ in main\n", collector)
+    assert re.search(r"bapo_megatron/worker.py\", line \d+ in main\n", worker)
     assert encoded is not None
     batch = decode_batch(encoded)
     texts = pq.read_table(texts_path(Path(encoded.name))).to_pylist()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
@@ -14,6 +17,8 @@ from bapo_megatron.distributed import shutdown_distributed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_state
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train
@@ -100,6 +105,8 @@ class Outcome:
     kept: list[str]
     """What is in the directory of checkpoints."""
     best: BestCheckpoint | None
+    stacks: str
+    """What this rank wrote of its stacks."""
 
 
 def _outcome(
@@ -141,6 +148,7 @@ def _outcome(
     checkpoints = run_dir / "checkpoints"
     latest = find_latest(checkpoints)
     metrics = run_dir / "metrics.jsonl"
+    stacks = run_dir / "logs" / f"stacks_rank_{os.environ['RANK']}.txt"
     return Outcome(
         error,
         source.calls,
@@ -149,6 +157,7 @@ def _outcome(
         read_state(latest).extra.get("rollout", {}) if latest else {},
         sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
         find_best(checkpoints) if os.environ["RANK"] == "0" else None,
+        stacks.read_text() if stacks.exists() else "",
     )
 
 
@@ -161,7 +170,7 @@ def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 
 def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
-    """Generation and pushes that fail for good."""
+    """Generation and pushes that fail for good; and a rank that stands still for a while."""
     return {
         "at the start": _outcome(model, dumps, root / "start", {1: _fail}),
         "after a save": _outcome(model, dumps, root / "later", {3: _fail}),
@@ -172,7 +181,52 @@ def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
             {1: _block(root / "full" / "weights")},
             weight_sync={"method": "disk"},
         ),
+        "stands still": _stand_still(model, dumps, root),
     }
+
+
+STOPPED = re.compile(
+    r"no progress for 0.6 s \(log.hang_s\): "
+    r"rank 1 in training, forward and backward of update 2 after 0 signs of life for \d+ s; "
+    r"rank 0 in training, forward and backward of update 2 after [1-9]\d* signs of life for \d+ s; "
+    r"stacks: \S+/logs/stacks_rank_\*.txt and collector.log"
+)
+"""What rank 0 is to say of ``_stand_still``."""
+
+
+def _stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
+    """Rank 1 stops before the second update, until rank 0 has said so; then the run goes on."""
+    train_update = MegatronPolicy.forward_backward
+    stopped, said = root / "stopped", root / "said"
+
+    def say(line: str) -> None:
+        if STOPPED.fullmatch(line):  # a slow machine may have had reason to say more
+            atomic_write_text(said, line)
+
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.02)
+
+    def forward_backward(policy: MegatronPolicy, *arguments: Any) -> Any:
+        if policy.num_updates == 1 and policy.groups.rank == 1:
+            stopped.touch()
+            wait_for(said)
+        elif policy.num_updates == 1:
+            wait_for(stopped)
+        return train_update(policy, *arguments)
+
+    with (
+        mock.patch.object(MegatronPolicy, "forward_backward", forward_backward),
+        mock.patch.object(hang, "say", say),
+    ):
+        return _outcome(
+            model,
+            dumps,
+            root / "still",
+            {},
+            train={"steps": 2, "max_tokens_per_micro_batch": 128},
+            log={"tensorboard": False, "console": False, "hang_s": 0.6},
+        )
 
 
 def best_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:

@@ -82,6 +82,19 @@ def test_weights_that_cannot_be_written_end_the_run_after_the_step_is_saved(
     assert [row["step"] for row in first.rows] == [1]
 
 
+def test_a_hang_is_told_with_the_rank_that_all_wait_for(failed: list[dict[str, Outcome]]) -> None:
+    first, second = (rank["stands still"] for rank in failed)
+    # Rank 1 stood until rank 0 had said ``stub_runs.STOPPED``; then the run went on to its end.
+    assert (first.error, second.error, len(first.rows)) == ("", "", 2)
+    assert "in wait_for\n" in second.stacks
+    assert "in train\n" in first.stacks
+    assert "in wait_for\n" not in first.stacks
+
+
+def test_a_run_that_gets_on_leaves_no_stacks(failed: list[dict[str, Outcome]]) -> None:
+    assert [rank["after a save"].stacks for rank in failed] == ["", ""]
+
+
 @pytest.fixture(scope="module")
 def best(
     random_model: Path, mixed_dumps: Path, tmp_path_factory: pytest.TempPathFactory

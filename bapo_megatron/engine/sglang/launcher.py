@@ -77,6 +77,8 @@ def _unavailable(name: str) -> Any:
 
 def main(arguments: list[str]) -> None:
     """Run the server with these arguments of ``sglang.launch_server`` until it ends."""
+    # Which asks the run's own processes for their stacks; its children inherit that it is ignored.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     owner_pid = os.environ.pop(OWNER_PID_VARIABLE, None)
     if owner_pid is None:
         given = asdict(ApiKeys.from_environment())
