@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.processes import nccl_settings
 
 Value = TypeVar("Value")
 
@@ -115,6 +116,7 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
             f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun, or unset "
             "RANK to run a single process"
         )
+    os.environ.update(nccl_settings())  # before NCCL reads them, once
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if has_torchrun else 0)

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
 
+_NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0"}
+"""What all members of an NCCL group must have in common, with the values that SGLang sets."""
 _KILL_GRACE_S = 10.0
 _POLL_S = 0.02
 _TAIL_LINES = 12
@@ -46,15 +48,23 @@ _RETRY_S = 0.01
 _T = TypeVar("_T")
 
 
+def nccl_settings() -> dict[str, str]:
+    """Return the environment variables by which trainer and servers can form one NCCL group.
+
+    Those of this process, or the default. SGLang gives itself a value where NCCL would choose
+    another one; groups of members that differ fail or hang.
+    """
+    return {name: os.environ.get(name, value) for name, value in _NCCL_DEFAULTS.items()}
+
+
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without torchrun's part, and with this process as owner."""
+    """Return this process's environment for a child that it owns, without torchrun's part."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
     }
-    environment[OWNER_PID_VARIABLE] = str(os.getpid())
-    return environment
+    return {**environment, **nccl_settings(), OWNER_PID_VARIABLE: str(os.getpid())}
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:

@@ -1,8 +1,9 @@
 """``bapo-megatron doctor``: what was built, what will run here, and what does not fit together.
 
-``probe`` looks at the machine, ``diagnose`` judges what it saw.
+``probe`` looks at the machine, ``diagnose`` judges what it saw; ``ask_servers`` asks servers.
 """
 
+import asyncio
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,20 +13,25 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.table import Table
 
 from bapo_megatron import __version__
-from bapo_megatron.commands.options import JsonOption
+from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.config.rollout import ENGINES
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import nccl_settings
 from bapo_megatron.telemetry.console import uncut_console
 
 MEGATRON_VERSION = "0.16.1"
 """The version that pyproject.toml asks for."""
+_ANSWER_S = 30.0
 REBUILD = "pip install --no-build-isolation -e ."
 
 Verdict = Literal["ok", "note", "problem"]
@@ -72,12 +78,21 @@ class Finding:
     remedy: str = ""
 
 
-def command(as_json: JsonOption = False) -> None:
+def command(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="Ask the rollout.servers of this run.")
+    ] = None,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
+) -> None:
     """Report what was built, which kernels will run, and what does not fit together.
 
     The exit status is 1 if there is a problem.
     """
+    run_config = None if config is None else load(config, overrides)
     findings = diagnose(probe())
+    if run_config is not None and run_config.rollout.servers:
+        findings += asyncio.run(ask_servers(run_config))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -128,11 +143,32 @@ def diagnose(machine: Machine) -> list[Finding]:
         _judge_version("transformers", machine, None, "problem"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
+        Finding("NCCL", "ok", f"{_nccl()} in the trainer, and in servers that are started here"),
         *(
             Finding(name, "ok" if line else "note", line or "not found")
             for name, line in machine.tools.items()
         ),
     ]
+
+
+async def ask_servers(config: RunConfig) -> list[Finding]:
+    """Ask each of ``rollout.servers`` whether a trainer here could form an NCCL group with it."""
+    findings = []
+    for engine in await load_kind(config.rollout.engine).open(config, "cpu").connect():
+        try:
+            told = (await engine.capabilities(_ANSWER_S)).check_nccl(engine.address)
+            found = Finding(engine.address, "ok", f"{_nccl()}, as here")
+            if not told:  # it was not started by this project
+                found = Finding(engine.address, "note", "tells nothing", f"start it with {_nccl()}")
+        except RolloutError as error:
+            found = Finding(engine.address, "problem", str(error))
+        findings.append(found)
+        await engine.close()
+    return findings
+
+
+def _nccl() -> str:
+    return " ".join(f"{name}={value}" for name, value in nccl_settings().items())
 
 
 def _engine_packages() -> dict[str, str]:

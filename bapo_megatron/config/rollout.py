@@ -108,8 +108,10 @@ class HealthConfig(Section):
     interval_s: float = Field(5.0, gt=0)
     """Time between two health checks of a server."""
     timeout_s: float = Field(30.0, gt=0)
-    """Take out a server that answers no check for this long, or whose scheduler, with requests in
-    flight, neither samples nor answers for four times as long."""
+    """Take out a server that answers no check for this long."""
+    stuck_timeout_s: float = Field(120.0, gt=0)
+    """A server whose scheduler answers no question for this long, although nobody waits for it to
+    take weights, is restarted by its owner; a trainer takes it out if it has requests in flight."""
     patience_s: float = Field(900.0, gt=0)
     """How long a run without a usable server waits before it saves and ends."""
 

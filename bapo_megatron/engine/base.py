@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
@@ -21,6 +21,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from bapo_megatron.data.staleness import join_spans
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.processes import nccl_settings
 from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0
@@ -146,6 +148,21 @@ class Capabilities:
     """Values of ``rollout.weight_sync.method`` that it supports."""
     remedy: str = ""
     """How to start it so that it supports every method; empty if it does."""
+    nccl_settings: Mapping[str, str] = field(default_factory=dict)
+    """Its ``processes.nccl_settings``, as far as it tells them."""
+
+    def check_nccl(self, address: str) -> bool:
+        """Raise a ``RolloutError`` if this process has others; return whether it tells them."""
+        here = nccl_settings()
+        for name, value in self.nccl_settings.items():
+            if value != here[name]:
+                raise RolloutError(
+                    f"{name}: must be the same for trainer and servers, whose NCCL group would "
+                    f"fail or hang otherwise, got {here[name]} here and {value} at {address}; "
+                    f"export {name}={here[name]} where that server is started, or leave it out "
+                    "on both sides"
+                )
+        return bool(self.nccl_settings)
 
 
 class MemoryPart(Enum):
@@ -323,7 +340,7 @@ class Readiness(Enum):
 
     SILENT = "silent"
     BUSY = "busy"
-    """It lives, but is starting, or paused for new weights."""
+    """It is starting, or takes weights that somebody waits for."""
     READY = "ready"
 
 
@@ -360,7 +377,7 @@ class EngineServer(Protocol):
         """Say how it ended, for people; None while it runs."""
 
     async def ask(self, timeout_s: float) -> Readiness:
-        """Ask whether it takes requests, without one."""
+        """Ask what samples whether it takes requests, without one."""
 
     def kill(self) -> None:
         """End it at once, without waiting; do nothing if it has ended."""

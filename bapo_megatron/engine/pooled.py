@@ -32,8 +32,6 @@ _MAX_ABSENT_INTERVAL_S = 1.0
 """An engine that is expected to come back is asked at least this often."""
 _ADMISSION_TIMEOUT_S = 120.0
 """For what a server is asked once: how it was started, and the probe of its log-probs."""
-_STUCK_FACTOR = 4.0
-"""A scheduler may stand still while it compiles kernels; the watchdogs of servers wait minutes."""
 
 
 class EngineState(StrEnum):
@@ -312,6 +310,8 @@ class EngineStates:
                 f"for {pooled.address}, got {method}; set it"
                 + (f", or {capabilities.remedy}" if capabilities.remedy else "")
             )
+        if method == "broadcast":
+            capabilities.check_nccl(pooled.address)
         if not self.memory_is_away:  # it would crash, and was checked at its first start
             temperature, in_flight = self._config.temperature, self._config.weight_sync.in_flight
             await pooled.engine.check(temperature, in_flight, self._probe_prompts)
@@ -346,14 +346,15 @@ class EngineStates:
         scheduled_s = max(scheduled_s, time.monotonic() - silence_s)
         if silence_s < timeout_s:
             return scheduled_s
-        with contextlib.suppress(ServerGoneError):
-            await pooled.engine.capabilities(timeout_s)
+        max_stuck_s = self._health.stuck_timeout_s
+        with contextlib.suppress(ServerGoneError):  # one question at a time, as the supervisor's
+            limit_s = scheduled_s + max_stuck_s - time.monotonic()
+            await pooled.engine.capabilities(max(limit_s, self._health.interval_s))
             return time.monotonic()
-        max_stuck_s = _STUCK_FACTOR * timeout_s
         if time.monotonic() - scheduled_s >= max_stuck_s:
             self.mark_lost(
                 pooled,
                 f"its scheduler has neither sampled nor answered for {max_stuck_s:g} s "
-                f"({_STUCK_FACTOR:g} times rollout.health.timeout_s)",
+                "(rollout.health.stuck_timeout_s)",
             )
         return scheduled_s

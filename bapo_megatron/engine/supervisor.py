@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ASK_INTERVAL_S = 2.0
 _MAX_ASK_S = 5.0
-# A server that is silent for health.timeout_s gets no requests, but may just be slow and come back.
-_HANG_FACTOR = 4.0
 _MAX_DOUBLINGS = 30
 
 
@@ -51,7 +48,7 @@ class ServerSupervisor:
         self.servers = servers
         """Their addresses are known after ``start``."""
         self._config = config.server
-        self._hang_s = _HANG_FACTOR * config.health.timeout_s
+        self._stuck_s = config.health.stuck_timeout_s
         self._ask_timeout_s = min(config.health.timeout_s, _MAX_ASK_S)
         self._supervised = [_Supervised(server) for server in servers]
         self._tasks: list[asyncio.Task[None]] = []
@@ -170,17 +167,31 @@ class ServerSupervisor:
 
     async def _follow(self, server: EngineServer) -> str:
         """Watch a server that takes requests; return how it ended."""
-        silent_since_s, next_ask_s = math.inf, 0.0
-        while (reason := server.exit_reason()) is None:
-            if time.monotonic() >= next_ask_s:
-                is_silent = await server.ask(self._ask_timeout_s) is Readiness.SILENT
-                now_s = time.monotonic()
-                silent_since_s = min(silent_since_s, now_s) if is_silent else math.inf
-                if now_s - silent_since_s > self._hang_s:
-                    return f"did not answer for {now_s - silent_since_s:.0f} s"
-                next_ask_s = now_s + _ASK_INTERVAL_S
-            await asyncio.sleep(_POLL_S)
+        silence = asyncio.create_task(self._await_silence(server))
+        try:
+            while (reason := server.exit_reason()) is None:
+                if silence.done():
+                    silence.result()
+                    return f"gave no answer for {self._stuck_s:g} s (health.stuck_timeout_s)"
+                await asyncio.sleep(_POLL_S)
+        finally:
+            silence.cancel()
         return f"died ({reason})"
+
+    async def _await_silence(self, server: EngineServer) -> None:
+        """Return when the server's scheduler has answered nothing for too long.
+
+        It gets one question at a time, because it will answer all of them if it goes on.
+        """
+        answered_s = time.monotonic()
+        while True:
+            # At least a moment, so that no server is blamed where this process itself stood still.
+            limit_s = max(answered_s + self._stuck_s - time.monotonic(), _POLL_S)
+            if await server.ask(limit_s) is not Readiness.SILENT:
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s >= self._stuck_s:
+                return
+            await asyncio.sleep(min(_ASK_INTERVAL_S, self._stuck_s / 4))
 
 
 def restart_wait_s(num_failures: int, max_s: float) -> float:

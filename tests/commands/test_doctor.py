@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.commands.doctor import Finding, Gpu, Machine, diagnose, probe
+from bapo_megatron.commands.doctor import Finding, Gpu, Machine, ask_servers, diagnose, probe
+from bapo_megatron.config.schema import RunConfig
+from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run
 
 BUILD: dict[str, Any] = {
@@ -170,3 +174,34 @@ def test_with_nvcc_the_cuda_kernels_are_built_for_three_architectures() -> None:
     assert build["cuda"]
     assert build["cuda_archs"] == "80;90;100"
     assert build["cuda_runtime"] > 0
+
+
+def test_servers_with_other_settings_of_nccl_than_the_trainer_are_a_problem_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    (found,) = (f for f in diagnose(CPU_ONLY) if f.topic == "NCCL")
+    assert found.text.startswith("NCCL_CUMEM_ENABLE=0 in the trainer, ")
+    settings = ({"NCCL_CUMEM_ENABLE": "0"}, {"NCCL_CUMEM_ENABLE": "1"}, None)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeSglang(nccl_settings=each)) for each in settings]
+        config = RunConfig.model_validate(
+            {
+                "name": "test",
+                "run_dir": "run",
+                "model": {"path": "model"},
+                "rollout": {"servers": [*(s.address for s in servers), "http://127.0.0.1:1"]},
+            }
+        )
+        same, other, unknown, absent = asyncio.run(ask_servers(config))
+    assert (same.verdict, same.text) == ("ok", "NCCL_CUMEM_ENABLE=0, as here")
+    assert (other.topic, other.verdict) == (servers[1].address, "problem")
+    assert other.text == (
+        "NCCL_CUMEM_ENABLE: must be the same for trainer and servers, whose NCCL group would fail "
+        f"or hang otherwise, got 0 here and 1 at {servers[1].address}; export NCCL_CUMEM_ENABLE=0 "
+        "where that server is started, or leave it out on both sides"
+    )
+    assert (unknown.verdict, unknown.text) == ("note", "tells nothing")
+    assert unknown.remedy == "start it with NCCL_CUMEM_ENABLE=0"
+    assert absent.verdict == "problem"
+    assert "http://127.0.0.1:1/server_info: no connection" in absent.text

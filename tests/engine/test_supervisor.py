@@ -239,18 +239,26 @@ def test_after_a_while_without_failure_a_server_is_started_again_at_once(
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_killed_and_started_again(
-    fate: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_server_that_hangs_is_killed_and_started_again_also_where_its_http_still_answers(
+    fate: Path, caplog: pytest.LogCaptureFixture, is_frozen: bool
 ) -> None:
     async def use(supervisor: ServerSupervisor) -> None:
         await supervisor.wait_ready(lambda line: None)
         hanging = process_of(supervisor)
-        hanging.send_signal(signal.SIGSTOP)
+        if is_frozen:
+            hanging.send_signal(signal.SIGSTOP)
+        else:
+            fate.write_text("stuck")
+            reply = httpx.get(f"{supervisor.servers[0].address}/ready", trust_env=False)
+            assert reply.status_code == 200
+        await until(lambda: bool(warnings(caplog)))
+        fate.write_text("serve")
         await ready_after_starts(supervisor, 2)
         assert not hanging.is_running()
-        assert "did not answer for " in warnings(caplog)[0]
+        assert " gave no answer for 0.5 s (health.stuck_timeout_s); it is " in warnings(caplog)[0]
 
-    supervise(fate, use, health={"timeout_s": 0.5})
+    supervise(fate, use, health={"stuck_timeout_s": 0.5})
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Stands in for SGLang's launcher: a process that answers /ready and ends when its owner does.
 
 What it does is read from the file in its argument ``--fate=FILE`` each time it starts: ``serve``,
-``exit`` with status 3 at once, or ``load`` for ever without ever getting ready.
+``exit`` with status 3 at once, or ``load`` for ever without ever getting ready. ``stuck`` takes
+effect also while it runs: what a scheduler would answer gets no answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -30,7 +32,9 @@ def main(arguments: list[str]) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if fate == "serve" else 503)
+            while self.path == "/server_info" and options.fate.read_text() == "stuck":
+                time.sleep(0.05)
+            self.send_response(503 if fate == "load" else 200)
             self.end_headers()
             self.wfile.write(keys["admin_api_key"].encode())
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from bapo_megatron.engine.sglang.questions import NCCL_HEADER
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -90,6 +92,8 @@ class FakeSglang:
     """Replaces fields of ``meta_info`` in the last event of an answer."""
     ignores_updates: bool = False
     """Accept new weights, but keep the version."""
+    nccl_settings: dict[str, str] | None = None
+    """What it tells of NCCL; None: it was not started by this project."""
     version: str = "0"
     is_incremental: bool = True
     """Started with ``--incremental-streaming-output``."""
@@ -315,7 +319,9 @@ class _Handler(BaseHTTPRequestHandler):
             if self.fake.refuses(self.path, self.headers["Authorization"]):
                 self._send_whole(401, {"error": "Unauthorized"})
             elif self.path != "/generate":
-                self._send_whole(200, self.fake.answer(self.path, body))
+                answer = self.fake.answer(self.path, body)
+                told = self.fake.nccl_settings if self.path == "/server_info" else None
+                self._send_whole(200, answer, {} if told is None else {NCCL_HEADER: told})
             elif body.get("stream"):
                 self._send_stream(self.fake.generate(body))
             else:
@@ -324,9 +330,13 @@ class _Handler(BaseHTTPRequestHandler):
         except (_BrokenError, OSError):
             self.close_connection = True
 
-    def _send_whole(self, status: int, answer: dict[str, Any]) -> None:
+    def _send_whole(
+        self, status: int, answer: dict[str, Any], headers: dict[str, Any] | None = None
+    ) -> None:
         encoded = json.dumps(answer).encode()
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, json.dumps(value))
         self.send_header("Content-Length", str(len(encoded)))
         self.end_headers()
         self.wfile.write(encoded)

@@ -64,9 +64,11 @@ def test_a_request_that_waits_for_its_turn_while_others_get_tokens_is_left_alone
 
 
 def test_a_server_whose_scheduler_hangs_is_taken_out_and_one_that_is_full_is_not() -> None:
+    health = {"timeout_s": 0.5, "stuck_timeout_s": 2.0}
+
     async def run() -> None:
         with FakeSglang(is_full=True) as full, FakeSglang() as stuck:
-            async with pool_of(full, stuck, health={"timeout_s": 0.5}) as pool:
+            async with pool_of(full, stuck, health=health) as pool:
                 await pool.states.wait_for_engines()
                 stuck.has_stuck_scheduler = True
                 responses = [Response(pool), Response(pool)]

@@ -190,6 +190,22 @@ def test_servers_that_never_answer_are_named_while_they_are_waited_for_and_at_th
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("method", ["broadcast", "disk"])
+def test_servers_with_other_settings_of_nccl_are_refused_where_weights_are_broadcast(
+    method: str,
+) -> None:
+    async def run() -> None:
+        with FakeSglang(nccl_settings={"NCCL_CUMEM_ENABLE": "1"}) as fake:
+            async with pool_of(fake, weight_sync={"method": method}) as pool:
+                if method == "disk":
+                    await pool.states.wait_for_engines()
+                    return
+                with pytest.raises(RolloutError, match="NCCL_CUMEM_ENABLE: must be the same for"):
+                    await pool.states.wait_for_engines()
+
+    asyncio.run(run())
+
+
 def test_servers_may_be_started_after_the_trainer() -> None:
     async def run() -> None:
         with FakeSglang() as fake:

@@ -269,7 +269,7 @@ class SglangClient:
         path = "/server_info"
         reply = await self._http.call(path, admin=True, timeout_s=timeout_s)
         with self._http.checked(path):
-            info = ServerInfo.parse(reply.json())
+            info = ServerInfo.parse(reply.json(), reply.headers)
         if not info.is_supported:
             raise RolloutError(
                 f"{self.address}: runs SGLang {info.version}, needs at least {OLDEST_VERSION}; "

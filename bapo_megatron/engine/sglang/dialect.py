@@ -12,11 +12,14 @@ The stream of ``/generate``, abort, pause, ``/model_info`` and ``/server_info`` 
 as this project uses them.
 """  # noqa: E501 (a table)
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from bapo_megatron.engine.base import Capabilities
+from bapo_megatron.engine.sglang.questions import NCCL_HEADER
 
 OLDEST_VERSION = "0.5.20"
 """The oldest SGLang that the contract tests hold."""
@@ -36,10 +39,12 @@ class ServerInfo:
     count as tensor ranks instead."""
     is_incremental: bool
     """Whether events of a stream hold new tokens only."""
+    nccl_settings: Mapping[str, str]
+    """See ``Capabilities``."""
 
     @classmethod
-    def parse(cls, answer: dict[str, Any]) -> Self:
-        """Read the answer of ``/server_info``.
+    def parse(cls, answer: dict[str, Any], headers: Mapping[str, str]) -> Self:
+        """Read the answer of ``/server_info``; only the project's launcher adds settings of NCCL.
 
         Raises:
             KeyError: It comes from another program.
@@ -50,6 +55,7 @@ class ServerInfo:
             pipeline_ranks=int(answer["pp_size"]),
             data_ranks=1 if answer["enable_dp_attention"] else int(answer["dp_size"]),
             is_incremental=bool(answer["incremental_streaming_output"]),
+            nccl_settings=json.loads(headers.get(NCCL_HEADER, "{}")),
         )
 
     @property
@@ -76,6 +82,7 @@ class ServerInfo:
             in_flight=frozenset(in_flight),
             methods=frozenset(methods),
             remedy="" if "tensor" in methods else "start it with --pp-size 1 and --dp-size 1",
+            nccl_settings=self.nccl_settings,
         )
 
     def _is_at_least(self, version: str) -> bool:

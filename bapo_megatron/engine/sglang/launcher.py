@@ -6,7 +6,8 @@ it adds:
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
 * The API keys are not arguments, so neither a process listing nor the server shows them, and they
   are kept out of the log. They are in the variables that the trainer reads too (``keys.ApiKeys``).
-* Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang.
+* Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang; ``questions`` has what
+  a server with keys answers about itself.
 * Started by ``server.SglangServer`` (``OWNER_PID_VARIABLE`` is set), it reads the keys from its
   standard input instead, and ends the whole process group when the owner is gone, however it died.
 """
@@ -28,6 +29,7 @@ import torch
 
 from bapo_megatron.cpu_torch import declare_torchvision_operators, uncompiled_imports
 from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
+from bapo_megatron.engine.sglang.questions import InfoAnswers
 from bapo_megatron.processes import OWNER_PID_VARIABLE, unlink_shared_files
 
 _OWNER_POLL_S = 1.0
@@ -102,11 +104,16 @@ def main(arguments: list[str]) -> None:
     if keys and server_args.tokenizer_worker_num != 1:
         sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
     if keys:
-        auth.add_api_key_middleware = lambda app, **given: app.add_middleware(KeyCheck, **given)
+        auth.add_api_key_middleware = _add_middleware
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _add_middleware(app: Any, **keys: Any) -> None:
+    app.add_middleware(InfoAnswers)
+    app.add_middleware(KeyCheck, **keys)  # the last one is asked first
 
 
 def _keep_out_of_log(keys: list[str]) -> None:

@@ -142,10 +142,11 @@ class SglangServer:
         return None if status is None else describe_exit(status)
 
     async def ask(self, timeout_s: float) -> Readiness:
-        """See ``EngineServer``; /ready, because /health would generate a token."""
+        """See ``EngineServer`` and ``questions``; /health would generate a token."""
+        path, headers = "/server_info", self.keys.headers(admin=True)
         try:
             reply = await self._http.get(
-                f"{self.address}/ready", headers=self.keys.headers(admin=False), timeout=timeout_s
+                f"{self.address}{path}", headers=headers, timeout=timeout_s
             )
         except httpx.TransportError:
             return Readiness.SILENT
@@ -179,6 +180,10 @@ class SglangServer:
         if self.device == "cpu":
             # A thread per core makes a small model's steps several times slower.
             environment.setdefault("OMP_NUM_THREADS", "1")
+        if self.releases_memory:
+            # The memory saver refuses the trainer's expandable segments.
+            for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+                environment.pop(name, None)
         return environment
 
     def arguments(self) -> list[str]:

@@ -184,6 +184,22 @@ def test_without_a_gpu_a_server_has_one_thread_unless_told_otherwise(
     assert _server(tmp_path, device="cpu").environment()["OMP_NUM_THREADS"] == "3"
 
 
+def test_servers_have_the_trainers_nccl_settings_and_colocated_ones_not_its_allocators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocators = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in allocators:
+        monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    server = _server(tmp_path, device="cuda")
+    assert server.environment()["NCCL_CUMEM_ENABLE"] == "0"
+    assert all(server.environment()[name] == "expandable_segments:True" for name in allocators)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    server.releases_memory = True
+    assert server.environment()["NCCL_CUMEM_ENABLE"] == "1"
+    assert not set(allocators) & server.environment().keys()
+
+
 def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path: Path) -> None:
     mine, others = (Path(f"/dev/shm/sglang_loads_{tmp_path.name}_{n}.shm") for n in range(2))
     others.touch()
