@@ -217,6 +217,9 @@ class RolloutStats:
     lost_requests: int = 0
     """Requests continued elsewhere since the previous batch because their server failed; those
     during evaluations do not count."""
+    retractions: int = 0
+    """Requests since the previous batch that a full cache of their engine took out, to be computed
+    again; those that a push retracts do not count."""
 
 
 @dataclass(frozen=True, slots=True)

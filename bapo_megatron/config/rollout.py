@@ -194,8 +194,9 @@ class RolloutConfig(Section):
     """Let the trainer's own servers share its GPUs: they release their memory while it trains."""
     request_timeout_s: float = Field(1800.0, gt=0)
     """Take out a server that, with requests in flight, samples no token for this long."""
-    max_connections: int = Field(512, ge=1)
-    """Limit of the requests in flight, over all servers."""
+    max_connections: int | None = Field(None, ge=1)
+    """Limit of the requests in flight, over all servers; null: as many as their caches are expected
+    to hold, or 512 with an engine that does not report its cache."""
     stream_tokens: int = Field(64, ge=1)
     """Tokens that servers send at a time: what a response loses with its server."""
     dump: bool = True

@@ -113,6 +113,9 @@ class CompletionSink:
     def first_tokens(self, cached_tokens: int) -> None:
         """Note that the first tokens came; ``cached_tokens`` of the input were in the cache."""
 
+    def retracted(self, num_times: int) -> None:
+        """Note that the cache was too full for the request, so that it was computed again."""
+
     def take(self, part: Completion) -> None:
         """Take a piece; the last one says why the request ended, and may have no token."""
         self._parts.append(part)
@@ -141,13 +144,16 @@ class Capabilities:
     """What an engine is and can do; does not change while it runs."""
 
     num_ranks: int
-    """Processes that share its requests; its load is counted per rank."""
+    """Processes that share its requests; their number is counted per rank."""
     in_flight: frozenset[str]
     """Values of ``rollout.weight_sync.in_flight`` that it supports."""
     methods: frozenset[str]
     """Values of ``rollout.weight_sync.method`` that it supports."""
     remedy: str = ""
     """How to start it so that it supports every method; empty if it does."""
+    cache_tokens: int | None = None
+    """Tokens whose keys and values fit into its memory, all ranks together; requests are admitted
+    by it. None: they are admitted by their number."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
     """Its ``processes.nccl_settings``, as far as it tells them."""
 

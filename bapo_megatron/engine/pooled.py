@@ -59,7 +59,10 @@ class PooledEngine:
     """The weights version that it has, as far as is known."""
     num_ranks: int = 1
     """See ``Capabilities``."""
-    num_requests: int = 0
+    cache_tokens: int | None = None
+    """See ``Capabilities``; a server that was started again may have another one."""
+    num_retractions: int = 0
+    """Requests so far that a full cache took out, to be computed again."""
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
@@ -68,11 +71,6 @@ class PooledEngine:
     def address(self) -> str:
         """Names the engine."""
         return self.engine.address
-
-    @property
-    def load(self) -> float:
-        """Requests per rank."""
-        return self.num_requests / self.num_ranks
 
     @property
     def is_usable(self) -> bool:
@@ -176,7 +174,7 @@ class EngineStates:
         with reporting(report_missing):
             async with self._patience("no answer", [EngineState.STARTING], remedy):
                 while missing():
-                    await self._wait_for_news()
+                    await self.wait_for_news()
         self._raise_refusal()
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
@@ -199,7 +197,7 @@ class EngineStates:
             remedy = "start them again and continue with resume=true"
             async with self._patience("no usable server", tuple(EngineState), remedy):
                 while not (is_over() or any(pooled.is_answering for pooled in self.engines)):
-                    await self._wait_for_news()
+                    await self.wait_for_news()
         return []
 
     def wake(self) -> None:
@@ -235,7 +233,8 @@ class EngineStates:
         pooled.state, pooled.reason = state, reason
         self.wake()
 
-    async def _wait_for_news(self) -> None:
+    async def wait_for_news(self) -> None:
+        """Wait until an engine's state changes, or for ``wake``."""
         self._raise_refusal()
         await self._news.wait()
 
@@ -303,6 +302,7 @@ class EngineStates:
         """Check an engine that answers for the first time, or again; raise if it is of no use."""
         capabilities = await pooled.engine.capabilities()
         pooled.num_ranks = capabilities.num_ranks
+        pooled.cache_tokens = capabilities.cache_tokens
         method = self._config.weight_sync.method
         if method not in capabilities.methods:
             raise RolloutError(

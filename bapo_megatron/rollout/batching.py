@@ -40,6 +40,7 @@ class _Totals:
     resumed_samples: int = 0
     regenerated_samples: int = 0
     lost_requests: int = 0
+    retractions: int = 0
     reward_timeouts: int = 0
     reward_errors: int = 0
     environment_errors: dict[str, int] = field(default_factory=dict)
@@ -372,6 +373,7 @@ class BatchCollector:
             dropped_groups=new.dropped,
             regenerated_samples=new.regenerated_samples,
             lost_requests=new.lost_requests,
+            retractions=new.retractions,
         )
 
     def _commit(
@@ -397,6 +399,7 @@ class BatchCollector:
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
+            retractions=sum(load.num_retractions for load in self._pool.report_load()),
             reward_timeouts=self.grader.num_timeouts,
             reward_errors=self.grader.num_errors,
             environment_errors=dict(self.interaction.errors),

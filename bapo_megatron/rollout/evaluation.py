@@ -118,7 +118,7 @@ class Evaluator:
             self.report(f"evaluation: {done}/{total} samples{rate}")
 
         # While some are graded or answered, others are sampled.
-        max_underway = 2 * self.config.rollout.max_connections
+        max_underway = 2 * (self.config.rollout.max_connections or num_missing)
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
         num_begun = 0

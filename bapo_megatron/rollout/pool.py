@@ -1,4 +1,4 @@
-"""All engines of a run as one: spreads requests, and continues those of lost engines elsewhere."""
+"""All engines of a run as one: admits requests, and continues those of lost engines elsewhere."""
 
 import asyncio
 import contextlib
@@ -23,6 +23,7 @@ from bapo_megatron.errors import (
     ServerGoneError,
     describe_cause,
 )
+from bapo_megatron.rollout.admission import Admission, Claim
 from bapo_megatron.rollout.timeline import RequestTrace, Timeline
 from bapo_megatron.types import FinishReason
 
@@ -34,6 +35,19 @@ _MAX_BROKEN = 3
 """In a row for one server, without a token in between: it answers, but samples nothing."""
 _MAX_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What one engine has to do, and how often its cache was too small for it."""
+
+    address: str
+    num_requests: int
+    """Requests that it has got and that have not ended, those in its own queue included."""
+    cache_tokens: int | None
+    """Size of its cache; None: it does not report it."""
+    num_retractions: int
+    """Requests since the start of the run that a full cache took out, to be computed again."""
 
 
 class EnginePool:
@@ -59,21 +73,30 @@ class EnginePool:
         self.is_paused = False
         self._config = config
         self._timeline = timeline or Timeline(is_kept=False)
-        # A stepper is driven once all requests are inside its engine: none may wait for a slot.
-        self._slots = (
-            asyncio.Semaphore(config.max_connections)
-            if self.stepper is None
-            else contextlib.nullcontext()
-        )
+        self._admission = Admission(config.max_connections)
+        self._turn = asyncio.Lock()
+        """Held by the request that is admitted next; the others come in the order of their calls.
+        """
         self._num_calls: Counter[int] = Counter()
         """Calls of ``generate`` that have not returned, by affinity."""
-        self._engine_by_affinity: dict[int, PooledEngine] = {}
         self._is_draining = False
 
     @property
     def num_in_flight(self) -> int:
         """Requests that engines have got and that have not ended."""
         return sum(pooled.engine.num_in_flight for pooled in self.states.engines)
+
+    def report_load(self) -> tuple[EngineLoad, ...]:
+        """What each engine has to do at this moment."""
+        return tuple(
+            EngineLoad(
+                pooled.address,
+                pooled.engine.num_in_flight,
+                pooled.cache_tokens,
+                pooled.num_retractions,
+            )
+            for pooled in self.states.engines
+        )
 
     @contextlib.contextmanager
     def losses_uncounted(self) -> Iterator[None]:
@@ -103,18 +126,16 @@ class EnginePool:
         self.states.watch()
         request = replace(request, stream_tokens=self._config.stream_tokens)
         trace = RequestTrace(self._timeline, request.label, request.sampled_tokens)
-        job = _Job(self, request, on_part, trace)
+        job = _Job(self, request, on_part, trace, affinity)
         self._num_calls[affinity] += 1
         try:
-            async with self._slots:
-                while usable := await self.states.wait_usable(lambda: self._is_draining):
-                    pooled = self._choose(usable, affinity)
-                    pooled.num_requests += 1
-                    try:
-                        if await self._try(job, pooled):
-                            return job.completion()
-                    finally:
-                        pooled.num_requests -= 1
+            while pooled := await self._admit(job):
+                try:
+                    if await self._try(job, pooled):
+                        return job.completion()
+                finally:
+                    self._admission.release(pooled, job.claim, has_ended=job.has_ended)
+                    self.states.wake()
         except BaseException as error:
             trace.ended("cancelled" if isinstance(error, asyncio.CancelledError) else "failed", 0)
             raise
@@ -122,7 +143,7 @@ class EnginePool:
             self._num_calls[affinity] -= 1
             if not self._num_calls[affinity]:
                 del self._num_calls[affinity]
-                self._engine_by_affinity.pop(affinity, None)
+                self._admission.forget(affinity)
         trace.ended("abort", 0)
         return job.completion() if job.was_sent else None
 
@@ -157,19 +178,19 @@ class EnginePool:
         await asyncio.gather(*(self._control(p, p.engine.resume()) for p in paused))
         self.is_paused = False
 
-    def _choose(self, usable: Sequence[PooledEngine], affinity: int) -> PooledEngine:
-        """The engine of those that share a prompt, unless another has much less to do.
+    async def _admit(self, job: "_Job") -> PooledEngine | None:
+        """Wait until an engine takes a job, and return it; none while draining.
 
-        A cached prompt saves little beside a long response: in the simulation of docs/benchmarks
-        whole groups on one server made the end of a step 1.4 times as long.
+        What has lost its engine goes on at once, and a stepper is driven only when all requests are
+        inside its engine.
         """
-        chosen = least_busy = min(usable, key=lambda pooled: pooled.load)
-        before = self._engine_by_affinity.get(affinity)
-        max_load = 1.25 * least_busy.load + 4.0  # requests per rank
-        if before is not None and before in usable and before.load <= max_load:
-            chosen = before
-        self._engine_by_affinity[affinity] = chosen
-        return chosen
+        is_due = job.was_sent or self.stepper is not None
+        async with contextlib.nullcontext() if is_due else self._turn:
+            while usable := await self.states.wait_usable(lambda: self._is_draining):
+                if pooled := self._admission.choose(usable, job.claim, is_due=is_due):
+                    return pooled
+                await self.states.wait_for_news()
+        return None
 
     async def _try(self, job: "_Job", pooled: PooledEngine) -> bool:
         """Let one engine go on with a job; returns whether the job has ended."""
@@ -258,6 +279,8 @@ class _Job(CompletionSink):
     request: GenerateRequest
     on_part: Callable[[Completion], None]
     trace: RequestTrace
+    affinity: int
+    claim: Claim = field(init=False)
     num_received: int = 0
     """Tokens since it was sent the last time."""
     was_sent: bool = False
@@ -270,6 +293,19 @@ class _Job(CompletionSink):
 
     def __post_init__(self) -> None:
         super().__init__()
+        request = self.request
+        position = request.sampled_tokens
+        self.claim = Claim(
+            self.affinity,
+            prompt_tokens=len(request.input_ids) - position,
+            position=position,
+            limit=position + request.sampling.max_new_tokens,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the policy has ended it, not a limit or an abort."""
+        return self.finish_reason is FinishReason.STOP
 
     @property
     def num_remaining(self) -> int:
@@ -304,10 +340,15 @@ class _Job(CompletionSink):
         """The first tokens of a server came."""
         self.trace.first_tokens(cached_tokens)
 
+    def retracted(self, num_times: int) -> None:
+        """The engine's cache was too full."""
+        self._pooled.num_retractions += num_times
+
     def take(self, part: Completion) -> None:
         """Keep a piece and hand it on; tokens show that engines answer sensibly."""
         if len(part.token_ids):
             self.num_failures = self._pooled.num_broken = self.pool.num_unusable = 0
         self.num_received += len(part.token_ids)
+        self.pool._admission.advance(self._pooled, self.claim, len(part.token_ids))
         super().take(part)
         self.on_part(part)

@@ -156,6 +156,7 @@ def _work_metrics(stats: RolloutStats) -> dict[str, float]:
         **{f"rollout/{name}": float(getattr(stats, name)) for name in names},
         "rollout/dropped_groups": float(sum(dropped.values())),
         **{f"rollout/dropped_{reason}_groups": float(n) for reason, n in dropped.items()},
+        "engines/retractions": float(stats.retractions),
     }
 
 

@@ -152,6 +152,10 @@ class Engine:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def running(self) -> dict[Sequence, float]:
+        """The running sequences, each with its tokens so far."""
+        return {each: each.length - (end - self._progress) for end, _, each in self._ends}
+
     def advance(self, now_s: float, *, paused: bool = False) -> None:
         """Let time pass; a paused engine keeps what it has."""
         wait_s, self._now_s = now_s - self._now_s, now_s

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -43,6 +43,13 @@ class Mode:
         """The limit of ages in steps."""
         limit = self.rollout.staleness.max_age
         return math.inf if limit is None else limit / self.updates_per_batch
+
+
+class Admission(Protocol):
+    """Another rule than that of the simulation for which engine takes a request."""
+
+    def pick(self, engines: list[Engine], sequence: Sequence) -> int | None:
+        """The engine, which is then given the request; None: it must wait."""
 
 
 @dataclass(slots=True)
@@ -108,6 +115,8 @@ class Record:
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups by reason."""
     wasted_tokens: float = 0.0
+    retracted: int = 0
+    """How often a full engine gave a request back."""
     peak_context: float = 0.0
     """Most tokens in the contexts of one engine."""
 
@@ -115,8 +124,16 @@ class Record:
 class Simulation:
     """A cluster from its first request to the last batch."""
 
-    def __init__(self, mode: Mode, hardware: Hardware, lengths: Lengths, seed: int) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        hardware: Hardware,
+        lengths: Lengths,
+        seed: int,
+        admission: Admission | None = None,
+    ) -> None:
         self._mode = mode
+        self._admission = admission
         self._config = mode.rollout
         self._hardware = hardware
         self._lengths = lengths
@@ -273,6 +290,8 @@ class Simulation:
 
     def _pick(self, sequence: Sequence) -> int | None:
         """The engine of the sequence's group, else the least busy one; None: all are full."""
+        if self._admission is not None:
+            return self._admission.pick(self._engines, sequence)
         own = self._affinity.get(sequence.group_id)
         if own is not None and self._has_room(own, sequence):
             return own
@@ -325,7 +344,9 @@ class Simulation:
             engine.advance(self._now_s)
             for sequence in engine.pop_finished(self._version):
                 self._end(self.buffer[sequence.group_id])
-            self._wait(engine.retract(self._version))
+            retracted = engine.retract(self._version)
+            self.record.retracted += len(retracted)
+            self._wait(retracted)
             self._loads[number] = len(engine)
             self._dispatch()
             self._reschedule(number)

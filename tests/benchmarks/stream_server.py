@@ -69,6 +69,7 @@ class Server:
                         "tp_size": 1,
                         "pp_size": 1,
                         "dp_size": 1,
+                        "max_total_num_tokens": 1 << 30,
                         "enable_dp_attention": False,
                         "incremental_streaming_output": self._is_incremental,
                     }

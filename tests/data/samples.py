@@ -79,5 +79,6 @@ def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
         dropped_groups={"stale": 3, "equal_rewards": 2},
         regenerated_samples=6,
         lost_requests=5,
+        retractions=7,
     )
     return RolloutBatch(step=5, version=9, groups=tuple(groups), stats=stats)

@@ -13,7 +13,7 @@ import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion
-from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.pool import EngineLoad, EnginePool
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class FakePool:
         return self
 
     losses_uncounted = EnginePool.losses_uncounted
+
+    def report_load(self) -> tuple[EngineLoad, ...]:
+        return ()
 
     async def generate(
         self,

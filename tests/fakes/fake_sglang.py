@@ -100,6 +100,7 @@ class FakeSglang:
     sglang_version: str = "0.5.21"
     num_ranks: int = 1
     """Its tensor-parallel size."""
+    cache_tokens: int = 1 << 20
     pause_mode: str | None = None
     """As told by ``/pause_generation``; nothing is sampled meanwhile."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -164,6 +165,7 @@ class FakeSglang:
                 "dp_size": 1,
                 "enable_dp_attention": False,
                 "incremental_streaming_output": self.is_incremental,
+                "max_total_num_tokens": self.cache_tokens,
             }
         if path == "/abort_request":
             assert body == {"abort_all": True}

@@ -70,6 +70,7 @@ class FakeWeightServer:
                 "tp_size": self.tensor_ranks,
                 "pp_size": self.pipeline_ranks,
                 "dp_size": 1,
+                "max_total_num_tokens": 1 << 20,
                 "enable_dp_attention": False,
                 "incremental_streaming_output": True,
             }

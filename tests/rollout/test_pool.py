@@ -9,7 +9,7 @@ import pytest
 from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.errors import BrokenConnectionError, RolloutError
-from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.pool import EngineLoad, EnginePool
 from bapo_megatron.telemetry import console
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_engine import FakeEngine
@@ -93,6 +93,7 @@ def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
                 await response.check(20, FinishReason.LENGTH)
                 dying.stalls.clear()
                 dying.requests.clear()
+                dying.cache_tokens = 1 << 18
                 dying.start()  # it reports version 0, as the pool needs, but is another process
                 await until(lambda: states_of(pool) == ["stale", "usable"])
                 await asyncio.gather(
@@ -105,6 +106,7 @@ def test_a_server_that_comes_back_serves_only_after_it_got_weights() -> None:
                     *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(4))
                 )
                 assert dying.requests != []
+                assert engine_of(pool, dying).cache_tokens == 1 << 18
 
     asyncio.run(run())
 
@@ -311,7 +313,8 @@ def test_drain_ends_although_a_server_hangs_or_ignores_aborts() -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) -> None:
     async def run() -> None:
-        with FakeSglang(token_interval_s=0.01) as fake:
+        changes = {"num_retractions": 3}  # one of them by the pause, if it retracts
+        with FakeSglang(token_interval_s=0.01, changes=changes) as fake:
             async with pool_of(fake, request_timeout_s=2.0) as pool:
                 response = Response(pool, 200)
                 await until(lambda: len(response.token_ids) >= 5)
@@ -324,6 +327,8 @@ def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) ->
                 await pool.resume()
                 completion = await response.check(200, FinishReason.LENGTH)
                 assert pool.num_lost_requests == 0
+                num_retractions = pool.report_load()[0].num_retractions
+                assert num_retractions == {"retract": 2, "in_place": 3}[mode]
         assert [span.version for span in completion.versions] == [0, 1]
 
     asyncio.run(run())
@@ -340,28 +345,31 @@ def test_requests_of_one_affinity_share_a_server_and_others_go_where_least_is_to
                 lengths = [{len(r["input_ids"]) for r in fake.requests} for fake in (one, two)]
                 assert lengths == [{3}, {4}]
                 await pool.drain()
-                assert pool._engine_by_affinity == {}
+                assert pool._admission._engine_by_affinity == {}
 
     asyncio.run(run())
 
 
-def test_a_large_group_is_spread_once_its_server_has_much_more_to_do() -> None:
+def test_requests_wait_until_the_cache_is_expected_to_hold_them() -> None:
     async def run() -> None:
-        with FakeSglang(stalls={3: 5}) as one, FakeSglang(stalls={3: 5}) as two:
-            async with pool_of(one, two) as pool:
-                await pool.states.wait_for_engines()
-                responses = [Response(pool, affinity=1) for _ in range(16)]
-                await until(lambda: all(r.token_ids for r in responses))
-                # 0 to 4 others are no reason to move; then the other one takes up to 1.25 × 5 + 4.
-                assert sorted((len(one.requests), len(two.requests))) == [5, 11]
-                await pool.drain()
+        # One request holds 3 tokens at once, and its response of 20 must fit, too.
+        with FakeSglang(stalls={3: 5}, cache_tokens=30) as fake:
+            async with pool_of(fake) as pool:
+                responses = [Response(pool) for _ in range(3)]
+                await until(lambda: bool(responses[0].token_ids))
+                assert pool.report_load() == (EngineLoad(fake.address, 1, 30, 0),)
+                fake.stalls.clear()
+                for response in responses:
+                    await response.check(20, FinishReason.LENGTH)
+                assert fake.most_concurrent == 1
 
     asyncio.run(run())
 
 
-def test_a_server_of_more_ranks_gets_more_requests() -> None:
+def test_a_server_with_a_larger_cache_gets_more_requests() -> None:
     async def run() -> None:
-        with FakeSglang(stalls={3: 5}) as small, FakeSglang(stalls={3: 5}, num_ranks=3) as large:
+        with FakeSglang(stalls={3: 5}) as small, FakeSglang(stalls={3: 5}) as large:
+            large.cache_tokens *= 3
             async with pool_of(small, large) as pool:
                 await pool.states.wait_for_engines()
                 responses = [Response(pool) for _ in range(8)]

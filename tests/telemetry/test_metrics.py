@@ -205,6 +205,7 @@ def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
         dropped_groups={"stale": 4, "surplus": 1},
         regenerated_samples=5,
         lost_requests=6,
+        retractions=7,
     )
     values = step_metrics(replace(_batch(), stats=stats), {}, 0.0, {}).values
     assert {name: values[f"rollout/{name}"] for name in WORK} == {
@@ -217,6 +218,7 @@ def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
         "regenerated_samples": 5.0,
         "lost_requests": 6.0,
     }
+    assert values["engines/retractions"] == 7.0
     assert "rollout/dropped_carried_groups" not in values
 
 

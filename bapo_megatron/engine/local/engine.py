@@ -103,6 +103,7 @@ class LocalEngine:
         """Take what ``load_model`` returns; nothing is computed."""
         self._model = model
         self._decoder = Decoder(model, stop_ids, max_rows)
+        self._cache_tokens = max_rows * model.config.max_position_embeddings
         self._weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
         self._flights: dict[int, _Flight] = {}
@@ -204,7 +205,12 @@ class LocalEngine:
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """Return what it can do, at once."""
-        return Capabilities(1, frozenset({"abort", "retract"}), frozenset({"broadcast", "disk"}))
+        return Capabilities(
+            num_ranks=1,
+            in_flight=frozenset({"abort", "retract"}),
+            methods=frozenset({"broadcast", "disk"}),
+            cache_tokens=self._cache_tokens,
+        )
 
     async def check(
         self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()

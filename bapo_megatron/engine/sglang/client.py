@@ -57,6 +57,19 @@ class _Flight:
     scope: asyncio.Timeout
     reason: str = ""
     """Why it is given up, if it is or will be."""
+    num_pauses: int = 0
+    """How often it may have been retracted to pause it."""
+    num_retractions: int = 0
+    """How often it was retracted because the cache was full."""
+
+    def count_retractions(self, num_all: int) -> int:
+        """Take the server's count, which includes pauses; return how many retractions are new.
+
+        A pause does not retract what is waiting, so too few may be counted, never too many.
+        """
+        num_new = max(0, num_all - self.num_pauses - self.num_retractions)
+        self.num_retractions += num_new
+        return num_new
 
     def expire_in(self, timeout_s: float, reason: str) -> None:
         """Give it up after ``timeout_s`` from now."""
@@ -108,7 +121,7 @@ class SglangClient:
                 if not self._in_flight:
                     self._heard_s = _now_s()
                 self._in_flight[rid] = flight
-                await self._receive({"rid": rid, **stream_body(request)}, parser, sink)
+                await self._receive({"rid": rid, **stream_body(request)}, parser, flight, sink)
         except (TimeoutError, httpx.TransportError) as error:
             cause = error
         finally:
@@ -125,7 +138,7 @@ class SglangClient:
         ) from cause
 
     async def _receive(
-        self, body: dict[str, Any], parser: StreamParser, sink: CompletionSink
+        self, body: dict[str, Any], parser: StreamParser, flight: _Flight, sink: CompletionSink
     ) -> None:
         """Send a request and hand out what the server streams, until the connection is free."""
         label, reader = parser.request.label, EventReader()
@@ -145,6 +158,8 @@ class SglangClient:
                         raise RolloutError(f"{self.address}: {error} (request: {label})") from error
                     if parser.cached_tokens is not None and not had_tokens:
                         sink.first_tokens(parser.cached_tokens)
+                    if num_retractions := flight.count_retractions(parser.num_retractions):
+                        sink.retracted(num_retractions)
                     if part is not None:
                         sink.take(part)
 
@@ -185,6 +200,8 @@ class SglangClient:
     async def pause(self, mode: PauseMode) -> None:
         """See ``Engine``."""
         self._is_suspended = True
+        for flight in self._in_flight.values():
+            flight.num_pauses += mode == "retract"
         await self._http.call_again("/pause_generation", {"mode": mode}, admin=True)
 
     async def resume(self) -> None:

@@ -37,6 +37,8 @@ class ServerInfo:
     data_ranks: int
     """Independent copies of the model behind one address; the ranks of data-parallel attention
     count as tensor ranks instead."""
+    cache_tokens: int
+    """Tokens that fit into the cache of each copy of the model."""
     is_incremental: bool
     """Whether events of a stream hold new tokens only."""
     nccl_settings: Mapping[str, str]
@@ -54,6 +56,7 @@ class ServerInfo:
             tensor_ranks=int(answer["tp_size"]),
             pipeline_ranks=int(answer["pp_size"]),
             data_ranks=1 if answer["enable_dp_attention"] else int(answer["dp_size"]),
+            cache_tokens=int(answer["max_total_num_tokens"]),
             is_incremental=bool(answer["incremental_streaming_output"]),
             nccl_settings=json.loads(headers.get(NCCL_HEADER, "{}")),
         )
@@ -82,6 +85,7 @@ class ServerInfo:
             in_flight=frozenset(in_flight),
             methods=frozenset(methods),
             remedy="" if "tensor" in methods else "start it with --pp-size 1 and --dp-size 1",
+            cache_tokens=self.cache_tokens * self.data_ranks,
             nccl_settings=self.nccl_settings,
         )
 

@@ -64,6 +64,8 @@ class StreamParser:
     """Whether each event holds the new tokens only."""
     cached_tokens: int | None = None
     """Tokens of the input that the server had in its cache; known with the first token."""
+    num_retractions: int = 0
+    """How often the server took the request out of its cache, pauses included."""
     is_finished: bool = False
     _num_tokens: int = 0
     _num_given: int = 0
@@ -90,6 +92,7 @@ class StreamParser:
         num_new = len(part.token_ids)
         if self.cached_tokens is None and num_new:
             self.cached_tokens = int(meta.get("cached_tokens", 0))
+        self.num_retractions = int(meta.get("num_retractions", 0))
         self._num_tokens += num_new
         if finish is not None:
             return self._finish(part, meta, FinishReason(finish["type"]))

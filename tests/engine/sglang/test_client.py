@@ -226,7 +226,7 @@ def test_a_server_that_ends_on_new_weights_while_requests_are_retracted_is_refus
 def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only() -> None:
     with FakeWeightServer(pipeline_ranks=2) as fake:
         capabilities = with_client(fake.address, lambda client: client.capabilities())
-    assert capabilities.num_ranks == 2
+    assert (capabilities.num_ranks, capabilities.cache_tokens) == (2, 1 << 20)
     assert capabilities.methods == {"disk"}
     assert capabilities.remedy == "start it with --pp-size 1 and --dp-size 1"
 

@@ -74,6 +74,7 @@ def test_the_server_says_how_it_was_started(running: Running) -> None:
         tensor_ranks=1,
         pipeline_ranks=1,
         data_ranks=1,
+        cache_tokens=8192,
         is_incremental=release.is_incremental,
         nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
     )

@@ -1,0 +1,206 @@
+"""Admission by tokens against the best fixed number of requests per engine, simulated.
+
+python -m tests.benchmarks.sim_admission --page docs/benchmarks/rollout_simulation_202611.md
+
+The engines, the trainer and the schedule are those of ``sim_rollout``, with batches that memory
+alone limits; ``rollout.admission`` chooses, as in a run, from what it has seen so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.pooled import PooledEngine
+from bapo_megatron.rollout.admission import Admission, Claim
+from tests.benchmarks import harness
+from tests.benchmarks.sim_cluster import Hardware, Lengths
+from tests.benchmarks.sim_schedule import Mode, Simulation
+
+if TYPE_CHECKING:
+    from bapo_megatron.engine.base import Engine
+    from tests.benchmarks import sim_cluster
+
+SYNCHRONOUS = "synchronous"
+TITLE = "## Admission by tokens"
+LENGTHS = {
+    "log-normal, mean 12,600": Lengths(),
+    "long tail, mean 9,900": Lengths(median=3000.0, sigma=1.8),
+    "nearly equal, mean 20,400": Lengths(median=20_000.0, sigma=0.2),
+}
+LIMITS = (16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+@dataclass
+class Fixed:
+    """As many requests per engine."""
+
+    limit: int
+
+    def pick(self, engines: list[sim_cluster.Engine], sequence: sim_cluster.Sequence) -> int | None:
+        number = min(range(len(engines)), key=lambda n: len(engines[n]))
+        may_go = len(engines[number]) < self.limit and engines[number].has_room(sequence)
+        return number if may_go else None
+
+
+@dataclass
+class ByTokens:
+    """What ``EnginePool`` does, whose clock is that of the simulation."""
+
+    hardware: Hardware
+    lengths: Lengths
+    admission: Admission = field(default_factory=lambda: Admission(None))
+    _places: list[PooledEngine] = field(default_factory=list)
+    _claims: list[dict[sim_cluster.Sequence, Claim]] = field(default_factory=list)
+    _seen: dict[int, float] = field(default_factory=dict)
+    """Tokens of each engine when it was looked at."""
+
+    def pick(self, engines: list[sim_cluster.Engine], sequence: sim_cluster.Sequence) -> int | None:
+        if not self._places:
+            tokens = int(self.hardware.kv_tokens)
+            self._places = [
+                PooledEngine(cast("Engine", None), cache_tokens=tokens) for _ in engines
+            ]
+            self._claims = [{} for _ in engines]
+        for number, engine in enumerate(engines):
+            self._follow(number, engine)
+        claim = Claim(
+            sequence.group_id, self.lengths.prompt_tokens, int(sequence.done), self.lengths.longest
+        )
+        place = self.admission.choose(self._places, claim, is_due=False)
+        if place is None:
+            return None
+        number = self._places.index(place)
+        if not engines[number].has_room(sequence):  # the server's own rule
+            self.admission.release(place, claim, has_ended=False)
+            return None
+        self._claims[number][sequence] = claim
+        return number
+
+    def _follow(self, number: int, engine: sim_cluster.Engine) -> None:
+        """Tell the admission what has come, and what has left the engine."""
+        place, claims = self._places[number], self._claims[number]
+        seen = self._seen.get(number, 0.0)
+        if len(engine) == len(claims) and engine.tokens - seen < self.hardware.kv_tokens / 256:
+            return
+        self._seen[number], running = engine.tokens, engine.running()
+        for sequence, claim in list(claims.items()):
+            done = int(running.get(sequence, sequence.done))
+            self.admission.advance(place, claim, done - claim.position)
+            if sequence not in running:
+                del claims[sequence]
+                is_cut = sequence.length >= self.lengths.longest
+                has_ended = sequence.is_finished and not is_cut
+                self.admission.release(place, claim, has_ended=has_ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One simulation."""
+
+    wall_s: float
+    retractions: int
+
+
+def simulate(
+    kind: str, lengths: Lengths, limit: int | None, seed: int, steps: int, *, engines: int = 8
+) -> Result:
+    """Run some steps; without ``limit`` by tokens."""
+    settings: dict[str, Any] = {"groups_per_step": 16 * engines, "samples_per_group": 16}
+    if kind != SYNCHRONOUS:
+        settings |= {"async_steps": 1, "oversample_groups": 8 * engines}
+    config = RolloutConfig.model_validate(settings | {"max_response_tokens": lengths.longest})
+    hardware = Hardware(engines=engines, max_running=4096, trainer_gpus=engines)
+    rule = ByTokens(hardware, lengths) if limit is None else Fixed(limit)
+    record = Simulation(Mode(kind, config), hardware, lengths, seed, rule).run(steps)
+    return Result(record.snapshots[-1].now_s, record.retracted)
+
+
+def report(results: dict[tuple[str, str], list[dict[int | None, Result]]], steps: int) -> str:
+    """The section of the page; ``results`` by schedule and distribution, for each seed by limit."""
+    seeds = len(next(iter(results.values())))
+    lines = [
+        TITLE,
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {harness.commit_of(harness.REPOSITORY)}.",
+        "",
+        f"    python -m {harness._module()} {' '.join(sys.argv[1:])}",
+        "",
+        "Eight engines as above, with batches that only memory limits; a step has 2,048 responses. "
+        "`rollout/admission.py` decides as in a run, from what it has seen, and is told neither "
+        "lengths nor limits. It is compared with every fixed number of requests per engine out of "
+        f"{', '.join(map(str, LIMITS))}, of which the best one is another for each row. Times of "
+        f"{steps} steps from the first one on, over that of the best limit of the same seed, of "
+        f"{seeds} seeds.",
+        "",
+        "| schedule | lengths | best limit | by tokens | half the limit | a quarter of it | "
+        "retractions by tokens | at the best limit |",
+        "|---" * 8 + "|",
+    ]
+    for (kind, name), by_seed in results.items():
+        best = [min(LIMITS, key=lambda n: found[n].wall_s) for found in by_seed]
+        pairs = list(zip(by_seed, best, strict=True))
+
+        def ratios(limits: list[int | None], pairs: Any = pairs) -> str:
+            times = [
+                found[limit].wall_s / found[best].wall_s
+                for (found, best), limit in zip(pairs, limits, strict=True)
+            ]
+            return f"{min(times):.3f} – {max(times):.3f}"
+
+        counts = [
+            sum(found[limit].retractions for found, limit in each) // seeds
+            for each in ([(found, None) for found in by_seed], pairs)
+        ]
+        cells = [
+            kind,
+            name,
+            f"{min(best)} – {max(best)}",
+            ratios([None] * seeds),
+            *(ratios([_at_most(limit // part) for limit in best]) for part in (2, 4)),
+            *map(str, counts),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _at_most(limit: int) -> int:
+    return max((each for each in LIMITS if each <= limit), default=LIMITS[0])
+
+
+def main() -> None:
+    """Simulate every schedule, distribution and limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--page", type=Path, help="replace the section in this page")
+    options = parser.parse_args()
+    with ProcessPoolExecutor() as pool:
+        jobs = {
+            (kind, name, seed, limit): pool.submit(
+                simulate, kind, LENGTHS[name], limit, seed, options.steps
+            )
+            for kind in (SYNCHRONOUS, "async 1")
+            for name in LENGTHS
+            for seed in range(options.seeds)
+            for limit in (None, *LIMITS)
+        }
+        results: dict[tuple[str, str], list[dict[int | None, Result]]] = {}
+        for (kind, name, seed, limit), future in jobs.items():
+            by_seed = results.setdefault((kind, name), [{} for _ in range(options.seeds)])
+            by_seed[seed][limit] = future.result()
+    text = report(results, options.steps)
+    sys.stdout.write(text)
+    if options.page is not None:
+        before, _, _ = options.page.read_text().partition(TITLE)
+        options.page.write_text(before.rstrip() + "\n\n" + text)
+
+
+if __name__ == "__main__":
+    main()

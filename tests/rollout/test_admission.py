@@ -1,0 +1,119 @@
+"""Which engine takes a request, and when: tests of ``bapo_megatron.rollout.admission``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bapo_megatron.engine.pooled import PooledEngine
+from bapo_megatron.rollout.admission import Admission, CacheUse, Claim, ResponseLengths
+from tests.fakes.fake_engine import FakeEngine
+
+
+def engine_with(cache_tokens: int | None, num_ranks: int = 1) -> PooledEngine:
+    return PooledEngine(FakeEngine(), cache_tokens=cache_tokens, num_ranks=num_ranks)
+
+
+def claim_of(affinity: int, prompt_tokens: int = 100, position: int = 0, limit: int = 16) -> Claim:
+    return Claim(affinity, prompt_tokens, position, limit)
+
+
+def survival(lengths: ResponseLengths, position: float) -> float:
+    return float(np.exp(lengths.log_survival(np.array([position])))[0])
+
+
+def test_lengths_are_those_of_ended_and_of_unfinished_responses() -> None:
+    lengths = ResponseLengths()
+    # Two bins up to the limit, 0 to 15 and 16. One imagined response is in either with 1/2.
+    lengths.begin(0, limit=16)
+    assert survival(lengths, 16) == pytest.approx(1 - 0.5 / 2)
+    for _ in range(9):
+        lengths.begin(0, limit=16)
+    lengths.leave(5, has_ended=True)  # one of ten
+    assert survival(lengths, 16) == pytest.approx(1 - 1.5 / 11, rel=1e-3)
+    assert survival(lengths, 0) == 1.0
+    for _ in range(4):  # aborted: nobody knows how long they would have got
+        lengths.leave(3, has_ended=False)
+    assert survival(lengths, 16) == pytest.approx(1 - 1.5 / 7, rel=1e-3)
+
+
+def test_a_response_that_is_aborted_and_continued_counts_once_wherever_it_has_been() -> None:
+    lengths, other = ResponseLengths(), ResponseLengths()
+    lengths.begin(0, limit=64)
+    lengths.advance(0, 20)
+    lengths.leave(20, has_ended=False)
+    lengths.begin(20, limit=64)
+    other.begin(0, limit=64)
+    for each in (lengths, other):
+        each.advance(20 if each is lengths else 0, 40)
+        each.leave(40, has_ended=True)
+    positions = np.array([16.0, 20.0, 30.0, 45.3, 64.0])
+    np.testing.assert_array_equal(lengths.log_survival(positions), other.log_survival(positions))
+
+
+def test_lengths_of_long_ago_are_forgotten() -> None:
+    lengths = ResponseLengths()
+    for position in [5] * 1000 + [40] * 40_000:
+        lengths.begin(0, limit=64)
+        lengths.advance(0, position)
+        lengths.leave(position, has_ended=True)
+    assert survival(lengths, 16) == pytest.approx(1, abs=1e-3)  # of all, 2.4% had ended there
+
+
+def test_a_prompt_that_requests_share_is_held_once() -> None:
+    use = CacheUse(ResponseLengths())
+    use.add(claim_of(1))
+    assert use.forecast(claim_of(1)).expected == 100
+    assert use.forecast(claim_of(2)).expected == 200
+
+
+def test_a_request_waits_for_room_and_an_empty_engine_takes_any() -> None:
+    admission, engine = Admission(None), engine_with(260)
+
+    def choose(claim: Claim, *, is_due: bool = False) -> PooledEngine | None:
+        return admission.choose([engine], claim, is_due=is_due)
+
+    first = claim_of(1)
+    assert choose(first) is engine
+    assert choose(claim_of(2)) is engine
+    assert choose(claim_of(3)) is None
+    assert choose(claim_of(3), is_due=True) is engine  # it lost its engine
+    engine.cache_tokens = 520  # another server came back at its address
+    assert choose(claim_of(4)) is engine
+    assert choose(claim_of(5)) is None
+    admission.release(engine, first, has_ended=True)
+    assert choose(claim_of(5)) is engine
+    tiny = engine_with(50)
+    assert Admission(None).choose([tiny], claim_of(6), is_due=False) is tiny
+
+
+def test_what_an_engine_has_to_do_grows_with_its_responses() -> None:
+    admission, engine = Admission(None), engine_with(1000)
+    claim = claim_of(1, limit=1000)
+    admission.choose([engine], claim, is_due=False)
+    admission.advance(engine, claim, 500)
+    assert admission.load(engine) == 0.6
+    admission.advance(engine, claim, 100)
+    assert admission.load(engine) == 0.7
+
+
+def test_the_number_of_requests_is_limited_where_it_is_set_and_where_nothing_is_reported() -> None:
+    for max_requests, cache_tokens, limit in ((3, None, 3), (3, 1 << 30, 3), (None, None, 512)):
+        admission = Admission(max_requests)
+        engines = [engine_with(cache_tokens), engine_with(cache_tokens)]
+        taken = [admission.choose(engines, claim_of(n), is_due=False) for n in range(limit)]
+        assert set(taken) == set(engines)
+        assert admission.choose(engines, claim_of(limit), is_due=False) is None
+
+
+def test_a_large_group_is_spread_once_its_engine_has_much_more_to_do() -> None:
+    admission, engines = Admission(None), [engine_with(None), engine_with(None)]
+    taken = [admission.choose(engines, claim_of(1), is_due=False) for _ in range(16)]
+    # 0 to 4 others are no reason to move; then the other one takes up to 1.25 × 5 + 4.
+    assert [taken.count(engine) for engine in engines] == [5, 11]
+
+
+def test_engines_of_more_ranks_get_more_requests() -> None:
+    admission, engines = Admission(None), [engine_with(None), engine_with(None, num_ranks=3)]
+    taken = [admission.choose(engines, claim_of(n), is_due=False) for n in range(8)]
+    assert [taken.count(engine) for engine in engines] == [2, 6]
