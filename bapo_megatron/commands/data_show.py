@@ -23,7 +23,8 @@ from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.dump import DumpError, read_batch, read_texts, texts_path
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import read_batch, read_texts, texts_path
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture

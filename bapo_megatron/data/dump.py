@@ -11,16 +11,15 @@ sampled, K = its version spans, W = spans that an environment wrote.
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.types import (
@@ -36,11 +35,11 @@ from bapo_megatron.types import (
     WrittenSpan,
 )
 
-METADATA_KEY = b"bapo_megatron.rollout"
 FORMAT = 4
 """Steps count from 1; in earlier formats they counted from 0."""
+_REMEDY = "write the dump again"
 
-_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "group_id": (pa.int64(), lambda sample: sample.group_id),
     "index": (pa.int64(), lambda sample: sample.index),
     "prompt_id": (pa.string(), lambda sample: sample.prompt.prompt_id),
@@ -58,22 +57,20 @@ _COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "written_tokens": (pa.list_(pa.int32()), lambda sample: [n for _, n in sample.written]),
 }
 """One value per sample, or a list: [P], [R], [Q], [K], [K], [W], [W]."""
-_LISTS = [name for name, (kind, _) in _COLUMNS.items() if pa.types.is_list(kind)]
-_ARRAYS = ("prompt_token_ids", "response_token_ids", "behaviour_logprobs")
-"""Lists that are read as arrays, without a Python object per token."""
-_TEXT_COLUMNS: dict[str, Any] = {
-    "group_id": pa.int64(),
-    "index": pa.int64(),
-    "prompt_text": pa.string(),
-    "answer": pa.string(),
-    "response_text": pa.string(),
-    "turns": pa.list_(pa.string()),
-}
-"""The fields of ``SampleText``."""
-
-
-class DumpError(ValueError):
-    """The file is not an intact rollout dump; the message is one line with its name."""
+_DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS)
+_TEXTS: RowFile[SampleText] = RowFile(
+    "rollout dump",
+    _REMEDY,
+    FORMAT,
+    {
+        "group_id": (pa.int64(), lambda text: text.group_id),
+        "index": (pa.int64(), lambda text: text.index),
+        "prompt_text": (pa.string(), lambda text: text.prompt_text),
+        "answer": (pa.string(), lambda text: text.answer),
+        "response_text": (pa.string(), lambda text: text.response_text),
+        "turns": (pa.list_(pa.string()), lambda text: text.turns),
+    },
+)
 
 
 def write_batch(path: Path, batch: RolloutBatch) -> None:
@@ -106,18 +103,10 @@ def encode_batch(batch: RolloutBatch) -> bytes:
         DumpError: The batch breaks a rule that ``decode_batch`` checks.
     """
     _check_batch(batch, f"batch of step {batch.step}")
-    columns = {}
-    for name, (kind, value_of) in _COLUMNS.items():
-        values = [value_of(sample) for sample in batch.samples]
-        columns[name] = _list_column(values, kind) if name in _LISTS else pa.array(values, kind)
-    # Byte planes of ids and log-probs are smaller than their values or a dictionary, and faster.
-    return _parquet(
-        columns,
-        {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)},
-        use_dictionary=["prompt_id", "source", "finish_reason"],
-        write_statistics=[name for name in _COLUMNS if name not in _LISTS],
-        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LISTS},
-    )
+    stream = io.BytesIO()
+    about = {"step": batch.step, "version": batch.version, "stats": asdict(batch.stats)}
+    _DUMP.write(stream, [batch.samples], about)
+    return stream.getvalue()
 
 
 def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
@@ -129,7 +118,7 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
     Raises:
         DumpError: It is damaged, not a dump of this format, or inconsistent.
     """
-    about, rows = _read_rows(encoded, {name: kind for name, (kind, _) in _COLUMNS.items()})
+    about, rows = _open(encoded)
     batch = RolloutBatch(
         step=about["step"],
         version=about["version"],
@@ -142,7 +131,7 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
 
 def step_of(encoded: EncodedBatch) -> int:
     """Return the step of a dump without reading its samples; raises as ``decode_batch``."""
-    step: int = _open(encoded, reads=False)[1]["step"]
+    step: int = _open(encoded)[0]["step"]
     return step
 
 
@@ -153,116 +142,32 @@ def texts_path(path: Path) -> Path:
 
 def write_texts(path: Path, step: int, texts: Sequence[SampleText]) -> None:
     """Write what people read of a batch beside its dump ``path``: one text per sample, in order."""
-    columns = {
-        name: pa.array([getattr(text, name) for text in texts], kind)
-        for name, kind in _TEXT_COLUMNS.items()
-    }
-    content = _parquet(columns, {"step": step}, use_dictionary=["prompt_text", "answer"])
-    atomic_write_bytes(texts_path(path), content)
+    stream = io.BytesIO()
+    _TEXTS.write(stream, [texts], {"step": step})
+    atomic_write_bytes(texts_path(path), stream.getvalue())
 
 
 def read_texts(path: Path) -> tuple[SampleText, ...]:
     """Read what ``write_texts`` wrote; raises ``DumpError``, or ``OSError`` where there is none."""
-    _, rows = _read_rows(read_encoded(texts_path(path)), _TEXT_COLUMNS, holds_texts=True)
+    encoded = read_encoded(texts_path(path))
+    about, rows = _TEXTS.read(pa.BufferReader(encoded.content), encoded.name)
+    if "version" in about:
+        above = Path(encoded.name).parent.parent
+        raise DumpError(f"{encoded.name}: a dump where its texts should be; move it to {above}")
     return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
 
 
-def _parquet(columns: dict[str, Any], about: dict[str, Any], **settings: Any) -> bytes:
-    """Encode columns with checksums; what belongs to all rows is JSON in the metadata."""
-    metadata = {METADATA_KEY: json.dumps({"format": FORMAT, **about}).encode()}
-    stream = io.BytesIO()
-    pq.write_table(
-        pa.table(columns).replace_schema_metadata(metadata),
-        stream,
-        compression="zstd",
-        compression_level=1,
-        write_page_checksum=True,
-        **settings,
-    )
-    return stream.getvalue()
-
-
-def _list_column(rows: Sequence[Any], kind: Any) -> Any:
-    """A list column from one array per row, without a Python object per token."""
-    dtype = kind.value_type.to_pandas_dtype()
-    offsets = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
-    flat = np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)])
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind.value_type))
-
-
-def _open(
-    encoded: EncodedBatch, *, holds_texts: bool = False, reads: bool = True
-) -> tuple[Any, dict[str, Any]]:
-    """The table, unless it is not read, and what its metadata say about all of it."""
-    name, key = encoded.name, METADATA_KEY.decode()
-    try:
-        content = pa.BufferReader(encoded.content)
-        file = pq.ParquetFile(content, page_checksum_verification=True)
-        # Without Arrow's threads: one that lets go of the content, a Python object, while the
-        # interpreter ends (a short command) aborts the process. They are no faster.
-        table = file.read(use_threads=False) if reads else None
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
+def _open(encoded: EncodedBatch) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """What the metadata say about all samples, and their rows, which are yet to be read."""
+    about, rows = _DUMP.read(pa.BufferReader(encoded.content), encoded.name)
+    if "version" not in about:
         raise DumpError(
-            f"{name}: not a readable parquet file ({reason}); delete it, or write the dump again"
-        ) from error
-    metadata = (file.schema_arrow.metadata or {}).get(METADATA_KEY)
-    if metadata is None:
-        raise DumpError(
-            f"{name}: a parquet file but no rollout dump (metadata '{key}' is missing); give a "
-            "file that a run wrote"
+            f"{encoded.name}: the texts of a dump; give the file in the directory above"
         )
-    try:
-        about: dict[str, Any] = json.loads(metadata)
-        found = about["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DumpError(
-            f"{name}: its metadata '{key}' cannot be read ({error!r}); write the dump again"
-        ) from error
-    if found != FORMAT:
-        raise DumpError(
-            f"{name}: dump format {found}, this version reads format {FORMAT}; "
-            "read it with the version that wrote it"
-        )
-    if holds_texts and "version" in about:
-        above = Path(name).parent.parent
-        raise DumpError(f"{name}: a dump where its texts should be; move it to {above}")
-    if not holds_texts and "version" not in about:
-        raise DumpError(f"{name}: the texts of a dump; give the file in the directory above")
-    return table, about
+    return about, rows
 
 
-def _read_rows(
-    encoded: EncodedBatch, kinds: Mapping[str, Any], *, holds_texts: bool = False
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the metadata say about all rows, and the columns ``kinds`` of each row."""
-    name = encoded.name
-    table, about = _open(encoded, holds_texts=holds_texts)
-    columns: dict[str, Sequence[Any]] = {}
-    for column, kind in kinds.items():
-        if column not in table.column_names:
-            raise DumpError(f"{name}: column '{column}' is missing; write the dump again")
-        chunks = table[column]
-        # ``combine_chunks`` copies a single chunk, too.
-        stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-        if stored.type != kind or stored.null_count:
-            raise DumpError(
-                f"{name}: column '{column}' must be {kind} without nulls, got {stored.type} with "
-                f"{stored.null_count} nulls; write the dump again"
-            )
-        columns[column] = _arrays(stored) if column in _ARRAYS else stored.to_pylist()
-    values = zip(*columns.values(), strict=True)
-    return about, [dict(zip(columns, row, strict=True)) for row in values]
-
-
-def _arrays(stored: Any) -> list[np.ndarray]:
-    """One array per row of a list column."""
-    # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
-    flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
-    return np.split(flat, offsets[1:-1] - offsets[0]) if len(stored) else []
-
-
-def _groups(all_rows: list[dict[str, Any]], name: str) -> tuple[Group, ...]:
+def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
     """Groups of the consecutive rows with one ``group_id``, whose samples share one prompt."""
     groups = []
     for group_id, members in groupby(all_rows, key=lambda row: row["group_id"]):
@@ -276,11 +181,16 @@ def _groups(all_rows: list[dict[str, Any]], name: str) -> tuple[Group, ...]:
                     f"{name}: group {group_id} mixes prompts '{prompt.prompt_id}' and "
                     f"'{row['prompt_id']}'; write the dump again"
                 )
-        groups.append(Group(group_id, tuple(_sample(row, prompt, name) for row in rows)))
+        groups.append(Group(group_id, tuple(sample_of(row, prompt, name) for row in rows)))
     return tuple(groups)
 
 
-def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
+def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
+    """Return the sample of a row of ``SAMPLE_COLUMNS``, with views of the row's arrays.
+
+    Raises:
+        DumpError: The row holds what no run writes; ``name`` is the file's.
+    """
     place = f"{name}: sample {row['index']} of group {row['group_id']}"
     try:
         finish_reason = FinishReason(row["finish_reason"])
@@ -289,8 +199,10 @@ def _sample(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         raise DumpError(
             f"{place}: unusable finish_reason or reward_components ({error}); write the dump again"
         ) from error
-    versions, version_tokens = row["versions"], row["version_tokens"]
-    starts, written_tokens = row["written_starts"], row["written_tokens"]
+    versions, version_tokens, starts, written_tokens = (
+        row[name].tolist()
+        for name in ("versions", "version_tokens", "written_starts", "written_tokens")
+    )
     for what, keys, numbers in (
         ("versions", versions, version_tokens),
         ("written spans", starts, written_tokens),

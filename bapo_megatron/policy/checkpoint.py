@@ -8,7 +8,7 @@ import json
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,7 @@ class _Save:
     writer: ShardWriter
     groups: ProcessGroups
     best: files.BestCheckpoint | None
+    wait_for_rollout: Callable[[], None] | None
 
 
 class CheckpointSaver:
@@ -89,6 +90,8 @@ class CheckpointSaver:
         policy: MegatronPolicy,
         extra: dict[str, Any],
         best: files.BestCheckpoint | None = None,
+        *,
+        save_rollout: Callable[[Path], Callable[[], None]] | None = None,
     ) -> Path:
         """Save everything that training continues from; return the checkpoint's directory.
 
@@ -96,14 +99,18 @@ class CheckpointSaver:
         those of higher numbers are removed: the attempt that wrote them was abandoned for this one.
 
         ``extra`` is state of the caller, plain JSON values; ``best`` is what the file ``best`` says
-        from when this checkpoint is complete. Only rank 0's count.
+        from when this checkpoint is complete. ``save_rollout`` begins to write a further file, and
+        returns what waits for its end. Only rank 0's count.
         """
         self.wait()
         groups, unfinished = policy.groups, files.unfinished_directory(self._root, step)
+        wait_for_rollout = None
         with _written_together(self._root, step, groups):
             if groups.rank == 0:
                 files.remove_unfinished(self._root)
                 unfinished.mkdir(parents=True)
+                if save_rollout is not None:
+                    wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
         policy.finish_weights()
         writer = ShardWriter(_sharded_state(policy, is_loading=False), unfinished)
         with _written_together(self._root, step, groups):
@@ -117,7 +124,7 @@ class CheckpointSaver:
             "distributed_optimizer": _is_distributed(policy),
             "extra": json.loads(json.dumps(extra)),  # the caller goes on changing its own
         }
-        self._save = _Save(step, fields, writer, groups, best)
+        self._save = _Save(step, fields, writer, groups, best, wait_for_rollout)
         if self._config.asynchronous:
             writer.start()
         else:
@@ -142,6 +149,8 @@ class CheckpointSaver:
         with _written_together(root, save.step, groups):
             if writer.error is not None:
                 raise OSError(_reason(writer.error)) from writer.error
+            if save.wait_for_rollout is not None:
+                save.wait_for_rollout()
         written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
         with _written_together(root, save.step, groups):
             if written is not None:

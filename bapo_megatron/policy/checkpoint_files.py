@@ -1,6 +1,7 @@
 """The files of checkpoints: names, state.json, damage, publication, retention.
 
-    <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, rng_<rank>.pt
+    <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, rng_<rank>.pt,
+                        rollout.parquet (what the rollout's source continues from)
     <root>/latest       name of the newest complete checkpoint
     <root>/best         the checkpoint with the best evaluation, metric and value, as JSON
 
@@ -22,10 +23,12 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_text, publish_directory, replaced_directory
 
-FORMAT = 3
+FORMAT = 4
+"""In format 3, state.json held what is in rollout.parquet."""
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"
+ROLLOUT_NAME = "rollout.parquet"
 STEP_PATTERN = re.compile(r"step_(\d+)")
 
 OTHER_CHECKPOINT = (

@@ -21,12 +21,11 @@ from bapo_megatron.rollout.buffer import (
     PendingGroup,
     PendingSample,
     RolloutBuffer,
-    buffer_from_json,
-    buffer_to_json,
 )
 from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
 from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
@@ -171,25 +170,26 @@ class BatchCollector:
             self._is_paused = False
             await self._episodes.resume(self._buffer)
 
-    def state(self) -> dict[str, Any]:
-        """Data position, buffer, and what was counted since the last batch, as JSON values."""
-        return {
+    def state(self) -> SavedRollout:
+        """Data position, buffer, and what was counted since the last batch, as they are now."""
+        about = {
             "prompts": self.prompts.state(),
-            "buffer": buffer_to_json(self._buffer),
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
             "fixed_lag": self.config.fixed_lag,
             "environment": self.config.environment,
         }
+        return SavedRollout(about, self._buffer.snapshot())
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned.
+    def restore(self, saved: SavedRollout) -> None:
+        """Continue from what ``state`` returned, whose groups it takes over.
 
         Raises:
             ValueError: It belongs to other data, another seed or other group sizes.
         """
+        state = saved.about
         self.prompts.restore(state["prompts"])
-        buffer_from_json(self._buffer, state["buffer"])
+        self._buffer.restore(saved.buffer)
         self._before = self._totals().since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
         for name in ("fixed_lag", "environment"):
@@ -201,11 +201,11 @@ class BatchCollector:
                 )
         size, max_tokens = self.config.samples_per_group, self.config.max_response_tokens
         earlier = (group for batch in self._buffer.earlier for group in batch)
-        for saved in (*self._buffer, *earlier):
-            if len(saved.samples) != size:
+        for group in (*self._buffer, *earlier):
+            if len(group.samples) != size:
                 raise ValueError(
-                    f"rollout.samples_per_group: was {len(saved.samples)} when group "
-                    f"{saved.group_id} was saved and is {size} now; resume with the same value"
+                    f"rollout.samples_per_group: was {len(group.samples)} when group "
+                    f"{group.group_id} was saved and is {size} now; resume with the same value"
                 )
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:

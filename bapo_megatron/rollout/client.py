@@ -151,20 +151,26 @@ class CollectorClient:
             self.sync_weights(self._config.model.path, START_VERSION)
         return results
 
-    def state(self) -> dict[str, Any]:
-        """Data position and unfinished samples."""
+    def save(self, path: Path) -> Callable[[], None]:
+        """Begin to write data position and unfinished samples."""
         self._wait_opened()
-        return self._call(messages.STATE, None)
+        self._call(messages.SAVE, path.absolute())
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; works before the servers are ready."""
-        if not state:
+        def wait() -> None:
+            if error := self._call(messages.SAVED, None):
+                raise OSError(error)
+
+        return wait
+
+    def restore(self, path: Path) -> None:
+        """Continue from a file of ``save``; works before the servers are ready."""
+        if not path.is_file():
             raise RolloutError(
                 "the checkpoint was written by a replay and has no position in the training data; "
                 "continue with replay, or start a new run with model.path set to its export"
             )
         self._wait_opened()
-        self._call(messages.RESTORE, state)
+        self._call(messages.RESTORE, path.absolute())
 
     def close(self) -> None:
         """End the collector and its servers; safe to call twice, does nothing in a fork."""

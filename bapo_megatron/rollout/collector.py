@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
@@ -46,14 +45,15 @@ from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_samples, write_timeline
+from bapo_megatron.rollout.saved import read_saved, write_saved
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.timeline import Timeline
 from bapo_megatron.types import Prompt, RolloutBatch, SampleText
 from bapo_megatron.weight_sync.receive import WeightReceiver
 
 _LOG = logging.getLogger(__name__)
-_MAX_MESSAGE_BYTES = 4 << 30
-"""Limit of one line: a restored buffer of unfinished samples can be large."""
+_MAX_MESSAGE_BYTES = 64 << 20
+"""Limit of one line."""
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
 
@@ -75,7 +75,8 @@ class Collector:
         self.answers.bind(messages.COLLECT, self.collect)
         self.answers.bind(messages.RELEASE_MEMORY, self.release_memory)
         self.answers.bind(messages.EVALUATE, self.evaluate)
-        self.answers.bind(messages.STATE, self.state)
+        self.answers.bind(messages.SAVE, self.save)
+        self.answers.bind(messages.SAVED, self.saved)
         self.answers.bind(messages.RESTORE, self.restore)
         # Has every call as a slice, and every request.
         self._timeline = Timeline(is_kept=False)
@@ -89,6 +90,8 @@ class Collector:
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
         self._wire_dir: Path
+        self._writing: asyncio.Task[None] | None = None
+        """Of the newest state that was to be saved."""
         self._num_pushes = 0
         self._num_results = -1
 
@@ -222,16 +225,28 @@ class Collector:
             self._count_push()
         return messages.Evaluated(results)
 
-    async def state(self, _: None) -> dict[str, Any]:
-        """Return data position and buffer."""
+    async def save(self, path: Path) -> None:
+        """Begin to write data position and buffer; a thread does, and generation goes on."""
         assert self._batches is not None, "opened for training"
         await self._batches.wait_for_ahead()
-        return self._batches.state()
+        if self._writing is not None:  # of a checkpoint that was given up
+            await asyncio.wait([self._writing])
+        writing = asyncio.to_thread(write_saved, path, self._batches.state())
+        self._writing = asyncio.create_task(writing)
 
-    async def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state``."""
+    async def saved(self, _: None) -> str:
+        """Wait until what ``save`` began has been written; return why it could not be."""
+        assert self._writing is not None, "save comes first"
+        try:
+            await self._writing
+        except OSError as error:
+            return str(error)
+        return ""
+
+    async def restore(self, path: Path) -> None:
+        """Continue from a file of ``save``."""
         assert self._batches is not None, "opened for training"
-        self._batches.restore(state)
+        self._batches.restore(await asyncio.to_thread(read_saved, path))
 
     def _count_push(self) -> None:
         """Count that the trainer is asked for weights again, because no server holds them any more.

@@ -5,9 +5,10 @@
 other; the calls of a weight push are in ``weight_sync.messages``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from bapo_megatron.calls import Call, Caller
 from bapo_megatron.config.schema import RunConfig
@@ -43,11 +44,15 @@ class RolloutSource(Protocol):
         None means that no server holds them any more: push them, then ask again.
         """
 
-    def state(self) -> dict[str, Any]:
-        """Data position and unfinished samples as plain JSON values, for the checkpoint."""
+    def save(self, path: Path) -> Callable[[], None]:
+        """Begin to write data position and unfinished samples, as they are now, for a checkpoint.
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned."""
+        The returned function waits for the end; it raises ``OSError`` where the file cannot be
+        written. A source without such a state writes none.
+        """
+
+    def restore(self, path: Path) -> None:
+        """Continue from what ``save`` wrote."""
 
     def close(self) -> None:
         """End every process that the source started; safe to call twice."""
@@ -99,6 +104,8 @@ RELEASE_MEMORY = Call("release_memory", type(None), type(None))
 COLLECT = Call("collect", int, Collected)
 """Collect the batch of a step into a file."""
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
-STATE = Call("state", type(None), dict[str, Any])
-"""Data position and unfinished samples as JSON values; ``RESTORE`` continues from them."""
-RESTORE = Call("restore", dict[str, Any], type(None))
+SAVE = Call("save", Path, type(None))
+"""Begin to write data position and unfinished samples to a file; ``RESTORE`` continues from it."""
+SAVED = Call("saved", type(None), str)
+"""Wait for the end of what ``SAVE`` began; why the file cannot be written, empty if it was."""
+RESTORE = Call("restore", Path, type(None))

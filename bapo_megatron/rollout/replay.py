@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.data.dump import read_encoded, step_of, write_batch, write_texts
 from bapo_megatron.errors import RolloutError
@@ -110,11 +109,11 @@ class ReplaySource:
         """Nothing: there is no server."""
         return []
 
-    def state(self) -> dict[str, Any]:
-        """Nothing: the trainer asks for each step by its number."""
-        return {}
+    def save(self, path: Path) -> Callable[[], None]:
+        """Write nothing: the trainer asks for each step by its number."""
+        return lambda: None
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, path: Path) -> None:
         """Nothing to restore, whatever kind of run wrote the checkpoint."""
 
     def close(self) -> None:

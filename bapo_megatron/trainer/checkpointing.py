@@ -13,6 +13,7 @@ from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
+    ROLLOUT_NAME,
     BestCheckpoint,
     checkpoint_exists,
     find_best,
@@ -92,7 +93,7 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
     progress = Progress(**fields, best=BestCheckpoint(**best) if best else None)
     if source is not None:
         _restore_best(root, progress)
-        source.restore(extra["rollout"])
+        source.restore(root / name / ROLLOUT_NAME)
         say(f"resumed from {newest}: {progress.finished_steps} steps done")
     return progress
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import torch
 from rich.console import Console
@@ -254,11 +254,13 @@ class Run:
         A collective over all ranks; complete or absent, whenever it is interrupted. ``is_best``
         makes it the one that ``progress.best`` names.
         """
-        extra: dict[str, Any] = {}
-        if self._source is not None:
-            extra = {"progress": asdict(self.progress), "rollout": self._source.state()}
-        best = self.progress.best if is_best else None
-        self.saver.save(self.progress.finished_steps, self.policy, extra, best)
+        self.saver.save(
+            self.progress.finished_steps,
+            self.policy,
+            {"progress": asdict(self.progress)},
+            self.progress.best if is_best else None,
+            save_rollout=None if self._source is None else self._source.save,
+        )
 
     def push_weights(self, *, again: bool = False) -> None:
         """Give the current weights to the servers, if there are any.

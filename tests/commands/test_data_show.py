@@ -19,7 +19,8 @@ from bapo_megatron.commands.data_show import (
     token_lengths,
 )
 from bapo_megatron.config.load import load_config
-from bapo_megatron.data.dump import DumpError, write_batch, write_texts
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import write_batch, write_texts
 from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, SampleText
 from tests.data.rows import rendered, write_jsonl
 from tests.data.samples import make_episode, make_sample

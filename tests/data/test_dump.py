@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import (
-    DumpError,
     decode_batch,
     encode_batch,
     read_batch,

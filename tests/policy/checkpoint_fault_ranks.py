@@ -230,7 +230,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
     "state of nothing": lambda path: (path / "state.json").write_text("[]"),
     "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
-    "other format": lambda path: _change_state(path, '"format": 3', '"format": 99'),
+    "earlier format": lambda path: _change_state(path, '"format": 4', '"format": 3'),
 }
 
 
@@ -251,12 +251,23 @@ def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]
             errors[f"rank {full_rank}, {limit_bytes} bytes, {mode}"] = error
         with _failing_metadata():
             errors[f"metadata, {mode}"] = _save_error(saver, 2, policy)
+        errors[f"rollout, {mode}"] = _save_error(saver, 2, policy, save_rollout=_save_nothing)
     latest = find_latest(root)
     assert latest is not None
     loaded = (latest.name, load_checkpoint(latest, build(model, groups)))
     save(root, 2, policy, {}, keep_last=1)
     left = sorted(path.name for path in root.iterdir())
     return {"errors": errors, "loaded": loaded, "left": left}
+
+
+def _save_nothing(path: Path) -> Callable[[], None]:
+    """What the rollout's source does on a full disk: it says so when it is waited for."""
+    path.write_bytes(b"half")
+
+    def wait() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return wait
 
 
 def _polled(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:
@@ -380,9 +391,9 @@ def _failing_metadata() -> Iterator[None]:
         yield
 
 
-def _save_error(saver: CheckpointSaver, step: int, policy: Any) -> str:
+def _save_error(saver: CheckpointSaver, step: int, policy: Any, **options: Any) -> str:
     try:
-        saver.save(step, policy, {"saved": step})
+        saver.save(step, policy, {"saved": step}, **options)
         saver.wait()
     except OSError as error:
         return str(error)

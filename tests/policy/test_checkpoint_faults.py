@@ -115,7 +115,7 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         ("unreadable state", "state.json: damaged"),
         ("state of nothing", "state.json: damaged (not a mapping)"),
         ("state without a field", "state.json: damaged"),
-        ("other format", "format 99, this version reads format 3"),
+        ("earlier format", "format 3, this version reads format 4; resume with the version that"),
         ("other model", "cannot be loaded into this model"),
         ("other width", "cannot be loaded into this model"),
         ("other depth", "cannot be loaded into this model"),
@@ -153,6 +153,7 @@ def test_the_checkpoint_before_a_damaged_one_loads_on_all_ranks(
         ("rank 0, 100 bytes", "File too large"),
         ("rank 1, 100 bytes", "File too large"),
         ("metadata", "No space left on device"),
+        ("rollout", "No space left on device"),
     ],
 )
 def test_a_full_disk_on_one_rank_is_reported_in_one_line_by_every_rank(

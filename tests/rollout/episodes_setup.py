@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import EpisodesConfig, WeightSyncConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.environment.base import Step
 from bapo_megatron.reward.base import Score
-from bapo_megatron.rollout.buffer import RolloutBuffer, buffer_from_json, buffer_to_json
+from bapo_megatron.rollout.buffer import RolloutBuffer
 from bapo_megatron.rollout.episodes import Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import WRITTEN, FakePool
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import settle
+from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class Setup:
         begin: Callable[[Task], Any] = lambda task: [],
         num_samples: int = 1,
         max_tokens: int = MAX_TOKENS,
-        state: str | None = None,
+        state: bytes | None = None,
         version: int = 0,
         sees_groups: bool = False,
         pool: EnginePool | None = None,
@@ -105,7 +106,7 @@ class Setup:
         if state is None:
             self.buffer.start_group(PROMPT, num_samples)
         else:
-            buffer_from_json(self.buffer, json.loads(state))
+            self.buffer.restore(read_file(state).buffer)
         [self.group] = self.buffer
 
     def request_of(self, pending: PendingSample) -> GenerateRequest:
@@ -147,8 +148,8 @@ class Setup:
         await self.episodes.resume(self.buffer)
         await settle()
 
-    def saved(self) -> str:
-        return json.dumps(buffer_to_json(self.buffer))
+    def saved(self) -> bytes:
+        return file_of(SavedRollout({}, self.buffer.snapshot()))
 
 
 def script(*steps: Step) -> Callable[[Any, Turn], Step]:

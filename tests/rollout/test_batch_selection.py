@@ -22,7 +22,7 @@ def test_a_prompt_that_was_carried_too_often_is_dropped_and_counted() -> None:
             await setup.give(finished, 4, ends=True)
             assert ids(await batch) == finished
             assert batch.result().stats.dropped_groups == ({"carried": 1} if step == 2 else {})
-        assert setup.batches.state()["buffer"]["groups"] == []
+        assert len(setup.batches.state().buffer) == 0
 
     play(scene)
 
@@ -173,7 +173,7 @@ def test_groups_kept_for_replay_must_have_the_size_of_new_ones() -> None:
         await setup.give([0, 1], 4, ends=True)
         await batch
         state = setup.batches.state()
-        assert state["buffer"]["groups"] == []
+        assert len(state.buffer) == 0
         other = Setup(replay={"batches": 1}, samples_per_group=3)
         with pytest.raises(ValueError, match=r"samples_per_group: was 2 when group 0 .* is 3 now"):
             other.batches.restore(state)

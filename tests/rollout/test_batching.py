@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from bapo_megatron.data.dump import DumpError
+from bapo_megatron.data.columns import DumpError
 from bapo_megatron.errors import RolloutError
 from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, play, settle
+from tests.rollout.saved_files import file_of
 
 
 def test_a_synchronous_step_leaves_nothing_in_flight_and_draws_nothing_for_later() -> None:
@@ -21,7 +22,7 @@ def test_a_synchronous_step_leaves_nothing_in_flight_and_draws_nothing_for_later
         await setup.give([1, 2], 4, ends=True)
         assert ids(await batch) == [1, 2]
         assert setup.pool.requests == []
-        assert setup.batches.state()["buffer"]["next_group_id"] == 3
+        assert setup.batches.state().buffer.next_group_id == 3
 
     play(scene)
 
@@ -158,10 +159,8 @@ def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
         with pytest.raises(type(failure)):
             await second
         state = setup.batches.state()
-        assert state == setup.state_at_failure
-        assert [[group["group_id"] for group in batch] for batch in state["buffer"]["earlier"]] == [
-            [0, 1]
-        ]
+        assert file_of(state) == file_of(setup.state_at_failure)
+        assert [[group.group_id for group in batch] for batch in state.buffer.earlier] == [[0, 1]]
         again = await setup.collect(2)
         assert sorted(ids(again)) in ([0, 4], [1, 4])
         assert again is not None
@@ -198,8 +197,8 @@ def test_an_error_of_a_request_ends_the_step_and_loses_no_token() -> None:
         setup.pool.requests[0].ended.set_exception(RolloutError("no server is left"))
         with pytest.raises(RolloutError, match="no server is left"):
             await batch
-        [group, _] = setup.batches.state()["buffer"]["groups"]
-        assert [len(sample["response_token_ids"]) > 0 for sample in group["samples"]] == [True] * 2
+        [group, _] = setup.batches.state().buffer
+        assert [pending.num_tokens for pending in group.samples] == [3, 3]
         await setup.batches.close()
 
     play(scene)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import io
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from bapo_megatron.data.columns import DumpError
 from bapo_megatron.engine.base import Completion
-from bapo_megatron.rollout.buffer import (
-    DropReason,
-    PendingGroup,
-    RolloutBuffer,
-    buffer_from_json,
-    buffer_to_json,
-)
+from bapo_megatron.rollout import saved as saved_module
+from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
+from bapo_megatron.rollout.saved import SavedRollout, read_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+from tests.rollout.saved_files import file_of, read_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROMPTS = [
     Prompt(f"train.jsonl:{n}", (10 + n, 11, 12), f"{n}", f"prompt {n} ×", "train", {"level": [n]})
@@ -73,16 +77,31 @@ def test_the_end_of_a_response_may_be_told_twice() -> None:
     assert len(pending.sample.response_token_ids) == 8
 
 
-def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
+def _restored(buffer: RolloutBuffer, num_earlier_batches: int = 0) -> RolloutBuffer:
+    """The same after a restart."""
+    restored = RolloutBuffer(num_earlier_batches)
+    restored.restore(read_file(file_of(SavedRollout({}, buffer.snapshot()))).buffer)
+    return restored
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4_000_000], ids=["many row groups", "one row group"])
+def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
+    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_module, "_CHUNK_TOKENS", chunk_tokens)
     buffer = _filled()
     buffer.drop(buffer.start_group(PROMPTS[0], 2), DropReason.STALE)
     list(buffer)[1].carries = 3
-    restored = RolloutBuffer()
-    buffer_from_json(restored, json.loads(json.dumps(buffer_to_json(buffer))))
+    list(buffer)[1].samples[0].state = {"board": [["x", None], [0.1, "ß"]]}
+    list(buffer)[1].samples[0].has_begun = True
+    restored = _restored(buffer)
     assert len(restored) == 3
+    file = pq.ParquetFile(io.BytesIO(file_of(SavedRollout({}, buffer.snapshot()))))
+    assert file.num_row_groups == (5 if chunk_tokens == 1 else 1)  # four samples have tokens
     for saved_group, group in zip(buffer, restored, strict=True):
         assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
         for saved, pending in zip(saved_group.samples, group.samples, strict=True):
+            saved.settle()
             for name in ("response_token_ids", "behaviour_logprobs"):
                 mine, other = getattr(pending.sample, name), getattr(saved.sample, name)
                 assert mine.dtype == other.dtype
@@ -101,9 +120,7 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit() -> None:
 
 
 def test_a_restored_sample_can_be_continued() -> None:
-    restored = RolloutBuffer()
-    buffer_from_json(restored, buffer_to_json(_filled()))
-    pending = list(restored)[1].samples[0]
+    pending = list(_restored(_filled()))[1].samples[0]
     pending.append(_completion(25, 3, 3), 8)
     assert pending.sample.response_token_ids.tolist() == [20, 21, 22, 23, 24, 25, 26, 27]
     assert pending.sample.versions == ((1, 2), (2, 3), (3, 3))
@@ -134,13 +151,38 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
         group.samples[0].finish(FinishReason.STOP)
         group.samples[0].texts = ("fine",)
         buffer.take([group])
-    restored = RolloutBuffer(num_earlier_batches=2)
-    buffer_from_json(restored, json.loads(json.dumps(buffer_to_json(buffer))))
+    restored = _restored(buffer, num_earlier_batches=2)
     assert [[group.group_id for group in batch] for batch in restored.earlier] == [[1], [2]]
     assert restored.earlier[1][0].samples[0].sample.response_token_ids.tolist() == [5, 6]
     assert restored.earlier[1][0].samples[0].sample.versions == ((2, 2),)
 
 
-def test_a_state_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="its format is 0, this version reads 5"):
-        buffer_from_json(RolloutBuffer(), {"format": 0, "next_group_id": 0, "groups": []})
+def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
+    buffer = _filled()
+    first, second, third = buffer
+    second.samples[0].state = {"seed": 1}
+    before = file_of(SavedRollout({}, buffer.snapshot()))
+    saved = SavedRollout({}, buffer.snapshot())
+    second.samples[0].state["seed"] = 2
+    second.samples[0].append(_completion(25, 1, 3), 8)
+    second.samples[1].texts, second.carries = ("fine",), 4
+    third.samples[0].append(_completion(40, 1, 3), 8)
+    buffer.take([first])
+    buffer.drop(third, DropReason.STALE)
+    buffer.start_group(PROMPTS[0], 2)
+    assert file_of(saved) == before
+    assert file_of(SavedRollout({}, buffer.snapshot())) != before
+
+
+def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rollout.parquet"
+    content = file_of(SavedRollout({}, _filled()))
+    path.write_bytes(content[:-20])
+    with pytest.raises(DumpError, match=r"rollout\.parquet: not a readable parq.*; resume from"):
+        read_saved(path)
+    path.write_bytes(content)
+    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=7))
+    with pytest.raises(DumpError, match="rollout buffer format 6, this version reads format 7"):
+        read_saved(path)

@@ -124,11 +124,15 @@ def test_batches_and_evaluations_from_a_model(
     truncated = [answer["finish_reason"] == "length" for answer in answers]
     assert result.truncated_share == statistics.fmean(truncated)
 
-    state = json.loads(json.dumps(client.state()))
+    saved, again = config.run_dir / "saved.parquet", config.run_dir / "again.parquet"
+    client.save(saved)()
     client.close()
     client = open_client(config)
-    client.restore(state)
-    assert client.state() == state
+    client.restore(saved)
+    with pytest.raises(OSError, match="No such file or directory"):
+        client.save(config.run_dir / "none" / "again.parquet")()
+    client.save(again)()
+    assert again.read_bytes() == saved.read_bytes()
 
 
 @pytest.mark.sglang
@@ -355,7 +359,9 @@ def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
         assert fake.version == "7"
 
 
-def test_a_checkpoint_of_a_replay_cannot_be_continued_live(make_config: MakeConfig) -> None:
+def test_a_checkpoint_of_a_replay_cannot_be_continued_live(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     client = CollectorClient(make_config(), on_progress=print)
     with pytest.raises(RolloutError, match="the checkpoint was written by a replay"):
-        client.restore({})
+        client.restore(tmp_path / "rollout.parquet")

@@ -192,11 +192,11 @@ def test_groups_that_teach_nothing_are_replaced_beside_the_training_too() -> Non
         )
         setup.rewards.equal = range(2, 100)
         assert ids(await setup.batches.collect(1, deliver)) == [0, 1]
-        drawn = setup.batches.state()["buffer"]["next_group_id"]
+        drawn = setup.batches.state().buffer.next_group_id
         setup.pool.stop_interval = 1  # every response ends at once
         await setup.batches.pause()
         assert setup.pool.bursts[-16:] == [1] * 16
-        assert setup.batches.state()["buffer"]["next_group_id"] >= drawn + 16
+        assert setup.batches.state().buffer.next_group_id >= drawn + 16
 
     play(scene)
 

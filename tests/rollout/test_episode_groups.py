@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import Setup as BatchSetup
 from tests.rollout.batching_setup import play, settle
 from tests.rollout.episodes_setup import Renderer, Setup, script
+from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,11 +184,11 @@ def test_failures_of_environments_are_counted_for_the_batch_after_which_they_cam
         assert first.stats.environment_errors == {"error": 2}
         await settle()
         await setup.give([2], 1, ends=True)  # beside the training
-        state = json.loads(json.dumps(setup.batches.state()))
-        assert state["counted"]["environment_errors"] == {"error": 2}
+        state = setup.batches.state()
+        assert state.about["counted"]["environment_errors"] == {"error": 2}
         resumed = _batches_with_environment()
-        resumed.batches.restore(state)
-        assert json.loads(json.dumps(resumed.batches.state())) == state
+        resumed.batches.restore(read_file(file_of(state)))
+        assert file_of(resumed.batches.state()) == file_of(state)
         for again in (setup, resumed):
             collecting = again.collect(2)
             await settle()

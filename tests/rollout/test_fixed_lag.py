@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout.buffer import RolloutBuffer
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, play, settle
+from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
     from bapo_megatron.types import RolloutBatch
@@ -45,12 +47,12 @@ def test_every_token_of_a_step_is_of_the_weights_of_so_many_steps_before(
         setup = Setup(fixed_lag=lag)
         for step in range(TOTAL_STEPS):
             if step == resumed_before:
-                state = json.dumps(setup.batches.state())
-                assert "abort" not in state, "only complete responses are kept"
+                state = setup.batches.state()
+                assert all(group.is_finished for group in state.buffer)
                 await setup.batches.close()
                 version = setup.pool.version
                 setup = Setup(fixed_lag=lag)
-                setup.batches.restore(json.loads(state))
+                setup.batches.restore(read_file(file_of(state)))
                 setup.pool.version = version
             batch = await collect(setup, step + 1)
             assert ids(batch) == [2 * step, 2 * step + 1]
@@ -63,9 +65,9 @@ def test_every_token_of_a_step_is_of_the_weights_of_so_many_steps_before(
             await complete(setup)
             await pausing
             await setup.sync(3 * (step + 1))
-        state = setup.batches.state()["buffer"]
-        assert state["next_group_id"] == 2 * TOTAL_STEPS
-        assert state["groups"] == []
+        saved = setup.batches.state().buffer
+        assert saved.next_group_id == 2 * TOTAL_STEPS
+        assert len(saved) == 0
 
     play(scene)
 
@@ -103,7 +105,7 @@ def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
             await setup.batches.collect(2, deliver)
         state = setup.batches.state()
         resumed = Setup(fixed_lag=1)
-        resumed.batches.restore(json.loads(json.dumps(state)))
+        resumed.batches.restore(state)
         resumed.pool.version = 1
         with pytest.raises(RolloutError, match=message):
             await resumed.batches.collect(2, deliver)
@@ -135,13 +137,13 @@ def test_what_was_sampled_for_another_lag_or_run_is_refused() -> None:
         await collect(setup, 1)
         await complete(setup)
         await setup.batches.wait_for_ahead()
-        state = json.dumps(setup.batches.state())
+        state = setup.batches.state()
         await setup.batches.close()
         with pytest.raises(ValueError, match=r"^rollout\.fixed_lag: was 1 .* and is 2 now; resume"):
-            Setup(fixed_lag=2).batches.restore(json.loads(state))
+            Setup(fixed_lag=2).batches.restore(state)
         # As at the end of a run, which samples nothing ahead, and is made longer.
         ended = Setup(fixed_lag=1)
-        ended.batches.restore({**json.loads(state), "buffer": Setup().batches.state()["buffer"]})
+        ended.batches.restore(replace(state, buffer=RolloutBuffer()))
         message = (
             r"^rollout\.fixed_lag: the groups of step 2 must .* got 0 .*; resume with the train"
         )

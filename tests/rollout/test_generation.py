@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 from tests.rollout.batching_setup import single_turn
 from tests.rollout.pool import clients_of
+from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -163,8 +163,8 @@ def test_what_is_unfinished_is_resumed_with_its_tokens_logprobs_and_versions(
                 first = await setup.collect(1)
                 assert [group.group_id for group in first.groups] == [2, 3]
                 assert first.stats.unfinished_samples == 4
-                kept = setup.collector.state()["buffer"]["groups"]
-                assert [group["group_id"] for group in kept] == [0, 1]
+                kept = setup.collector.state().buffer
+                assert [group.group_id for group in kept] == [0, 1]
                 weights = WeightReceiver(setup.pool.states, setup.config, setup.collector)
                 await weights.load(Load(model_dir=tmp_path, version=5))
                 await weights.resume(None)
@@ -223,10 +223,10 @@ def test_a_new_process_continues_from_the_saved_state_as_the_old_one_would() -> 
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:
             async with _setup(fake) as setup:
                 await setup.collect(1)
-                state = json.loads(json.dumps(setup.collector.state()))
+                state = file_of(setup.collector.state())
                 setup.collector = setup.new_collector()
-                setup.collector.restore(state)
-                assert json.loads(json.dumps(setup.collector.state())) == state
+                setup.collector.restore(read_file(state))
+                assert file_of(setup.collector.state()) == state
                 batch = await setup.collect(2)
                 assert batch.stats.resumed_samples == 4
                 assert [group.group_id for group in batch.groups] == [0, 1]
@@ -310,8 +310,8 @@ def test_an_answer_from_other_weights_is_not_used_and_the_weights_are_asked_for(
         with FakeSglang(stop_at=40, version="9") as fake:
             async with _setup(fake) as setup:
                 assert await asyncio.wait_for(setup.collector.collect(1, deliver), 30) is None
-                groups = setup.collector.state()["buffer"]["groups"]
-                assert all(not s["response_token_ids"] for g in groups for s in g["samples"])
+                groups = setup.collector.state().buffer
+                assert all(s.num_tokens == 0 for group in groups for s in group.samples)
                 await setup.collector.close()
 
     asyncio.run(run())

@@ -18,7 +18,7 @@ from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.types import FinishReason, Prompt
+from bapo_megatron.types import Prompt
 from bapo_megatron.weight_sync.messages import Load
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.engine.helpers import reference_logprobs
@@ -62,11 +62,11 @@ class PatientGrader:
     def is_one_in_the_middle(self) -> bool:
         """Whether a response has tokens and many are missing; also where all have ended."""
         num_open = 0
-        for group in self.batches.state()["buffer"]["groups"]:
-            for sample in group["samples"]:
-                if sample["finish_reason"] == FinishReason.ABORT:
+        for group in self.batches.state().buffer:
+            for pending in group.samples:
+                if not pending.is_finished:
                     num_open += 1
-                    if 0 < sum(count for _, count in sample["versions"]) < 0.8 * MAX_TOKENS:
+                    if 0 < pending.num_tokens < 0.8 * MAX_TOKENS:
                         return True
         return num_open == 0
 

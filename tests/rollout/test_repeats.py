@@ -7,7 +7,6 @@ Random settings; graders and environments answer after random real delays, so in
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import zlib
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from tests.fakes.fake_pool import deliver
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import single_turn
+from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -119,7 +119,7 @@ class Run:
     """What a trainer saw, and its state after each step."""
 
     batches: list[Any] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -132,10 +132,10 @@ class Case:
     has_environment: bool = False
     sees_groups: bool = False
 
-    def play(self, delay_seed: int, state: str | None = None, first_step: int = 0) -> Run:
+    def play(self, delay_seed: int, state: bytes | None = None, first_step: int = 0) -> Run:
         return asyncio.run(self._play(delay_seed, state, first_step))
 
-    async def _play(self, delay_seed: int, state: str | None, first_step: int) -> Run:
+    async def _play(self, delay_seed: int, state: bytes | None, first_step: int) -> Run:
         delays, run = random.Random(delay_seed), Run()
         pool = SteppedPool(first_step * UPDATES, is_slow=self.is_slow, delay_seed=delay_seed)
         config = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
@@ -153,7 +153,7 @@ class Case:
             lambda line: None,
         )
         if state is not None:
-            batches.restore(json.loads(state))
+            batches.restore(read_file(state))
         batches.attach(pool)
         for step in range(first_step, TOTAL_STEPS):
             async with asyncio.timeout(20):
@@ -163,7 +163,7 @@ class Case:
             assert not pool.requests
             pool.version += UPDATES
             await batches.resume()
-            run.states.append(json.dumps(batches.state()))
+            run.states.append(file_of(batches.state()))
             run.batches.append(content_of(batch))
         await batches.close()
         return run

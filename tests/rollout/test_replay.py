@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bapo_megatron.data.dump import DumpError, decode_batch, write_batch
+from bapo_megatron.data.columns import DumpError
+from bapo_megatron.data.dump import decode_batch, write_batch
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.replay import ReplaySource
 from tests.data.samples import make_batch
@@ -34,7 +35,10 @@ def test_each_step_gets_its_own_dump(dumps: Path) -> None:
 
 def test_replay_can_begin_at_any_step_after_a_resume(dumps: Path) -> None:
     source = ReplaySource(dumps)
-    source.restore(ReplaySource(dumps).state())
+    path = dumps / "rollout.parquet"
+    source.save(path)()
+    assert not path.exists()
+    source.restore(path)
     assert decode_batch(source.collect(4)).step == 4
 
 

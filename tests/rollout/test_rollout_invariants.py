@@ -8,7 +8,6 @@ Random sequences of events against a pool of which the test decides what each re
 from __future__ import annotations
 
 import asyncio
-import json
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -33,12 +32,14 @@ from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import WRITTEN, FakePool, Request, logprobs_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import single_turn
+from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.rollout.buffer import PendingGroup, PendingSample
+    from bapo_megatron.rollout.saved import SavedRollout
     from bapo_megatron.types import RolloutBatch, Sample
 
 GROUPS, SAMPLES, MAX_TOKENS, UPDATES = 4, 2, 12, 2
@@ -104,7 +105,7 @@ class RewardsByGroup:
 class Checkpoint:
     """What a killed trainer comes back to."""
 
-    state: str
+    state: SavedRollout
     trained: list[int]
     version: int
     step: int
@@ -199,20 +200,20 @@ class RolloutMachine(RuleBasedStateMachine):
 
     async def collect(self) -> RolloutBatch | None:
         """Collect a batch; where the disk is full, it is handed over at the second attempt."""
-        before: dict[str, Any] = {}
+        before: list[bytes] = []
 
         async def hand_over(batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
             assert [(text.group_id, text.index) for text in texts] == [
                 (sample.group_id, sample.index) for sample in batch.samples
             ]
             if self.disk_is_full and not before:
-                before.update(self.batches.state())
+                before.append(file_of(self.batches.state()))
                 raise OSError("the disk is full")
 
         try:
             return await self.batches.collect(self.step, hand_over)
         except OSError:
-            assert self.batches.state() == before
+            assert [file_of(self.batches.state())] == before
             return await self.batches.collect(self.step, hand_over)
 
     def score_all(self) -> None:
@@ -230,7 +231,7 @@ class RolloutMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(settle())
 
     def save(self) -> None:
-        state = json.dumps(self.batches.state())
+        state = self.batches.state()
         self.checkpoint = Checkpoint(state, list(self.trained), self.pool.version, self.step)
 
     # --- what servers and graders do ---
@@ -317,7 +318,8 @@ class RolloutMachine(RuleBasedStateMachine):
         saved = self.checkpoint
         self.trained, self.step, self.collecting = list(saved.trained), saved.step, None
         self.start_collector(saved.version)
-        self.batches.restore(json.loads(saved.state))
+        # Written as late as this: nothing that came since may be in it.
+        self.batches.restore(read_file(file_of(saved.state)))
 
     def sync(self, version: int) -> None:
         async def push() -> None:

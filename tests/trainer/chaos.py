@@ -14,7 +14,8 @@ import psutil
 import yaml
 
 from bapo_megatron.data.dump import read_batch
-from bapo_megatron.policy.checkpoint_files import find_latest, read_state
+from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_latest
+from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.telemetry.sinks import read_metrics
 
 if TYPE_CHECKING:
@@ -108,14 +109,14 @@ def assert_balanced(run_dir: Path) -> dict[str, int]:
     assert len(trained) == len(set(trained))
     newest = find_latest(run_dir / "checkpoints")
     assert newest is not None
-    buffer = read_state(newest).extra["rollout"]["buffer"]
-    waiting = [group["group_id"] for group in buffer["groups"]]
+    buffer = read_saved(newest / ROLLOUT_NAME).buffer
+    waiting = [group.group_id for group in buffer]
     assert not set(trained) & set(waiting)
-    assert buffer["num_trained"] == len(trained)
-    num_dropped = sum(buffer["dropped"].values())
-    assert buffer["next_group_id"] == len(trained) + num_dropped + len(waiting)
+    assert buffer.num_trained == len(trained)
+    num_dropped = buffer.dropped.total()
+    assert buffer.next_group_id == len(trained) + num_dropped + len(waiting)
     return {
-        "drawn": buffer["next_group_id"],
+        "drawn": buffer.next_group_id,
         "trained": len(trained),
         "dropped": num_dropped,
         "waiting": len(waiting),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.distributed import shutdown_distributed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
-from bapo_megatron.policy.checkpoint_files import find_best, find_latest, read_state
+from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
@@ -82,11 +83,12 @@ class StubSource:
         answers = ["2"] * self.right[step] + ["3"] * (8 - self.right[step])
         return [result({f"sums:{row}": [answer] for row, answer in enumerate(answers)})]
 
-    def state(self) -> dict[str, Any]:
-        return {"num_samples": self.num_samples}
+    def save(self, path: Path) -> Callable[[], None]:
+        path.write_text(json.dumps({"num_samples": self.num_samples}))
+        return lambda: None
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.num_samples = state["num_samples"]
+    def restore(self, path: Path) -> None:
+        self.num_samples = json.loads(path.read_text())["num_samples"]
 
     def close(self) -> None:
         self.calls.append("close")
@@ -154,7 +156,7 @@ def _outcome(
         source.calls,
         read_metrics(metrics) if metrics.exists() else [],
         latest.name if latest else "",
-        read_state(latest).extra.get("rollout", {}) if latest else {},
+        json.loads((latest / ROLLOUT_NAME).read_text()) if latest else {},
         sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
         find_best(checkpoints) if os.environ["RANK"] == "0" else None,
         stacks.read_text() if stacks.exists() else "",

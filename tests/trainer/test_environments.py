@@ -16,7 +16,7 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import read_batch, texts_path
 from bapo_megatron.engine.base import sample_seed
 from bapo_megatron.evaluation.samples import iterate_samples
-from bapo_megatron.policy.checkpoint_files import read_state
+from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.types import FinishReason
 from tests.launch import run
 from tests.trainer.chaos import steps
@@ -274,10 +274,12 @@ def test_a_resumed_run_continues_its_episodes_bit_for_bit(
     numbers = [
         number
         for number in range(1, STEPS)
-        for group in _buffer(finished, number)["groups"]
-        for sample in group["samples"]
-        if sample["finish_reason"] == FinishReason.ABORT
-        if sample["has_begun"] and sample["written"]
+        for group in read_saved(
+            finished / "checkpoints" / f"step_{number}" / "rollout.parquet"
+        ).buffer
+        for pending in group.samples
+        if not pending.is_finished
+        if pending.has_begun and pending.sample.written
     ]
     assert numbers
     run_dir = tmp_path / "run"
@@ -288,12 +290,6 @@ def test_a_resumed_run_continues_its_episodes_bit_for_bit(
     (run_dir / "checkpoints" / "latest").write_text(f"step_{numbers[0]}\n")
     _train(config, run_dir, "resume=true")
     _assert_equal_runs(run_dir, finished)
-
-
-def _buffer(run_dir: Path, number: int) -> dict[str, Any]:
-    state = read_state(run_dir / "checkpoints" / f"step_{number}")
-    buffer: dict[str, Any] = state.extra["rollout"]["buffer"]
-    return buffer
 
 
 @pytest.fixture(scope="module")

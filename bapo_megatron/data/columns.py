@@ -1,0 +1,148 @@
+"""Parquet files with a row per record; each column is declared once, for writing and reading.
+
+What belongs to the file as a whole is JSON in its key-value metadata. Pages have checksums.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+RecordT = TypeVar("RecordT")
+
+_KEY = "bapo_megatron.rollout"
+
+
+class DumpError(ValueError):
+    """The file is not an intact one of its kind; the message is one line with its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile(Generic[RecordT]):
+    """A kind of file."""
+
+    what: str
+    """What messages call it."""
+    remedy: str
+    """What to do about a damaged one."""
+    format: int
+    columns: Mapping[str, tuple[Any, Callable[[RecordT], Any]]]
+    """Arrow's type and the value of a record. Lists of numbers are read as arrays, without a Python
+    object per element."""
+
+    def write(
+        self, stream: Any, chunks: Iterable[Sequence[RecordT]], about: Mapping[str, Any]
+    ) -> None:
+        """Write the records of each chunk as a row group; raises ``OSError`` as the stream does."""
+        kinds = {name: kind for name, (kind, _) in self.columns.items()}
+        arrays = [name for name, kind in kinds.items() if _is_array(kind)]
+        metadata = {_KEY: json.dumps({"format": self.format, **about})}
+        with pq.ParquetWriter(
+            stream,
+            pa.schema(kinds, metadata),
+            compression="zstd",
+            compression_level=1,
+            write_page_checksum=True,
+            use_dictionary=[name for name, kind in kinds.items() if not pa.types.is_nested(kind)],
+            write_statistics=[name for name in kinds if not pa.types.is_nested(kinds[name])],
+            # Byte planes of ids and log-probs are smaller than their values or a dictionary, and
+            # faster.
+            column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in arrays},
+        ) as writer:
+            for records in chunks:
+                stored = [
+                    _store([value_of(record) for record in records], kind)
+                    for kind, value_of in self.columns.values()
+                ]
+                writer.write_table(pa.table(stored, schema=writer.schema))
+
+    def read(self, source: Any, name: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+        """Return what the metadata say, and an iterator that reads the rows.
+
+        Arrays are read-only views of a row group's columns.
+
+        Args:
+            source: A path, or Arrow's buffer.
+            name: What messages call this file.
+
+        Raises:
+            DumpError: It is damaged, of another kind or format; the iterator raises it as well.
+        """
+        try:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(name, error) from error
+        metadata = (file.schema_arrow.metadata or {}).get(_KEY.encode())
+        if metadata is None:
+            raise DumpError(
+                f"{name}: a parquet file but no {self.what} (metadata '{_KEY}' is missing); give a "
+                "file that a run wrote"
+            )
+        try:
+            about: dict[str, Any] = json.loads(metadata)
+            found = about["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DumpError(
+                f"{name}: its metadata '{_KEY}' cannot be read ({error!r}); {self.remedy}"
+            ) from error
+        if found != self.format:
+            raise DumpError(
+                f"{name}: {self.what} format {found}, this version reads format {self.format}; "
+                "read it with the version that wrote it"
+            )
+        return about, self._rows(file, name)
+
+    def _rows(self, file: Any, name: str) -> Iterator[dict[str, Any]]:
+        for number in range(file.num_row_groups):
+            try:
+                # Without Arrow's threads: one that lets go of the content, a Python object, while
+                # the interpreter ends (a short command) aborts the process. They are no faster.
+                table = file.read_row_group(number, use_threads=False)
+            except (pa.ArrowException, OSError) as error:
+                raise self._unreadable(name, error) from error
+            values = [
+                self._load(table, column, kind, name) for column, (kind, _) in self.columns.items()
+            ]
+            for row in zip(*values, strict=True):
+                yield dict(zip(self.columns, row, strict=True))
+
+    def _load(self, table: Any, column: str, kind: Any, name: str) -> Sequence[Any]:
+        """The values of one column of a row group."""
+        if column not in table.column_names:
+            raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
+        chunks = table[column]
+        # ``combine_chunks`` copies a single chunk, too.
+        stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+        if stored.type != kind or stored.null_count:
+            raise DumpError(
+                f"{name}: column '{column}' must be {kind} without nulls, got {stored.type} with "
+                f"{stored.null_count} nulls; {self.remedy}"
+            )
+        if not _is_array(kind) or not len(stored):
+            values: list[Any] = stored.to_pylist()
+            return values
+        # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
+        flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
+        return np.split(flat, offsets[1:-1] - offsets[0])
+
+    def _unreadable(self, name: str, error: Exception) -> DumpError:
+        reason = str(error).partition("\n")[0]
+        return DumpError(f"{name}: not a readable parquet file ({reason}); {self.remedy}")
+
+
+def _is_array(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type))
+
+
+def _store(values: Sequence[Any], kind: Any) -> Any:
+    """A column from one value per record, without a Python object per element of an array."""
+    if not _is_array(kind):
+        return pa.array(values, kind)
+    dtype = kind.value_type.to_pandas_dtype()
+    offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
+    flat = np.concatenate([np.empty(0, dtype), *(np.asarray(each, dtype) for each in values)])
+    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind.value_type))

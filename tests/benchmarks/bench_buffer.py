@@ -1,0 +1,169 @@
+"""What saving the unfinished samples costs.
+
+That is: how long the collector's loop stands still, how long the thread writes, how long a resume
+reads, and the size of the file.
+
+Token ids are uniform over the vocabulary, the worst case for the size. The last part of each
+response is in pieces, as servers send them.
+
+    python -m tests.benchmarks.bench_buffer --out docs/benchmarks/buffer_cpu_202611
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from bapo_megatron.engine.base import Completion
+from bapo_megatron.rollout.buffer import RolloutBuffer
+from bapo_megatron.rollout.saved import SavedRollout, read_saved, write_saved
+from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+from tests.benchmarks import harness
+
+_VOCAB_SIZE = 151_936
+_GROUP_SIZE = 16
+_RESPONSE_TOKENS = 24_000
+_PIECES, _PIECE_TOKENS = 20, 256
+"""Of each response: what came since the newest checkpoint."""
+_TICK_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What it cost."""
+
+    num_tokens: int
+    num_samples: int
+    blocked_s: float
+    """The loop takes a snapshot."""
+    write_s: float
+    """The thread joins pieces, writes and flushes."""
+    longest_wait_s: float
+    """Longest time the loop got no turn while the thread wrote."""
+    read_s: float
+    bytes_per_token: float
+    memory_mb: float
+    """Most that the process had during the write, beyond the buffer itself."""
+
+
+def fill(num_tokens: int) -> RolloutBuffer:
+    """A buffer of synthetic tokens."""
+    rng, buffer = np.random.default_rng(0), RolloutBuffer()
+    while num_tokens > 0:
+        prompt = Prompt(f"train:{len(buffer)}", tuple(range(200)), "42", "prompt " * 100, "train")
+        for pending in buffer.start_group(prompt, _GROUP_SIZE).samples:
+            length = min(num_tokens, int(rng.integers(1, 2 * _RESPONSE_TOKENS)))
+            num_tokens -= length
+            num_late = min(length // 2, _PIECES * _PIECE_TOKENS)
+            for version, size in (
+                (1, length - num_late),
+                *((2, n) for n in _pieces(num_late)),
+            ):
+                token_ids = rng.integers(0, _VOCAB_SIZE, size, dtype=np.int32)
+                logprobs = -rng.exponential(size=size).astype(np.float32)
+                spans = (VersionSpan(version, size),) if size else ()
+                part = Completion(token_ids, logprobs, spans, FinishReason.ABORT)
+                pending.append(part, 1 << 30)
+                if version == 1:
+                    pending.settle()
+    return buffer
+
+
+def _pieces(num_tokens: int) -> list[int]:
+    return [min(_PIECE_TOKENS, num_tokens - n) for n in range(0, num_tokens, _PIECE_TOKENS)]
+
+
+async def measure(num_tokens: int, path: Path) -> Row:
+    """Save and read once."""
+    buffer = fill(num_tokens)
+    samples = [pending for group in buffer for pending in group.samples]
+    waits, memory = [0.0], [before := psutil.Process().memory_info().rss]
+
+    async def tick() -> None:
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            waits.append(time.monotonic() - began_s - _TICK_S)
+            memory.append(psutil.Process().memory_info().rss)
+
+    began_s = time.monotonic()
+    saved = SavedRollout({}, buffer.snapshot())
+    taken_s = time.monotonic()
+    ticking = asyncio.create_task(tick())
+    await asyncio.to_thread(write_saved, path, saved)
+    written_s = time.monotonic()
+    ticking.cancel()
+    reading_s = time.monotonic()
+    restored = read_saved(path)
+    read_s = time.monotonic() - reading_s
+    for own, read in zip(buffer, restored.buffer, strict=True):
+        for pending, again in zip(own.samples, read.samples, strict=True):
+            pending.settle()
+            for name in ("response_token_ids", "behaviour_logprobs"):
+                mine, other = getattr(pending.sample, name), getattr(again.sample, name)
+                assert mine.tobytes() == other.tobytes()
+    return Row(
+        num_tokens=num_tokens,
+        num_samples=len(samples),
+        blocked_s=taken_s - began_s,
+        write_s=written_s - taken_s,
+        longest_wait_s=max(waits),
+        read_s=read_s,
+        bytes_per_token=path.stat().st_size / num_tokens,
+        memory_mb=(max(memory) - before) / 1e6,
+    )
+
+
+def _report(row: Row, machine: dict[str, Any], load: float) -> str:
+    lines = [
+        "# The buffer of unfinished samples in a checkpoint",
+        "",
+        *harness.heading(machine, ("pyarrow",)),
+        f"{row.num_tokens:,} response tokens with log-probs in {row.num_samples:,} samples; ids "
+        f"are uniform over {_VOCAB_SIZE:,}. One save and one read. The machine's load average was "
+        f"{load:.1f} before it began.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| the collector's loop stands still for the snapshot | {1000 * row.blocked_s:,.0f} ms |",
+        f"| a thread writes and flushes for | {row.write_s:.1f} s |",
+        f"| longest wait of the loop meanwhile | {1000 * row.longest_wait_s:,.0f} ms |",
+        f"| memory beyond the buffer meanwhile | {row.memory_mb:,.0f} MB |",
+        f"| a resume reads for | {row.read_s:.1f} s |",
+        f"| size | {row.bytes_per_token:.2f} bytes per token |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure once and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser.add_argument("--tokens", type=int, default=200_000_000)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        row = asyncio.run(measure(arguments.tokens, Path(directory) / "rollout.parquet"))
+    machine = harness.machine(torch.device("cpu"))
+    report = _report(row, machine, load)
+    print(report)  # noqa: T201
+    if arguments.out is not None:
+        values = {"machine": machine, "load": load, "row": asdict(row)}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(report)
+
+
+if __name__ == "__main__":
+    main()
