@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.planning.hardware import Assumptions, LayerKind, find_gpu, peak_flops
+from bapo_megatron.gpus import find_gpu, peak_flops
+from bapo_megatron.planning.hardware import Assumptions, LayerKind
 from bapo_megatron.planning.layout import (
     Group,
     Layout,

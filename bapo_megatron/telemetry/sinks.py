@@ -12,6 +12,7 @@ from rich.console import Console
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.telemetry.prometheus import ShowRow
 from bapo_megatron.types import StepMetrics
 
 _COLUMNS = (
@@ -60,11 +61,13 @@ class MetricsSinks:
         *,
         finished_steps: int,
         total_steps: int,
+        show_row: ShowRow | None = None,
     ) -> None:
         """Open the sinks; drop rows of steps after ``finished_steps``.
 
-        With 0, drop all rows, including the one before training.
+        With 0, drop all rows, including the one before training. ``show_row`` takes every row.
         """
+        self._show_row = show_row
         self._total_steps = total_steps
         self._console = Console() if config.console else None
         self._lines = 0
@@ -101,7 +104,10 @@ class MetricsSinks:
     def write(self, metrics: StepMetrics) -> None:
         """Report a step everywhere; flush its JSON line to disk."""
         finite = {k: v for k, v in metrics.values.items() if math.isfinite(v)}
-        self._file.write(json.dumps({"step": metrics.step, **finite}) + "\n")
+        row = {"step": metrics.step, **finite}
+        if self._show_row is not None:
+            self._show_row(row)
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._console is not None and metrics.step != BEFORE_TRAINING:

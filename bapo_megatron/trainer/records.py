@@ -159,6 +159,9 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
 """Metric → a sum and what it is divided by; not reported where that is 0."""
 
 TOTALS = {
+    "train/trained_tokens": "tokens",
+    "train/forward_only_flops": "forward_only_flops",
+    "train/forward_backward_flops": "forward_backward_flops",
     "train/nonfinite_tokens": "nonfinite_tokens",
     "mismatch/tokens": "mismatch_tokens",
     "loss/positive_sum": "positive_contribution",

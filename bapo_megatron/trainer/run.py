@@ -39,9 +39,11 @@ from bapo_megatron.rollout.replay import ReplaySource
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
+from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
+from bapo_megatron.trainer.costs import cost_metrics, find_peak_flops
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import split_shape
@@ -75,11 +77,14 @@ class Run:
         source: RolloutSource | None,
         stack: ExitStack,
         timer: PhaseTimer,
+        show_row: ShowRow | None,
     ) -> None:
         """Put the parts together; ``source`` is given on rank 0 only."""
         self.config = config
         self.policy = policy
         self.timer = timer
+        self._show_row = show_row
+        self._peak_flops = find_peak_flops(config, groups)
         shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
             policy=policy,
@@ -122,7 +127,9 @@ class Run:
         logs, timer = config.run_dir / "logs", PhaseTimer()
         with ExitStack() as stack:
             source: RolloutSource | None = None
+            show_row: ShowRow | None = None
             if rank == 0:
+                show_row = stack.enter_context(rows_served(config.log))
                 _claim_run_dir(config)
                 progress = stack.enter_context(ProgressLine())
                 source = _open_source(config, progress, timer.pulse)
@@ -151,7 +158,7 @@ class Run:
                 returns_hidden_states=config.ops.logits_chunk_tokens > 0,
             )
             policy.on_micro_batch = timer.pulse.beat
-            run = cls(config, groups, policy, source, stack, timer)
+            run = cls(config, groups, policy, source, stack, timer, show_row)
             stack.callback(run.saver.close)
             stack.callback(run.close)
             yield run
@@ -180,6 +187,7 @@ class Run:
                 self.config.log,
                 finished_steps=self.progress.finished_steps,
                 total_steps=self.config.train.steps,
+                show_row=self._show_row,
             )
             self._stack.callback(self._sinks.close)
             if self.config.log.console:
@@ -317,11 +325,12 @@ class Run:
     def report(
         self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
     ) -> None:
-        """Write the step's metrics (rank 0) and count what the summary reports."""
+        """Write the step's metrics (rank 0) and count what the summary reports; a collective."""
         self.progress.count(metrics, results)
+        costs = cost_metrics(metrics.values, self._groups, self._peak_flops)
         if self._sinks is not None:
-            synced = sync_metrics(self._pushes)
-            self._sinks.write(StepMetrics(metrics.step, metrics.values | evaluated | synced))
+            others = evaluated | sync_metrics(self._pushes) | costs
+            self._sinks.write(StepMetrics(metrics.step, metrics.values | others))
             self._pushes.clear()
 
     def close(self) -> None:

@@ -164,6 +164,7 @@ def _packing_sums(packing: UpdatePacking) -> dict[str, float]:
     return {
         "packing_real": float(packing.real_tokens),
         "packing_slots": float(packing.slots),
+        "forward_flops": float(sum(packing.rank_flops)),
         "flops_mean": sum(packing.rank_flops) / len(packing.rank_flops),
         "flops_max": float(max(packing.rank_flops)),
     }

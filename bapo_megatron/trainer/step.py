@@ -106,7 +106,8 @@ class BatchTrainer:
         )
         updates_before = self.policy.num_updates
         first_pass: list[TokenLogprobs] | None = None
-        if self.config.behaviour == "recomputed":
+        recomputes = self.config.behaviour == "recomputed"
+        if recomputes:
             passes = [self._recompute_behaviour(u, len(batch.samples)) for u in updates]
             updates = tuple(update for update, _ in passes)
             first_pass = passes[0][1]  # it ran with the weights of the first update
@@ -121,7 +122,9 @@ class BatchTrainer:
                 num_updates=batch.version + made,
                 rollout_version=batch.version if same_weights else None,
             )
-            outcome, tokens = self._update(batch, update, context, None if number else first_pass)
+            policy = None if number else first_pass
+            num_passes = int(recomputes and number < len(updates))
+            outcome, tokens = self._update(batch, update, context, policy, num_passes)
             outcomes.append(outcome)
             if self.dump is not None and self.dump.is_due(batch.step):
                 with fail_together(self._groups):
@@ -160,8 +163,13 @@ class BatchTrainer:
         update: SplitUpdate,
         context: UpdateContext,
         policy: list[TokenLogprobs] | None,
+        num_passes: int,
     ) -> tuple[_Outcome, Tokens]:
-        """Make one update; ``policy`` has its ℓ and H where a pass with these weights was made."""
+        """Make one update.
+
+        ``policy`` has its ℓ and H where a pass with these weights was made. ``num_passes`` without
+        gradients were made for it before.
+        """
         stage, place = self._stage, f"update {context.num_updates + 1}"
         if not update.micro_batches:
             return _Outcome(update.counts), ()
@@ -170,6 +178,7 @@ class BatchTrainer:
             if policy is None:
                 self.note(f"training, forward only of {place}")
                 policy = self.policy.forward_only(update.micro_batches, self.output.read)
+                num_passes += 1
             if self._groups.is_last_stage:
                 size = len(batch.samples)
                 collected = stage.collect(policy, update.micro_batches, context, num_samples=size)
@@ -180,6 +189,9 @@ class BatchTrainer:
 
         self.note(f"training, forward and backward of {place}")
         reports = self.policy.forward_backward(micro_batches, loss_fn)
+        flops = update.packing["forward_flops"]
+        work = {"forward_only_flops": num_passes * flops, "forward_backward_flops": 3 * flops}
+        update = replace(update, counts=update.counts | work)
         self.note(f"training, optimizer step of {place}")
         measurement = reduce_reports(
             reports,

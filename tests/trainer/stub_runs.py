@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from bapo_megatron.types import EncodedBatch
 from bapo_megatron.weight_sync import messages
 from tests.distributed_launch import take_port
 from tests.evaluation.results import result
+from tests.launch import free_port
 from tests.trainer.dumps import replay_settings
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from bapo_megatron.policy.checkpoint_files import BestCheckpoint
     from bapo_megatron.types import EvalResult
 
+QUIET = {"tensorboard": False, "console": False}
 PAUSE_S = 0.25
 """What the stub reports for every push."""
 
@@ -109,6 +112,8 @@ class Outcome:
     best: BestCheckpoint | None
     stacks: str
     """What this rank wrote of its stacks."""
+    scraped: str = ""
+    """What Prometheus got."""
 
 
 def _outcome(
@@ -134,7 +139,7 @@ def _outcome(
         },
         "checkpoint": {"every_steps": 1},
         "train": {"steps": 3, "max_tokens_per_micro_batch": 128},
-        "log": {"tensorboard": False, "console": False},
+        "log": QUIET,
         **changes,
     }
     source = StubSource(dumps, on_collect, right=right or {})
@@ -150,6 +155,7 @@ def _outcome(
     checkpoints = run_dir / "checkpoints"
     latest = find_latest(checkpoints)
     metrics = run_dir / "metrics.jsonl"
+    scraped = run_dir.parent / "scraped"
     stacks = run_dir / "logs" / f"stacks_rank_{os.environ['RANK']}.txt"
     return Outcome(
         error,
@@ -160,6 +166,7 @@ def _outcome(
         sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
         find_best(checkpoints) if os.environ["RANK"] == "0" else None,
         stacks.read_text() if stacks.exists() else "",
+        scraped.read_text() if scraped.exists() else "",
     )
 
 
@@ -172,16 +179,38 @@ def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 
 def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
-    """Generation and pushes that fail for good; and a rank that stands still for a while."""
+    """Generation and pushes that fail for good; and a rank that stands still for a while.
+
+    The second run has ranks of a million operations per second, and its metrics are scraped.
+    """
+    port = free_port()
+
+    def scrape_and_fail(source: StubSource) -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            (root / "scraped").write_bytes(page.read())
+        return _fail(source)
+
     return {
         "at the start": _outcome(model, dumps, root / "start", {1: _fail}),
-        "after a save": _outcome(model, dumps, root / "later", {3: _fail}),
+        "after a save": _outcome(
+            model,
+            dumps,
+            root / "later",
+            {3: scrape_and_fail},
+            log={**QUIET, "prometheus_port": port, "peak_tflops": 1e-6},
+        ),
         "disk full": _outcome(
             model,
             dumps,
             root / "full",
             {1: _block(root / "full" / "weights")},
             weight_sync={"method": "disk"},
+            algorithm={
+                "objective": "clip",
+                "behaviour": "recomputed",
+                "updates_per_batch": 2,
+                "epochs": 2,
+            },
         ),
         "stands still": _stand_still(model, dumps, root),
     }
@@ -227,7 +256,7 @@ def _stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
             root / "still",
             {},
             train={"steps": 2, "max_tokens_per_micro_batch": 128},
-            log={"tensorboard": False, "console": False, "hang_s": 0.6},
+            log={**QUIET, "hang_s": 0.6},
         )
 
 

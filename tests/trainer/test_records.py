@@ -89,6 +89,7 @@ def test_numbers_are_quotients_of_sums_over_all_updates() -> None:
     assert values["policy/grad_norm_max"] == 3.0
     assert values["train/updates"] == 2.0
     assert values["train/skipped_updates"] == 1.0
+    assert values["train/trained_tokens"] == 40.0
     assert values["tokens/positive_share"] == 0.5
     assert values["train/packing_share"] == 0.75
     assert values["train/imbalance_ratio"] == 1.25
@@ -109,6 +110,9 @@ def test_a_step_without_an_update_reports_counts_alone() -> None:
     assert values == {
         "train/updates": 0.0,
         "train/skipped_updates": 1.0,
+        "train/trained_tokens": 0.0,
+        "train/forward_only_flops": 0.0,
+        "train/forward_backward_flops": 0.0,
         "train/nonfinite_tokens": 0.0,
         "mismatch/tokens": 0.0,
         "loss/positive_sum": 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bapo_megatron.policy.checkpoint_files import BestCheckpoint
 from tests.distributed_launch import run_ranks
@@ -80,6 +81,50 @@ def test_weights_that_cannot_be_written_end_the_run_after_the_step_is_saved(
     assert second.error.startswith("OSError: another rank: ")
     assert first.checkpoint == "step_1"
     assert [row["step"] for row in first.rows] == [1]
+
+
+FORWARD_FLOPS = 37_239_744
+"""Over the 16 sequences of step 1, with 433 tokens and a sum of 12,645 of their squares.
+
+Four layers of 32·32 + 32·16 + 32·16 + 32·32 + 3·32·48 = 7,680 weights and a head of 267·32 make
+2·39,264 operations per token; causal attention of 32 channels makes 2·4·32 per square.
+"""
+
+
+def test_operations_of_passes_without_and_with_gradients_are_counted_by_themselves(
+    failed: list[dict[str, Outcome]],
+) -> None:
+    searched, recomputed = (failed[0][run].rows[0] for run in ("after a save", "disk full"))
+    # A search before each update. Or one pass for the behaviour policy, and two epochs.
+    assert searched["train/forward_only_flops"] == FORWARD_FLOPS
+    assert searched["train/forward_backward_flops"] == 3 * FORWARD_FLOPS
+    assert recomputed["train/forward_only_flops"] == FORWARD_FLOPS
+    assert recomputed["train/forward_backward_flops"] == 6 * FORWARD_FLOPS
+    assert searched["train/trained_tokens"] == 433 - 16 * 6
+    assert recomputed["train/trained_tokens"] == 2 * (433 - 16 * 6)
+
+
+def test_mfu_is_over_the_time_of_the_slowest_of_all_ranks(failed: list[dict[str, Outcome]]) -> None:
+    row = failed[0]["after a save"].rows[0]
+    peak = 2 * 1e6
+    training_s = row["ranks/training_s_max"]
+    assert row["throughput/mfu_share"] == pytest.approx(4 * FORWARD_FLOPS / (peak * training_s))
+    assert row["throughput/trained_tokens_per_s"] == pytest.approx(337 / training_s)
+    for name in ("rollout_s", "training_s", "weight_sync_s", "host_bytes"):
+        low, mean, high = (row[f"ranks/{name}_{how}"] for how in ("min", "mean", "max"))
+        assert 0 < low <= mean <= high
+        assert mean == pytest.approx((low + high) / 2)
+    assert "throughput/mfu_share" not in failed[0]["disk full"].rows[0]
+
+
+def test_prometheus_gets_the_newest_row_of_the_metrics(failed: list[dict[str, Outcome]]) -> None:
+    row = failed[0]["after a save"].rows[1]
+    families = text_string_to_metric_families(failed[0]["after a save"].scraped)
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels["name"]: sample.value for sample in samples} == row
+    assert {sample.labels["name"]: sample.name for sample in samples}["time/training_s"] == (
+        "bapo_time_training_s"
+    )
 
 
 def test_a_hang_is_told_with_the_rank_that_all_wait_for(failed: list[dict[str, Outcome]]) -> None:
