@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -91,13 +91,12 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
         time.sleep(_POLL_S)
 
 
-def unlink_shared_files(group_id: int) -> None:
-    """Remove the names of a group's files in /dev/shm; call it before the group is killed.
+def shared_files(group_id: int) -> set[Path]:
+    """Return a group's files in /dev/shm, while its processes live.
 
-    A killed group would leave them there for ever. Their names do not tell whose they are, so this
-    looks at what the group's processes have mapped, by inode, since a semaphore is mapped before it
-    gets its name. The group must share them with no other. Its processes lose nothing: a mapped
-    file lives on without its name.
+    Their names do not tell whose they are, so this looks at what the group's processes have mapped,
+    by inode, since a semaphore is mapped before it gets its name. The group must share them with no
+    other.
     """
     inodes: set[int] = set()
     for entry in Path("/proc").iterdir():
@@ -106,11 +105,23 @@ def unlink_shared_files(group_id: int) -> None:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
             if os.getpgid(int(entry.name)) == group_id:
                 inodes.update(map(int, _MAPPED_INODE.findall((entry / "maps").read_text())))
+    found = set()
     for pattern in _SHARED_FILES:
         for path in Path("/dev/shm").glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino in inodes:
-                    path.unlink()
+                    found.add(path)
+    return found
+
+
+def unlink_shared_files(group_id: int, known: Iterable[Path] = ()) -> None:
+    """Remove the names of a group's files in /dev/shm, and ``known`` ones of processes that ended.
+
+    A group that is killed would leave them there for ever. Its processes lose nothing: a mapped
+    file lives on without its name.
+    """
+    for path in {*known, *shared_files(group_id)}:
+        path.unlink(missing_ok=True)
 
 
 def describe_exit(status: int) -> str:

@@ -91,7 +91,7 @@ def command(
     """
     run_config = None if config is None else load(config, overrides)
     findings = diagnose(probe())
-    if run_config is not None and run_config.rollout.servers:
+    if run_config is not None and not run_config.rollout.starts_servers:
         findings += asyncio.run(ask_servers(run_config))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -154,7 +154,9 @@ def diagnose(machine: Machine) -> list[Finding]:
 async def ask_servers(config: RunConfig) -> list[Finding]:
     """Ask each of ``rollout.servers`` whether a trainer here could form an NCCL group with it."""
     findings = []
-    for engine in await load_kind(config.rollout.engine).open(config, "cpu").connect():
+    backend = load_kind(config.rollout.engine).open(config, "cpu")
+    for address in backend.addresses():
+        engine = await backend.connect(address)
         try:
             told = (await engine.capabilities(_ANSWER_S)).check_nccl(engine.address)
             found = Finding(engine.address, "ok", f"{_nccl()}, as here")

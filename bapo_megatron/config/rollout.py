@@ -187,6 +187,12 @@ class RolloutConfig(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     servers: tuple[str, ...] = ()
     """Addresses (http://host:port) of running servers; empty: the trainer starts its own."""
+    servers_file: Path | None = None
+    """File with these addresses instead, one on each line, read again while the run goes on:
+    servers join and leave as their lines come and go."""
+    min_servers: int | None = Field(None, ge=1)
+    """Number of servers that must answer before the run begins; the others join when they are
+    ready. Null: all of them."""
     server: ServerConfig = ServerConfig()
     local: LocalConfig = LocalConfig()
     health: HealthConfig = HealthConfig()
@@ -204,6 +210,11 @@ class RolloutConfig(Section):
     their texts in ``rollouts/texts/``."""
     timeline: bool = False
     """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether servers, if the engine needs any, are the trainer's own."""
+        return not self.servers and self.servers_file is None
 
     @property
     def steps_ahead(self) -> int:
@@ -252,13 +263,18 @@ class RolloutConfig(Section):
                     "the weights of one push, beside the training; leave "
                     f"{name} or fixed_lag out"
                 )
-        for name in ("async_steps", "servers"):
+        for name in ("async_steps", "servers", "servers_file", "min_servers"):
             value = getattr(self, name)
             if self.colocated and value:
                 raise ValueError(
                     f"{name} must be empty with colocated: true, got {value}: the servers are the "
                     f"trainer's own and idle while it trains; leave {name} out"
                 )
+        if self.servers and self.servers_file is not None:
+            raise ValueError(
+                f"servers_file must be left out with servers, got {self.servers_file}: both say "
+                "where the servers are; leave one of them out"
+            )
         return self
 
 

@@ -399,8 +399,15 @@ class Backend(Protocol):
     def servers(self) -> Sequence[EngineServer]:
         """The run's own servers on this host; empty if it needs none, or others run them."""
 
-    async def connect(self) -> Sequence[Engine]:
-        """Make an engine for each server that was started, and send nothing.
+    def addresses(self) -> Sequence[str]:
+        """Say where the run's engines are now, each once; own servers were started.
+
+        With ``rollout.servers_file`` it is asked again and again; raises a ``ConfigError`` where
+        the file cannot be used.
+        """
+
+    async def connect(self, address: str) -> Engine:
+        """Make the engine at an address, and send nothing.
 
         In this process, load ``model.path``, or raise a ``RolloutError``.
         """

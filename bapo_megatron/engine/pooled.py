@@ -17,8 +17,9 @@ long.
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,6 +46,8 @@ class EngineState(StrEnum):
     """It answers but must get weights first."""
     LOST = "lost"
     """It failed; it is only asked whether it answers again."""
+    LEAVING = "leaving"
+    """It is no longer wanted: its requests go on elsewhere, then it is forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +69,8 @@ class PooledEngine:
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
+    watcher: asyncio.Task[None] | None = None
+    """Asks it whether it answers."""
 
     @property
     def address(self) -> str:
@@ -98,18 +103,21 @@ class EngineStates:
         self.memory_is_away = False
         """Whether the engines have given their memory to the trainer (``colocated``)."""
         self._version = version
+        # Nobody knows what servers hold that others have started, whatever they report.
+        self._trusts_reports = version is not None
         self._config = config
         self._health = config.health
         self._probe_prompts: Sequence[Sequence[int]] = ()
         self._refusal: RolloutError | None = None
+        self._has_begun = False
         self._news = asyncio.Event()
-        self._watchers: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Stop watching, and close every connection."""
-        for task in self._watchers:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for pooled in self.engines:
             await pooled.engine.close()
 
@@ -140,28 +148,58 @@ class EngineStates:
         )
 
     def watch(self) -> None:
-        """Watch the engines from now on; do nothing if they are watched already."""
-        if not self._watchers:
-            self._watchers = [asyncio.create_task(self._watch(pooled)) for pooled in self.engines]
+        """Watch the engines from now on; do nothing for those that are watched already."""
+        for pooled in self.engines:
+            if pooled.watcher is None:
+                pooled.watcher = self.run(self._watch(pooled))
+
+    def run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run ``work`` until ``close``; whoever waits for an engine gets the error it ends with."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        return task
+
+    def add(self, engine: Engine) -> None:
+        """Let an engine join, and watch it; it needs to be admitted, and may need weights."""
+        self.engines = (*self.engines, PooledEngine(engine))
+        self.watch()
+
+    def dismiss(self, pooled: PooledEngine) -> None:
+        """Give an engine no more requests and no more weights; once it is quiet, ``remove`` it."""
+        if pooled.watcher is not None:
+            self._tasks.discard(pooled.watcher)
+            pooled.watcher.cancel()
+        self._move(pooled, EngineState.LEAVING, "it is no longer wanted")
+
+    async def remove(self, pooled: PooledEngine) -> None:
+        """Forget an engine that was dismissed, and close its connections."""
+        self.engines = tuple(other for other in self.engines if other is not pooled)
+        self.wake()
+        await pooled.engine.close()
 
     async def wait_for_engines(
         self,
         probe_prompts: Sequence[Sequence[int]] = (),
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Wait until every engine has answered, for at most ``rollout.health.patience_s``.
+        """Wait until enough engines answer, for at most ``rollout.health.patience_s``.
 
-        ``report`` gets lines for people meanwhile.
+        Those are ``rollout.min_servers``, or all. What cannot be used ends this wait, later ones
+        are left out. ``report`` gets lines for people meanwhile.
 
         Raises:
-            RolloutError: One never did, or cannot be used as it is.
+            RolloutError: Too few answer, or one cannot be used as it is.
         """
         self._probe_prompts = probe_prompts
         self.watch()
-        began_s, remedy = time.monotonic(), "start them, or correct rollout.servers"
+        began_s, quorum = time.monotonic(), self._config.min_servers
+        what = "no answer" if quorum is None else f"rollout.min_servers: fewer than {quorum} answer"
+        remedy = "start them, correct rollout.servers, or lower rollout.min_servers"
 
         def missing() -> list[PooledEngine]:
-            return [each for each in self.engines if each.state is EngineState.STARTING]
+            silent = [each for each in self.engines if not each.is_answering]
+            num_spare = len(self.engines) - (quorum or len(self.engines))
+            return silent if len(silent) > num_spare else []
 
         def report_missing() -> None:
             if silent := missing():
@@ -172,10 +210,11 @@ class EngineStates:
                 )
 
         with reporting(report_missing):
-            async with self._patience("no answer", [EngineState.STARTING], remedy):
+            async with self._patience(what, [EngineState.STARTING, EngineState.LOST], remedy):
                 while missing():
                     await self.wait_for_news()
         self._raise_refusal()
+        self._has_begun = True
 
     async def wait_usable(self, is_over: Callable[[], bool]) -> list[PooledEngine]:
         """Wait until an engine is usable; return all that are, none once ``is_over``.
@@ -206,8 +245,8 @@ class EngineStates:
         self._news = asyncio.Event()
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:
-        """Note that an engine got and reports ``version``; do nothing if it was lost meanwhile."""
-        if not pooled.is_lost:
+        """Note that an engine got and reports ``version``, unless it was lost or dismissed."""
+        if pooled.is_answering:
             pooled.version = str(version)
             self._judge(pooled)
 
@@ -240,7 +279,7 @@ class EngineStates:
 
     def _raise_refusal(self) -> None:
         """Raise what makes an engine unusable, or the bug that ended a watcher."""
-        for task in self._watchers:
+        for task in self._tasks:
             if task.done():
                 task.result()
         if self._refusal is not None:
@@ -280,14 +319,15 @@ class EngineStates:
                     self._take_answer(pooled, reported)
                 scheduled_s = await self._check_scheduler(pooled, scheduled_s)
             except (ServerError, TimeoutError) as error:
-                cause = describe_cause(error)
+                cause, limit_s = describe_cause(error), timeout_s
+                reason = f"no answer for {timeout_s:g} s ({cause}; rollout.health.timeout_s)"
                 if pooled.state is EngineState.STARTING:
-                    pooled.reason = f"it never answered ({cause})"
-                elif time.monotonic() - answered_s >= timeout_s:
-                    reason = f"no answer for {timeout_s:g} s ({cause}; rollout.health.timeout_s)"
+                    pooled.reason = reason = f"it never answered ({cause})"
+                    limit_s = self._health.patience_s if self._has_begun else math.inf
+                if time.monotonic() - answered_s >= limit_s:
                     self.mark_lost(pooled, reason)
             except RolloutError as error:  # it answers, but cannot be used as it is
-                if pooled.state is EngineState.STARTING:
+                if pooled.state is EngineState.STARTING and not self._has_begun:
                     self._refusal = error
                     self.wake()
                 else:
@@ -320,12 +360,16 @@ class EngineStates:
         """Take the weights version that an admitted engine reports."""
         if pooled.state is EngineState.STALE or reported == pooled.version:
             return
-        pooled.version = reported
+        was_starting, pooled.version = pooled.state is EngineState.STARTING, reported
         if pooled.is_lost:
             _LOG.warning("%s answers again and needs weights", pooled.address)
             self._move(pooled, EngineState.STALE, f"it needs weights again: {pooled.reason}")
+        elif was_starting and not self._trusts_reports:
+            self._move(pooled, EngineState.STALE, "it needs weights")
         else:
             self._judge(pooled)
+        if was_starting and self._has_begun:
+            _LOG.warning("%s joins the run (%s)", pooled.address, pooled.state)
 
     async def _check_scheduler(self, pooled: PooledEngine, scheduled_s: float) -> float:
         """Make sure that requests in flight progress, or at least that the scheduler lives.

@@ -43,11 +43,17 @@ class _Supervised:
 class ServerSupervisor:
     """The servers that one process owns; belongs to its event loop."""
 
-    def __init__(self, servers: Sequence[EngineServer], config: RolloutConfig) -> None:
-        """Take at least one server; none of them was started yet."""
+    def __init__(
+        self, servers: Sequence[EngineServer], config: RolloutConfig, min_ready: int | None = None
+    ) -> None:
+        """Take at least one server; none of them was started yet.
+
+        ``min_ready``: how many must get ready at first (``rollout.min_servers``); none means all.
+        """
         self.servers = servers
         """Their addresses are known after ``start``."""
         self._config = config.server
+        self._min_ready = min_ready or len(servers)
         self._stuck_s = config.health.stuck_timeout_s
         self._ask_timeout_s = min(config.health.timeout_s, _MAX_ASK_S)
         self._supervised = [_Supervised(server) for server in servers]
@@ -69,13 +75,13 @@ class ServerSupervisor:
         self._tasks = [asyncio.create_task(self._supervise(each)) for each in self._supervised]
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
-        """Wait until every server takes requests; ``report`` gets lines for people meanwhile.
+        """Wait until enough servers take requests; ``report`` gets lines for people meanwhile.
 
         Raises:
-            RolloutError: One died before it was ever ready, or took longer than
+            RolloutError: Too many died before they were ever ready, or took longer than
                 ``rollout.server.start_timeout_s``.
         """
-        while not all(each.is_ready for each in self._supervised):
+        while sum(each.is_ready for each in self._supervised) < self._min_ready:
             for task in self._tasks:
                 if task.done():
                     task.result()
@@ -88,7 +94,7 @@ class ServerSupervisor:
             await asyncio.sleep(_POLL_S)
 
     async def watch(self) -> None:
-        """Wait until a server ends before it was ever ready, and raise its ``RolloutError``."""
+        """Wait until too many end before they were ever ready; raise the ``RolloutError``."""
         await asyncio.gather(*self._tasks)
 
     def describe_failures(self) -> str:
@@ -121,14 +127,13 @@ class ServerSupervisor:
         """Restart a server whenever it has ended.
 
         Raises:
-            RolloutError: It was never ready.
+            RolloutError: Fewer than must get ready at first are left that may.
         """
         server, max_wait_s = supervised.server, self._config.max_restart_wait_s
         while True:
             supervised.last_end = await self._live(supervised)
             supervised.num_failures += 1
-            if not supervised.was_ready:
-                raise RolloutError(supervised.failure())
+            self._raise_failed_start()
             wait_s = restart_wait_s(supervised.num_failures, max_wait_s)
             after = f" in {wait_s:g} s" if wait_s else ""
             event = f"{server.name} {supervised.last_end}; it is started again{after}"
@@ -137,6 +142,20 @@ class ServerSupervisor:
             await asyncio.to_thread(server.close)
             await asyncio.sleep(wait_s)
             await self._may_restart.wait()
+
+    def _raise_failed_start(self) -> None:
+        """Raise why too few servers are left that have been ready, or may get ready soon."""
+        failed = [each for each in self._supervised if each.num_failures and not each.was_ready]
+        num_spare = len(self.servers) - self._min_ready
+        if len(failed) > num_spare:
+            lines = [each.failure() for each in failed]
+            if num_spare:
+                lines.insert(
+                    0,
+                    f"rollout.min_servers: {self._min_ready} of {len(self.servers)} servers must "
+                    f"get ready, but {len(failed)} ended; lower it, or see why:",
+                )
+            raise RolloutError("\n".join(lines))
 
     async def _live(self, supervised: _Supervised) -> str:
         """Start a server if it does not run, and follow it; return how it ended."""

@@ -235,6 +235,10 @@ class Admission:
         """Requests that engines have."""
         return sum(len(use.claims) for use in self._uses.values())
 
+    def has_requests(self, engine: PooledEngine) -> bool:
+        """Whether an engine has any of them."""
+        return bool(self._use(engine).claims)
+
     def _use(self, engine: PooledEngine) -> CacheUse:
         if engine not in self._uses:
             self._uses[engine] = CacheUse(self._lengths)

@@ -399,7 +399,7 @@ class BatchCollector:
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,
             lost_requests=self._pool.num_lost_requests,
-            retractions=sum(load.num_retractions for load in self._pool.report_load()),
+            retractions=self._pool.num_retractions,
             reward_timeouts=self.grader.num_timeouts,
             reward_errors=self.grader.num_errors,
             environment_errors=dict(self.interaction.errors),

@@ -63,7 +63,7 @@ class CollectorClient:
         self._opening: Callable[[], None] | None = None
         self._is_connected = False
         # Nobody knows what servers hold that others have started.
-        self._lacks_weights = bool(config.rollout.servers)
+        self._lacks_weights = not config.rollout.starts_servers
 
     def start(self) -> None:
         """Start the collector, which starts the servers, and return at once."""

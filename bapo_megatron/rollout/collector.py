@@ -43,6 +43,7 @@ from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import write_samples, write_timeline
 from bapo_megatron.rollout.saved import read_saved, write_saved
@@ -171,34 +172,39 @@ class Collector:
     def _start_servers(self, device: str) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(self._config, device)
         if self._backend.servers:
-            self._supervisor = ServerSupervisor(self._backend.servers, self._config.rollout)
+            rollout = self._config.rollout
+            self._supervisor = ServerSupervisor(self._backend.servers, rollout, rollout.min_servers)
             self._stack.push_async_callback(self._supervisor.close)
             self._supervisor.start()
 
     async def connect(self, _: None) -> None:
-        """Reach every engine, and check it before training."""
+        """Reach enough engines, each checked before it is used."""
         rollout = self._config.rollout
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
-        engines = await self._backend.connect()
+        engines = [await self._backend.connect(each) for each in self._backend.addresses()]
         # Nobody knows what servers hold that others have started.
-        version = None if rollout.servers else START_VERSION
+        version = START_VERSION if rollout.starts_servers else None
         self._pool = EnginePool(engines, rollout, version, self._timeline)
-        self._stack.push_async_callback(self._pool.states.close)
+        states = self._pool.states
+        self._stack.push_async_callback(states.close)
         if self._batches is not None:
             self._batches.attach(self._pool)
             self._stack.push_async_callback(self._batches.close)
         contexts = [prompt.token_ids for prompt in self._probe_prompts]
-        await self._pool.states.wait_for_engines(contexts, self._report)
         if rollout.colocated:
             assert self._supervisor is not None, "colocated servers are the run's own"
             self._colocated = ColocatedServers(
                 self._supervisor, self._pool, self._batches, rollout.weight_sync.timeout_s
             )
         generation = self._colocated or self._batches
-        weights = WeightReceiver(self._pool.states, rollout, generation, contexts)
+        weights = WeightReceiver(states, rollout, generation, contexts)
         weights.bind_to(self.answers)
         self._stack.push_async_callback(weights.close)
+        if rollout.servers_file is not None:
+            interval_s = rollout.health.interval_s
+            states.run(Membership(self._backend, self._pool, weights, interval_s).follow())
+        await states.wait_for_engines(contexts, self._report)
 
     async def collect(self, step: int) -> messages.Collected:
         """Collect a batch into a file."""

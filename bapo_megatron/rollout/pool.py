@@ -15,7 +15,7 @@ from bapo_megatron.engine.base import (
     PauseMode,
     join,
 )
-from bapo_megatron.engine.pooled import EngineStates, PooledEngine
+from bapo_megatron.engine.pooled import EngineState, EngineStates, PooledEngine
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RolloutError,
@@ -70,6 +70,8 @@ class EnginePool:
         """How often a request was continued because its engine was lost."""
         self.num_unusable = 0
         """Unusable answers since the last token of any server."""
+        self.num_retractions = 0
+        """Requests that a full cache took out, of all engines that have ever been there."""
         self.is_paused = False
         self._config = config
         self._timeline = timeline or Timeline(is_kept=False)
@@ -156,7 +158,25 @@ class EnginePool:
         self._is_draining = True
         self.states.wake()
         await self.resume()
-        await asyncio.gather(*(self._abort_until_quiet(pooled) for pooled in self.states.engines))
+        await asyncio.gather(
+            *(
+                self._abort_until_quiet(pooled, lambda: bool(self._num_calls))
+                for pooled in self.states.engines
+            )
+        )
+
+    async def take_away(self, pooled: PooledEngine) -> None:
+        """Have an engine's requests go on elsewhere with what they have; it gets no others.
+
+        Returns when it has none; ``EngineStates.remove`` then forgets it.
+        """
+        self.states.dismiss(pooled)
+        try:
+            await self._abort_until_quiet(pooled, lambda: self._admission.has_requests(pooled))
+        except RolloutError as error:
+            pooled.engine.give_up(str(error))
+            while self._admission.has_requests(pooled):
+                await asyncio.sleep(_ABORT_INTERVAL_S)
 
     def reopen(self) -> None:
         """Take requests again after ``drain``."""
@@ -205,6 +225,9 @@ class EnginePool:
             await pooled.engine.stream(job.start(pooled, version), job)
             reason = job.finish_reason
             if reason is FinishReason.ABORT and not self._is_draining:
+                if pooled.state is EngineState.LEAVING:
+                    job.trace.ended("lost", job.num_received)
+                    return False
                 raise ServerError(
                     f"{pooled.address}: gave up after {job.num_received} tokens "
                     f"({job.request.label}); somebody else aborts its requests, or its log says why"
@@ -222,7 +245,7 @@ class EnginePool:
     async def _after_failure(self, job: "_Job", pooled: PooledEngine, error: ServerError) -> None:
         """Take the engine out, unless only the connection broke; raise after too many failures."""
         job.num_failures += 1
-        if not pooled.is_lost:
+        if pooled.is_answering:
             is_broken = isinstance(error, BrokenConnectionError)
             if is_broken and pooled.num_broken < _MAX_BROKEN and await self._still_serves(pooled):
                 await asyncio.sleep(_RETRY_WAIT_S)
@@ -230,7 +253,7 @@ class EnginePool:
                 self.num_unusable += not isinstance(error, ServerGoneError)
                 times = f" ({pooled.num_broken} in a row)" if pooled.num_broken > 1 else ""
                 self.states.mark_lost(pooled, f"{error}{times}")
-        self.num_lost_requests += pooled.is_lost
+        self.num_lost_requests += not pooled.is_answering
         if self.num_unusable >= _MAX_UNUSABLE_ANSWERS:
             raise RolloutError(
                 f"{error}; {self.num_unusable} answers in a row are unusable, so the fault is "
@@ -250,16 +273,16 @@ class EnginePool:
             return False
         return version == pooled.version
 
-    async def _abort_until_quiet(self, pooled: PooledEngine) -> None:
-        """Abort an engine's requests until no call of ``generate`` is left."""
+    async def _abort_until_quiet(self, pooled: PooledEngine, is_used: Callable[[], bool]) -> None:
+        """Abort an engine's requests as long as there may be any."""
         # Repeated, because an engine forgets the abort of a request that is still on its way.
-        while self._num_calls:
+        while is_used():
             if pooled.engine.num_in_flight and not pooled.is_lost:
                 # If it does not answer, its requests are given up in time.
                 with contextlib.suppress(ServerError):
                     await pooled.engine.abort(self._config.health.timeout_s)
             await asyncio.sleep(0)  # is enough for an engine in this process
-            if self._num_calls:
+            if is_used():
                 await asyncio.sleep(_ABORT_INTERVAL_S)
 
     async def _control(self, pooled: PooledEngine, call: Awaitable[None]) -> None:
@@ -343,6 +366,7 @@ class _Job(CompletionSink):
     def retracted(self, num_times: int) -> None:
         """The engine's cache was too full."""
         self._pooled.num_retractions += num_times
+        self.pool.num_retractions += num_times
 
     def take(self, part: Completion) -> None:
         """Keep a piece and hand it on; tokens show that engines answer sensibly."""

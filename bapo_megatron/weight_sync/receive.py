@@ -64,6 +64,8 @@ class WeightReceiver:
         self._group_is_new = True
         self._has_session = False
         self._is_paused = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._paused_at_s: float | None = None
         self._pause_s = 0.0
         self._version = -1
@@ -219,8 +221,18 @@ class WeightReceiver:
     async def resume(self, _: None) -> float:
         """Let generation continue; do nothing if it runs."""
         await self._go_on()
+        self._is_idle.set()
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
+
+    async def wait_idle(self) -> None:
+        """Wait until no push is in progress."""
+        await self._is_idle.wait()
+
+    async def forget(self, entry: PooledEngine) -> None:
+        """Have all servers leave the group that a server is in, because that one leaves the run."""
+        if self._group is not None and entry in self._group[1]:
+            await self._leave()
 
     async def close(self) -> None:
         """End what is open on the servers, also the group; none of them has to answer."""
@@ -231,6 +243,7 @@ class WeightReceiver:
         await self._leave()
 
     async def _pause(self) -> None:
+        self._is_idle.clear()
         if not self._is_paused and self._generation is not None:
             started_s = asyncio.get_running_loop().time()
             if await self._generation.pause():

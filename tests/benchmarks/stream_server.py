@@ -66,6 +66,7 @@ class Server:
                     {
                         "weight_version": "0",
                         "version": "0.5.21",
+                        "model_path": "",
                         "tp_size": 1,
                         "pp_size": 1,
                         "dp_size": 1,

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 class Case:
     """How an engine is opened, and what is known of it."""
 
-    connect: Callable[[], Awaitable[Sequence[Engine]]]
+    connect: Callable[[], Awaitable[Engine]]
     """Makes an engine for the event loop in which it is called."""
     expected: Callable[[Sequence[int], Sequence[int] | np.ndarray, float], np.ndarray]
     """[R] log-probs of a response to a prompt, at a temperature."""
@@ -84,21 +84,21 @@ def local_case(model_dir: Path, directory: Path) -> Iterator[Case]:
     """The model in this process."""
     backend = LocalBackend(ModelConfig(path=model_dir, dtype="float32"), LocalConfig(), "cpu")
     yield Case(
-        connect=backend.connect,
+        connect=functools.partial(backend.connect, "local"),
         expected=functools.partial(reference_logprobs, model_dir),
         eos_token_id=1,
     )
 
 
-async def _connect(address: str, keys: ApiKeys) -> list[Engine]:
-    return [SglangClient(address, keys, request_timeout_s=60.0)]
+async def _connect(address: str, keys: ApiKeys) -> Engine:
+    return SglangClient(address, keys, request_timeout_s=60.0)
 
 
 def play(case: Case, use: Callable[[Engine], Awaitable[_T]]) -> _T:
     """Run ``use`` with the engine, which is made to sample meanwhile if it does not by itself."""
 
     async def run() -> _T:
-        (engine,) = await case.connect()
+        engine = await case.connect()
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(use(engine))]
         if engine.stepper is not None:
             tasks.append(asyncio.create_task(_drive(engine.stepper)))

@@ -21,6 +21,7 @@ from bapo_megatron.engine.sglang.server import own_servers
 from bapo_megatron.engine.supervisor import ServerSupervisor, restart_wait_s
 from bapo_megatron.errors import RolloutError
 from tests.engine.helpers import descendants
+from tests.fakes.fake_launcher import shared_file
 from tests.launch import REPOSITORY
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def fate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def supervise(fate: Path, use: Use, **rollout: Any) -> None:
+def supervise(fate: Path, use: Use, *, min_ready: int | None = None, **rollout: Any) -> None:
     """Run ``use`` with a supervisor of fake servers; nothing of them is left afterwards."""
     server = {
         "extra_args": [f"--fate={fate}"],
@@ -65,7 +66,7 @@ def supervise(fate: Path, use: Use, **rollout: Any) -> None:
     )
 
     async def run() -> None:
-        supervisor = ServerSupervisor(own_servers(config, "cpu", KEYS), config.rollout)
+        supervisor = ServerSupervisor(own_servers(config, "cpu", KEYS), config.rollout, min_ready)
         try:
             supervisor.start()
             await use(supervisor)
@@ -109,8 +110,11 @@ def test_a_server_that_is_killed_is_started_again_at_its_address_with_its_keys(
         await supervisor.wait_ready(lines.append)
         (server,) = supervisor.servers
         address, log_path = server.address, server.log_path
-        process_of(supervisor).kill()
+        killed = process_of(supervisor)
+        assert shared_file(killed.pid).exists()
+        killed.kill()
         await ready_after_starts(supervisor, 2)
+        assert not shared_file(killed.pid).exists()
         assert server.address == address
         reply = httpx.get(f"{address}/ready", trust_env=False)
         assert reply.text == "admin"  # the fake tells which key it was given
@@ -187,6 +191,51 @@ def test_a_server_that_does_not_get_ready_in_time_is_an_error(fate: Path) -> Non
                 await supervisor.wait_ready(lambda line: None)
 
     supervise(fate, use, server={"start_timeout_s": 0.5})
+
+
+def test_servers_beyond_a_quorum_may_die_before_they_were_ever_ready(
+    fate: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fate.write_text("serve exit serve")  # by the rest of seed / 3, hence the first one
+
+    async def use(supervisor: ServerSupervisor) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await supervisor.wait_ready(lambda line: None)
+        first, *_ = supervisor.servers
+        await until(lambda: first.num_starts >= 2)
+        assert warnings(caplog)[0] == (
+            f"the SGLang server at {first.address} died (exit status 3); it is started again "
+            f"({first.log_path})"
+        )
+        assert first.address in supervisor.describe_failures()
+        fate.write_text("serve")
+        await until(lambda: supervisor.describe_failures() == "")
+
+        fate.write_text("exit")  # those that were ready are started again like any others
+        for index in range(3):
+            process_of(supervisor, index).kill()
+        await until(lambda: all(server.num_starts >= 3 for server in supervisor.servers[1:]))
+        assert not any(task.done() for task in supervisor._tasks)
+
+    supervise(fate, use, min_ready=2, server={"count": 3})
+
+
+def test_a_quorum_that_cannot_come_is_an_error_with_the_end_of_each_log(fate: Path) -> None:
+    fate.write_text("serve exit exit")
+
+    async def use(supervisor: ServerSupervisor) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(RolloutError) as caught:
+                await supervisor.wait_ready(lambda line: None)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == (
+            "rollout.min_servers: 2 of 3 servers must get ready, but 2 ended; lower it, or see why:"
+        )
+        reasons = [line for line in lines if line.startswith("the SGLang server at ")]
+        for server, reason in zip(supervisor.servers[:2], reasons, strict=True):
+            assert reason.startswith(f"the SGLang server at {server.address} died (exit status 3)")
+
+    supervise(fate, use, min_ready=2, server={"count": 3})
 
 
 @pytest.mark.slow

@@ -2,13 +2,16 @@
 
 What it does is read from the file in its argument ``--fate=FILE`` each time it starts: ``serve``,
 ``exit`` with status 3 at once, or ``load`` for ever without ever getting ready. ``stuck`` takes
-effect also while it runs: what a scheduler would answer gets no answer.
+effect also while it runs: what a scheduler would answer gets no answer. Several words are those of
+several servers: each takes the one that its seed counts to. Like SGLang, it maps a file in /dev/shm
+whose name has its process id.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import sys
 import threading
@@ -17,14 +20,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
+def shared_file(pid: int) -> Path:
+    """The file of the process with this id."""
+    return Path(f"/dev/shm/sglang_loads_fake_{pid}.shm")
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--fate", type=Path)
+    parser.add_argument("--random-seed", type=int)
     options, _ = parser.parse_known_args(arguments)
     keys = json.loads(sys.stdin.readline())
-    fate = options.fate.read_text().strip()
+    fates = options.fate.read_text().split()
+    fate = fates[options.random_seed % len(fates)]
     sys.stdout.write(f"fate: {fate}; an api key: {bool(keys['api_key'])}\n")
     sys.stdout.flush()
     if fate == "exit":
@@ -41,9 +51,13 @@ def main(arguments: list[str]) -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    with shared_file(os.getpid()).open("wb+") as shared:
+        shared.truncate(mmap.PAGESIZE)
+        mapped = mmap.mmap(shared.fileno(), mmap.PAGESIZE)
     http = ThreadingHTTPServer((options.host, options.port), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     sys.stdin.read()  # until the owner is gone
+    mapped.close()
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion
-from bapo_megatron.rollout.pool import EngineLoad, EnginePool
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class FakePool:
     def __init__(self, version: int | None = 0) -> None:
         self.version = version
         self.needs_weights = False
-        self.num_lost_requests = 0
+        self.num_lost_requests = self.num_retractions = 0
         self.requests: list[Request] = []
         """Those that have not ended."""
         self.sent: list[Request] = []
@@ -84,9 +84,6 @@ class FakePool:
         return self
 
     losses_uncounted = EnginePool.losses_uncounted
-
-    def report_load(self) -> tuple[EngineLoad, ...]:
-        return ()
 
     async def generate(
         self,

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from bapo_megatron.engine.sglang.questions import NCCL_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 V = 32
 LOGITS_V = 3 * np.sin(np.arange(V))
@@ -101,6 +103,12 @@ class FakeSglang:
     num_ranks: int = 1
     """Its tensor-parallel size."""
     cache_tokens: int = 1 << 20
+    model_path: str = ""
+    """The model that it was started with."""
+    architectures: tuple[str, ...] | None = None
+    """As in that model's config.json."""
+    certificate: Path | None = None
+    """PEM file of its certificate and key; none: plain HTTP."""
     pause_mode: str | None = None
     """As told by ``/pause_generation``; nothing is sampled meanwhile."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -131,6 +139,10 @@ class FakeSglang:
             ("127.0.0.1", self._port), type("Handler", (_Handler,), {"fake": self})
         )
         self._port = self._http.server_address[1]
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate)
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
@@ -149,17 +161,18 @@ class FakeSglang:
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'https' if self.certificate else 'http'}://127.0.0.1:{self._port}"
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one call."""
         if path == "/model_info":
-            return {"weight_version": self.version}
+            return {"weight_version": self.version, "architectures": self.architectures}
         if path == "/server_info":
             while self.has_stuck_scheduler and not self._is_down:
                 time.sleep(_POLL_S)
             return {
                 "version": self.sglang_version,
+                "model_path": self.model_path,
                 "tp_size": self.num_ranks,
                 "pp_size": 1,
                 "dp_size": 1,

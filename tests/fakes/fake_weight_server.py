@@ -67,6 +67,7 @@ class FakeWeightServer:
         if path == "/server_info":
             return 200, {
                 "version": self.sglang_version,
+                "model_path": "",
                 "tp_size": self.tensor_ranks,
                 "pp_size": self.pipeline_ranks,
                 "dp_size": 1,

@@ -347,8 +347,10 @@ def test_an_unreadable_row_is_named_and_long_prompts_are_counted(
 def test_servers_hold_the_trainers_weights_once_a_push_has_succeeded(
     make_config: MakeConfig, open_client: Open, tmp_path: Path
 ) -> None:
+    file = tmp_path / "servers"
     with FakeSglang(stop_at=60) as fake:
-        client = open_client(make_config(servers=(fake.address,)))
+        file.write_text(f"{fake.address}\nhttp://127.0.0.1:1\n")
+        client = open_client(make_config(servers_file=file, min_servers=1))
         load = client.weights.start(LOAD, Load(model_dir=tmp_path, version=7))
         assert client._lacks_weights
         load()

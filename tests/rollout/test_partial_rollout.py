@@ -166,7 +166,7 @@ def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
     async def collect() -> list[RolloutBatch]:
         # Most responses are as long as they may be, so they would begin and end together.
         config = _config(async_steps=1, max_response_tokens=60, local={"decode_steps_ahead": 25})
-        return await _collect(await backend.connect(), models, config, Rewards(equal=()))
+        return await _collect([await backend.connect("local")], models, config, Rewards(equal=()))
 
     batches = asyncio.run(collect())
     assert sum(batch.stats.resumed_samples for batch in batches) > 0

@@ -181,7 +181,7 @@ def test_servers_that_never_answer_are_named_while_they_are_waited_for_and_at_th
         error = str(caught.value)
         assert f"{missing} (starting): it never answered" in error
         assert fake.address not in error
-        assert error.endswith("; start them, or correct rollout.servers")
+        assert error.endswith("; start them, correct rollout.servers, or lower rollout.min_servers")
         assert lines == [
             f"waiting for 2 of 2 servers, first {fake.address}: 0 s of at most 2 s "
             "(rollout.health.patience_s)",
@@ -206,6 +206,60 @@ def test_servers_with_other_settings_of_nccl_are_refused_where_weights_are_broad
                     await pool.states.wait_for_engines()
 
     asyncio.run(run())
+
+
+def test_a_quorum_that_never_comes_is_one_line_that_names_those_that_are_silent() -> None:
+    missing = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+
+    async def run() -> str:
+        with FakeSglang() as fake:
+            async with pool_of(fake, *missing, min_servers=2, health={"patience_s": 1}) as pool:
+                with pytest.raises(RolloutError) as caught:
+                    await pool.states.wait_for_engines()
+        assert fake.address not in str(caught.value)
+        return str(caught.value)
+
+    error = asyncio.run(run())
+    start = "rollout.min_servers: fewer than 2 answer for 1 s (rollout.health.patience_s): "
+    assert error.startswith(f"{start}{missing[0]} (starting): it never answered (")
+    assert f"; {missing[1]} (starting): it never answered (" in error
+    assert error.endswith("; start them, correct rollout.servers, or lower rollout.min_servers")
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(("version", "state"), [(None, "stale"), (0, "usable")])
+def test_beyond_a_quorum_servers_join_when_they_are_ready(
+    version: int | None, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only what the run has started itself is known to hold what its label says."""
+
+    async def run() -> list[str]:
+        with FakeSglang() as one, FakeSglang() as two, FakeSglang() as late, FakeSglang() as last:
+            late.crash()
+            last.crash()
+            servers, health = (one, two, late, last), {"patience_s": 1.5}
+            async with pool_of(*servers, version=version, min_servers=2, health=health) as pool:
+                await pool.states.wait_for_engines()
+                assert states_of(pool)[2:] == ["starting", "starting"]
+                pool.states.version = 0
+                for fake in (one, two):
+                    pool.states.mark_updated(engine_of(pool, fake), 0)
+                late.start()  # it reports version 0
+                await until(lambda: states_of(pool)[2] == state)
+                await asyncio.gather(
+                    *(Response(pool).check(20, FinishReason.LENGTH) for _ in range(6))
+                )
+                assert bool(late.requests) == (state == "usable")
+                await until(lambda: states_of(pool)[3] == "lost")
+                last.start()
+                await until(lambda: states_of(pool)[3] == "stale")
+        return [late.address, last.address]
+
+    late, last = asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"{late} joins the run ({state})"
+    assert said[1].startswith(f"{last} is taken out: it never answered (")
+    assert said[2:] == [f"{last} answers again and needs weights"]
 
 
 def test_servers_may_be_started_after_the_trainer() -> None:

@@ -128,6 +128,32 @@ def test_the_group_is_shared_until_a_member_is_lost(servers: list[FakeWeightServ
     assert servers[1].version == "2"
 
 
+def test_a_new_group_is_formed_once_a_server_has_joined_or_left(
+    servers: list[FakeWeightServer],
+) -> None:
+    async def use(setting: Setting) -> None:
+        first, second = setting.pool.engines
+        setting.pool.engines = [first]
+        assert (await setting.receive_all(1)).num_ranks == (1,)
+        setting.pool.engines = [first, second]
+        opened = await setting.receive_all(2)
+        assert (opened.num_ranks, opened.share_group) == ((1, 1), False)
+        await setting.service.begin(3)
+        leaving = asyncio.create_task(setting.service.wait_idle())
+        await asyncio.sleep(0.1)
+        assert not leaving.done()  # a push that has begun is finished first
+        await setting.receive_all(3, join=False)
+        await leaving
+        setting.pool.engines = [first]
+        await setting.service.forget(second)
+        for server in servers:
+            assert server.paths[-1] == "/destroy_weights_update_group"
+        assert (await setting.receive_all(4)).share_group is False
+
+    run_sync(servers, use)
+    assert [server.version for server in servers] == ["4", "3"]
+
+
 def test_a_server_that_refuses_is_taken_out_and_the_rest_goes_on(
     servers: list[FakeWeightServer],
 ) -> None:

@@ -336,7 +336,11 @@ class LocalBackend:
         """Empty: the model is in this process."""
         return ()
 
-    async def connect(self) -> Sequence[LocalEngine]:
+    def addresses(self) -> Sequence[str]:
+        """Name the only one."""
+        return (ADDRESS,)
+
+    async def connect(self, address: str) -> LocalEngine:
         """Load ``model.path``."""
         try:
             model, stop_ids = await asyncio.to_thread(
@@ -348,4 +352,4 @@ class LocalBackend:
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"
             ) from error
-        return (LocalEngine(model, stop_ids, self.local.max_rows),)
+        return LocalEngine(model, stop_ids, self.local.max_rows)

@@ -57,6 +57,10 @@ def _broken_rules(rollout: RolloutConfig) -> Iterator[tuple[str, str, object, st
     sync, server, no_server = rollout.weight_sync, rollout.server, "it has no server"
     if rollout.servers:
         yield "rollout.servers", "empty", ", ".join(rollout.servers), no_server
+    if rollout.servers_file is not None:
+        yield "rollout.servers_file", "null", rollout.servers_file, no_server
+    if (rollout.min_servers or 1) > 1:
+        yield "rollout.min_servers", "1", rollout.min_servers, no_server
     if rollout.colocated:
         yield "rollout.colocated", "false", "true", "its memory is the collector's"
     if server.count > 1:

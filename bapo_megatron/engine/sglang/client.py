@@ -33,7 +33,11 @@ from bapo_megatron.engine.base import (
     PauseMode,
     WeightControl,
 )
-from bapo_megatron.engine.sglang.convention import check_temperature_convention, stream_body
+from bapo_megatron.engine.sglang.convention import (
+    check_model,
+    check_temperature_convention,
+    stream_body,
+)
 from bapo_megatron.engine.sglang.dialect import OLDEST_VERSION, ServerInfo
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
@@ -83,8 +87,14 @@ class SglangClient:
 
     stepper = None
 
-    def __init__(self, address: str, keys: ApiKeys, *, request_timeout_s: float) -> None:
-        """Connect to nothing; ``request_timeout_s`` limits calls that have no other limit."""
+    def __init__(
+        self, address: str, keys: ApiKeys, *, request_timeout_s: float, model: Path | None = None
+    ) -> None:
+        """Connect to nothing; ``request_timeout_s`` limits calls that have no other limit.
+
+        ``check`` refuses a server of another model than that in the directory ``model``.
+        """
+        self._model = model
         self._http = SglangHttp(address, keys, request_timeout_s)
         self.address = self._http.address
         self._in_flight: dict[str, _Flight] = {}
@@ -238,6 +248,8 @@ class SglangClient:
                 f"{self.address}: SGLang {info.version} ends when it gets weights while requests "
                 "are retracted; set rollout.weight_sync.in_flight: abort, or update it"
             )
+        if self._model is not None:
+            await check_model(self._http, info.model_path, self._model)
         await self.resume()
         await check_temperature_convention(self._http, temperature, probe_prompts)
 

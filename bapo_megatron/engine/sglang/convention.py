@@ -1,4 +1,4 @@
-"""The content of requests, and a start-up check: which temperature convention does a server follow?
+"""The content of requests, and start-up checks: which model and convention has a server?
 
 The trainer divides its logits by the sampling temperature T, so the engine must report
 log_softmax(logits / T). A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports
@@ -8,7 +8,11 @@ position do: their logsumexp cancels, and at T they are 1/T times those at 1, or
 K = probed tokens of one position.
 """
 
+import asyncio
+import contextlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,10 @@ from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.errors import RolloutError
 
+_MODEL_FIELDS = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
 _NUM_TOP = 16
 _MIN_SEPARATION = 0.1
 """Root mean square distance of the conventions, in nats, below which kernels that work in bfloat16
@@ -91,6 +99,36 @@ async def check_temperature_convention(
         f"({from_unscaled:.3g}); start it without logit processors and penalties, and without "
         "SGLANG_RETURN_ORIGINAL_LOGPROB"
     )
+
+
+async def check_model(http: SglangHttp, started_with: str, model: Path) -> None:
+    """Check that a server, ``started_with`` this model, serves the one in the directory ``model``.
+
+    It reports the architecture. Vocabulary and sizes are compared where its directory can be read
+    here too; elsewhere a server of other sizes refuses the first weights.
+
+    Raises:
+        RolloutError: It serves another model.
+    """
+    own, served = await asyncio.to_thread(lambda: (_read(model), _read(Path(started_with))))
+    reply = await http.call("/model_info", admin=False)
+    with http.checked("/model_info"):
+        served["architectures"] = reply.json().get("architectures")
+    for field in _MODEL_FIELDS:
+        expected, found = own.get(field), served.get(field)
+        if None not in (expected, found) and expected != found:
+            raise RolloutError(
+                f"{http.address}: serves another model than model.path: {field} must be "
+                f"{expected}, got {found} ('{started_with}'); start it with '{model}', or take it "
+                "off the list of servers"
+            )
+
+
+def _read(model_dir: Path) -> dict[str, Any]:
+    """Return ``config.json``; empty where it cannot be read here."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((model_dir / "config.json").read_text()))
+    return {}
 
 
 async def next_token_logprobs(

@@ -31,6 +31,8 @@ class ServerInfo:
 
     version: str
     """SGLang's version."""
+    model_path: str
+    """Directory of the model that it was started with, as it sees it."""
     tensor_ranks: int
     """Ranks that share each layer; these join a group for weights."""
     pipeline_ranks: int
@@ -53,6 +55,7 @@ class ServerInfo:
         """
         return cls(
             version=str(answer["version"]),
+            model_path=str(answer["model_path"]),
             tensor_ranks=int(answer["tp_size"]),
             pipeline_ranks=int(answer["pp_size"]),
             data_ranks=1 if answer["enable_dp_attention"] else int(answer["dp_size"]),

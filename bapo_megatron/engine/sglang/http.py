@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ class SglangHttp:
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
-        self._ssl_context = httpx.create_ssl_context(trust_env=False)  # slow to make
+        # The system's authorities, where those of a cluster are installed; httpx brings its own.
+        self._ssl_context = ssl.create_default_context()  # slow to make
         self._clients: list[httpx.AsyncClient] = []
         self._control_client = self._make_client()
         self._idle_clients: list[httpx.AsyncClient] = []

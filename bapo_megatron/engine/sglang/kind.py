@@ -10,7 +10,9 @@ from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
+    from bapo_megatron.config.rollout import RolloutConfig
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
@@ -20,28 +22,22 @@ _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API
 
 
 class Kind:
-    """SGLang servers: the run's own, or those of ``rollout.servers``."""
+    """SGLang servers: the run's own, or those of ``rollout.servers`` or its file."""
 
     packages: ClassVar[Mapping[str, str]] = {"sglang": "0.5.21"}
     """The version that requirements/ installs."""
 
     def check(self, config: RunConfig) -> None:
         """See ``EngineKind``."""
-        if not config.rollout.servers:
+        rollout = config.rollout
+        if rollout.starts_servers:
             _check_own_servers(config)
-        for server in config.rollout.servers:
-            if "@" in server:
-                raise ConfigError(
-                    "rollout.servers: must hold no user or password, got an address with '@': it "
-                    f"would be in config.yaml and in logs; set {API_KEY_VARIABLE} instead "
-                    "(docs/launch.md)"
-                )
-            if not server.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"rollout.servers: must be addresses like http://host:port, got '{server}'; "
-                    f"did you mean 'http://{server}'?"
-                )
-        check_unique("rollout.servers", config.rollout.servers)
+        num_servers = len(given_addresses(rollout)) or rollout.server.count
+        if (rollout.min_servers or 1) > num_servers:
+            raise ConfigError(
+                f"rollout.min_servers: must be at most the {num_servers} servers of the run, got "
+                f"{rollout.min_servers}; lower it, or add servers"
+            )
 
     def open(self, config: RunConfig, device: str) -> Backend:
         """See ``EngineKind``."""
@@ -65,6 +61,43 @@ class Kind:
         from bapo_megatron.engine.sglang.server import serve
 
         serve(config, show)
+
+
+def given_addresses(rollout: RolloutConfig) -> list[str]:
+    """Return the addresses in ``rollout.servers`` or, as it is now, in ``rollout.servers_file``.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    path = rollout.servers_file
+    key = "rollout.servers" if path is None else "rollout.servers_file"
+    given = rollout.servers if path is None else _read(path)
+    addresses = [address.rstrip("/") for address in given]
+    for address in addresses:
+        if "@" in address:
+            raise ConfigError(
+                f"{key}: must hold no user or password, got an address with '@': it would be in "
+                f"config.yaml and in logs; set {API_KEY_VARIABLE} instead (docs/launch.md)"
+            )
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{key}: must be addresses like http://host:port, got '{address}'; did you mean "
+                f"'http://{address}'?"
+            )
+    check_unique(key, addresses)
+    return addresses
+
+
+def _read(path: Path) -> list[str]:
+    """Return the words of a file, whose last line is complete."""
+    rule = f"rollout.servers_file: '{path}' must hold an address on each line, each complete"
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{rule}, got {error}; correct it") from error
+    if not text.strip() or not text.endswith("\n"):
+        raise ConfigError(f"{rule}, got {text[-40:]!r} at its end; correct it")
+    return text.split()
 
 
 def _check_own_servers(config: RunConfig) -> None:

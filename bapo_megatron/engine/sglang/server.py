@@ -4,6 +4,7 @@ A server process runs ``launcher`` in a session of its own. It ends with ``close
 interpreter, or by itself when this process is gone. ``supervisor`` watches it and starts it again.
 """
 
+import asyncio
 import atexit
 import contextlib
 import errno
@@ -29,6 +30,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.kind import given_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import (
@@ -37,6 +39,7 @@ from bapo_megatron.processes import (
     end_group,
     open_log,
     run_async,
+    shared_files,
     unlink_shared_files,
 )
 from bapo_megatron.telemetry.console import ProgressLine, say
@@ -87,6 +90,8 @@ class SglangServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._port_holder: socket.socket | None = None
         self._closing = threading.Lock()
+        self._shared_files: set[Path] = set()
+        """Found when it was ready: once its processes have ended, nobody can."""
         # Keeps no connection, so that there is nothing to close.
         self._http = httpx.AsyncClient(
             trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -150,7 +155,11 @@ class SglangServer:
             )
         except httpx.TransportError:
             return Readiness.SILENT
-        return Readiness.READY if reply.status_code == httpx.codes.OK else Readiness.BUSY
+        if reply.status_code != httpx.codes.OK:
+            return Readiness.BUSY
+        if not self._shared_files and self._process is not None:
+            self._shared_files = await asyncio.to_thread(shared_files, self._process.pid)
+        return Readiness.READY
 
     def kill(self) -> None:
         """See ``EngineServer``."""
@@ -170,7 +179,8 @@ class SglangServer:
             if self._process is None:
                 return
             atexit.unregister(self.close)
-            unlink_shared_files(self._process.pid)
+            unlink_shared_files(self._process.pid, self._shared_files)
+            self._shared_files = set()
             end_group(self._process)  # at once, as sglang ends its own children: it has no state
             self._process = None
 
@@ -225,21 +235,26 @@ class SglangBackend:
 
     def __init__(self, config: RunConfig, device: str) -> None:
         """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
-        self._rollout = config.rollout
+        self._config = config
         self.servers: Sequence[EngineServer] = ()
-        if config.rollout.servers:
-            self._keys = ApiKeys.from_environment()
-        else:
+        if config.rollout.starts_servers:
             self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
             self.servers = own_servers(config, device, self._keys)
+        else:
+            self._keys = ApiKeys.from_environment()
 
-    async def connect(self) -> list[Engine]:
+    def addresses(self) -> Sequence[str]:
         """See ``Backend``."""
-        addresses = self._rollout.servers or [server.address for server in self.servers]
-        timeout_s = self._rollout.request_timeout_s
-        return [
-            SglangClient(address, self._keys, request_timeout_s=timeout_s) for address in addresses
-        ]
+        return given_addresses(self._config.rollout) or [s.address for s in self.servers]
+
+    async def connect(self, address: str) -> Engine:
+        """See ``Backend``."""
+        return SglangClient(
+            address,
+            self._keys,
+            request_timeout_s=self._config.rollout.request_timeout_s,
+            model=self._config.model.path,
+        )
 
 
 def own_servers(

@@ -36,7 +36,7 @@ def use_engine(
 
     async def run() -> _T:
         model = ModelConfig(path=model_dir, dtype=dtype)
-        [engine] = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect()
+        engine = await LocalBackend(model, LocalConfig(max_rows=max_rows), "cpu").connect("local")
         try:
             async with asyncio.timeout(120):
                 return await use(engine)

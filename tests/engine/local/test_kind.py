@@ -41,6 +41,8 @@ def test_what_it_can_do_is_accepted(model_dir: Path, tmp_path: Path) -> None:
     ("rollout", "message"),
     [
         ({"servers": ["http://a:1"]}, r"^rollout\.servers: must be empty .* got http://a:1"),
+        ({"servers_file": "a"}, r"^rollout\.servers_file: must be null .* got a"),
+        ({"min_servers": 2}, r"^rollout\.min_servers: must be 1 .* got 2"),
         ({"colocated": True}, r"^rollout\.colocated: must be false .* got true"),
         ({"server": {"count": 2}}, r"^rollout\.server\.count: must be 1 .* got 2"),
         ({"server": {"tensor": 4}}, r"^rollout\.server\.tensor: must be 1 .* got 4"),
@@ -105,7 +107,7 @@ def test_a_model_that_lacks_a_weight_is_not_made_up(model_dir: Path, tmp_path: P
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     backend = load_kind("local").open(_config(other, tmp_path, {}), "cpu")
     with pytest.raises(RolloutError, match=r"^model\.path: .* lacks model\.norm\.weight"):
-        asyncio.run(backend.connect())
+        asyncio.run(backend.connect("local"))
 
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:

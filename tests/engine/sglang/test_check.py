@@ -19,6 +19,8 @@ def check(tmp_path, monkeypatch):
     Path("model/config.json").write_text(json.dumps({"num_attention_heads": 6}))
     Path("model/model.safetensors").touch()
     Path("model/tokenizer_config.json").touch()
+    for name, text in (("half", "http://a:1\nhttp://a"), ("empty", "\n"), ("bare", "a:1\n")):
+        Path(name).write_text(text)
     Path("run.yaml").write_text("{name: x, run_dir: runs/x, model: {path: model}}")
 
     def run(*overrides: str) -> None:
@@ -43,6 +45,31 @@ def check(tmp_path, monkeypatch):
         (
             ["rollout.servers=[http://a:1, http://a:1]"],
             "rollout.servers: must differ, got 'http://a:1' 2 times; keep or rename one",
+        ),
+        (
+            ["rollout.servers=[http://a:1, http://a:2]", "rollout.min_servers=3"],
+            "rollout.min_servers: must be at most the 2 servers of the run, got 3; lower it, or "
+            "add servers",
+        ),
+        (
+            ["rollout.servers_file=none"],
+            "rollout.servers_file: 'none' must hold an address on each line, each complete, got "
+            "[Errno 2] No such file or directory: 'none'; correct it",
+        ),
+        (
+            ["rollout.servers_file=half"],
+            "rollout.servers_file: 'half' must hold an address on each line, each complete, got "
+            "'http://a:1\\nhttp://a' at its end; correct it",
+        ),
+        (
+            ["rollout.servers_file=empty"],
+            "rollout.servers_file: 'empty' must hold an address on each line, each complete, got "
+            "'\\n' at its end; correct it",
+        ),
+        (
+            ["rollout.servers_file=bare"],
+            "rollout.servers_file: must be addresses like http://host:port, got 'a:1'; did you "
+            "mean 'http://a:1'?",
         ),
         (
             ["rollout.servers=[http://user:password@a:1]"],

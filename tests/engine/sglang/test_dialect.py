@@ -8,6 +8,7 @@ each version is in this module, because a start takes long.
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,11 @@ import numpy as np
 import pytest
 
 from bapo_megatron.engine.base import MemoryPart, Readiness, SamplingSettings
-from bapo_megatron.engine.sglang.convention import check_temperature_convention, next_token_logprobs
+from bapo_megatron.engine.sglang.convention import (
+    check_model,
+    check_temperature_convention,
+    next_token_logprobs,
+)
 from bapo_megatron.engine.sglang.dialect import ServerInfo
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError
@@ -61,16 +66,25 @@ def case(running: Running, model_dir: Path) -> Case:
     return sglang_case(server, model_dir)
 
 
-def test_the_server_says_how_it_was_started(running: Running) -> None:
+def test_the_server_says_how_it_was_started_and_with_which_model(
+    running: Running, model_dir: Path, tmp_path: Path
+) -> None:
     release, server = running
+    other = {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(other))
 
     async def ask(http: SglangHttp) -> ServerInfo:
         reply = await http.call("/server_info", admin=True)
-        return ServerInfo.parse(reply.json(), reply.headers)
+        info = ServerInfo.parse(reply.json(), reply.headers)
+        await check_model(http, info.model_path, model_dir)
+        with pytest.raises(RolloutError, match=r"Llama.*, got .*Qwen2ForCausalLM"):
+            await check_model(http, "not readable here", tmp_path)
+        return info
 
     info = with_http(server.address, ask, server.keys)
     assert info == ServerInfo(
         version=release.version,
+        model_path=str(model_dir),
         tensor_ranks=1,
         pipeline_ranks=1,
         data_ranks=1,

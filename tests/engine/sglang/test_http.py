@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import httpcore
@@ -13,10 +15,14 @@ import pytest
 from bapo_megatron.engine.sglang import http as sglang_http
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.errors import BrokenConnectionError
+from tests.engine.sglang.servers import with_http
+from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.wave_server import WaveServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
 
 def play(scene: Callable[[WaveServer, SglangHttp], Awaitable[None]]) -> None:
@@ -122,3 +128,30 @@ def test_closing_ends_what_is_in_flight() -> None:
             await task
 
     play(scene)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_https_servers_are_checked_against_the_authorities_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = tmp_path / "server.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=server "
+        "-addext subjectAltName=IP:127.0.0.1 -keyout server.pem -out public.pem",
+        shell=True,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    with certificate.open("a") as file:
+        file.write((tmp_path / "public.pem").read_text())
+
+    async def ask(http: SglangHttp) -> str:
+        return str((await http.call("/model_info", admin=False)).json()["weight_version"])
+
+    with FakeSglang(certificate=certificate) as fake:
+        with pytest.raises(BrokenConnectionError, match="certificate verify failed"):
+            with_http(fake.address, ask)
+        # What OpenSSL, and with it every program of the system, takes for its authorities.
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "public.pem"))
+        assert with_http(fake.address, ask) == "0"

@@ -21,7 +21,7 @@ from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.processes import unlink_shared_files
+from bapo_megatron.processes import shared_files, unlink_shared_files
 from tests.engine.helpers import descendants
 from tests.engine.sglang.servers import KEYS
 from tests.launch import free_port
@@ -214,7 +214,8 @@ def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path:
         semaphore = Path(process.stdout.readline().strip())
         assert mine.exists()
         assert semaphore.exists()
-        unlink_shared_files(process.pid)
+        assert shared_files(process.pid) == {mine, semaphore}
+        unlink_shared_files(process.pid, [mine])
         assert not mine.exists()
         assert not semaphore.exists()
         assert others.exists()

@@ -22,11 +22,12 @@ def test_own_servers_share_random_keys_and_are_connected_to_where_they_listen(
     assert keys[0].api_key != keys[0].admin_api_key
     addresses = ["http://127.0.0.1:30000", "http://127.0.0.1:30001"]
     assert [server.address for server in first.servers] == addresses
-    assert [engine.address for engine in asyncio.run(first.connect())] == addresses
+    assert first.addresses() == addresses
 
 
 def test_servers_of_others_are_connected_to_and_not_started(make_config: MakeConfig) -> None:
     backend = load_kind("sglang").open(make_config(servers=("http://node:30000/",)), "cpu")
     assert backend.servers == ()
-    (engine,) = asyncio.run(backend.connect())
+    (address,) = backend.addresses()
+    engine = asyncio.run(backend.connect(address))
     assert engine.address == "http://node:30000"
