@@ -23,11 +23,11 @@ from bapo_megatron.processes import nccl_settings
 Value = TypeVar("Value")
 
 _FLIGHT_RECORDER = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": ("TORCH_FR_BUFFER_SIZE", "2000"),
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": ("TORCH_FR_DUMP_TEMP_FILE", "{logs}/nccl_trace_rank_"),
+    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{logs}/nccl_trace_rank_"),
 }
-"""Variables of torch by the names that 2.10 to 2.13 read, with newer names, and values."""
+"""Variables of torch, with their former names, and values."""
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -170,8 +170,8 @@ def record_collectives(logs: Path) -> None:
 
     Call it before ``init_distributed``. What the user has set stays.
     """
-    for name, (other_name, value) in _FLIGHT_RECORDER.items():
-        if other_name not in os.environ:
+    for name, (former_name, value) in _FLIGHT_RECORDER.items():
+        if former_name not in os.environ:
             os.environ.setdefault(name, value.format(logs=logs.absolute()))
 
 

@@ -70,17 +70,17 @@ def test_half_of_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatc
         (
             {},
             {
-                "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+                "TORCH_FR_BUFFER_SIZE": "2000",
                 "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/a/logs/nccl_trace_rank_",
+                "TORCH_FR_DUMP_TEMP_FILE": "/runs/a/logs/nccl_trace_rank_",
             },
         ),
         (
-            {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
             {
-                "TORCH_FR_BUFFER_SIZE": "0",
+                "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
                 "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/a/logs/nccl_trace_rank_",
+                "TORCH_FR_DUMP_TEMP_FILE": "/runs/a/logs/nccl_trace_rank_",
             },
         ),
     ],
