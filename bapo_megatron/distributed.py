@@ -122,10 +122,11 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if has_torchrun else 0)
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=parallel.timeout_s)
     if has_torchrun:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -133,8 +134,9 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
             parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
         ),
         context_parallel_size=parallel.context,
+        distributed_timeout_minutes=parallel.timeout_s / 60,  # made a timedelta
     )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
+    control = dist.new_group(backend="gloo", timeout=timeout)
     return megatron_groups(parallel, control, device)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.distributed import (
@@ -19,34 +20,45 @@ from bapo_megatron.distributed import (
 from tests.distributed_launch import joined, run_ranks
 
 
-def alone() -> tuple[int, ...]:
-    """One process that torchrun did not start."""
+def alone() -> tuple[tuple[int, ...], dict[str, float]]:
+    """One process that torchrun did not start: its place, and the time-outs of all its groups."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         del os.environ[name]
-    groups = init_distributed(ParallelConfig())
+    groups = init_distributed(ParallelConfig(timeout_s=77.0))
     try:
+        time_outs = {
+            group.group_desc: group._get_backend(torch.device("cpu")).options._timeout
+            for group in torch.distributed.distributed_c10d._world.pg_map
+        }
         assert groups.is_first_stage
         assert groups.is_last_stage
         assert groups.device.type == "cpu"
-        return (groups.rank, groups.world_size, groups.tensor_size, groups.data_size)
+        place = (groups.rank, groups.world_size, groups.tensor_size, groups.data_size)
+        return place, {name: time_out.total_seconds() for name, time_out in time_outs.items()}
     finally:
         shutdown_distributed()
         shutdown_distributed()
 
 
 @pytest.mark.distributed
-def test_a_process_without_torchrun_is_the_only_rank() -> None:
-    assert run_ranks(alone, 1) == [(0, 1, 1, 1)]
+def test_a_process_without_torchrun_is_the_only_rank_and_groups_have_the_configured_time_out() -> (
+    None
+):
+    [(place, time_outs)] = run_ranks(alone, 1)
+    assert place == (0, 1, 1, 1)
+    del time_outs["EXPERT_DATA_PARALLEL_GROUP_GLOO"]  # Megatron's default; there are no experts
+    assert time_outs["default_pg"] == 77.0
+    assert set(time_outs.values()) == {77.0}
 
 
 def answered_late() -> bytes:
     """Rank 0 answers after more than the time-out of all ranks."""
 
     def answer() -> bytes:
-        time.sleep(5)
+        time.sleep(10)
         return b"late"
 
-    with joined(timeout_s=2.0) as groups:
+    with joined(timeout_s=7.0) as groups:
         return broadcast_answer(answer if groups.rank == 0 else None, groups, interval_s=0.5)
 
 

@@ -32,7 +32,8 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     """Context-parallel size: ranks that divide every sequence."""
     timeout_s: float = Field(7200.0, gt=0)
-    """How long ranks wait for each other; for a batch or an evaluation, as long as rank 0 does."""
+    """How long ranks wait for each other, in every process group; for a batch or an evaluation, as
+    long as rank 0 does."""
 
     @model_validator(mode="after")
     def _sizes_go_together(self) -> Self:

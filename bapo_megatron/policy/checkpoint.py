@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -39,9 +43,6 @@ from bapo_megatron.telemetry.console import say
 METADATA = {
     # Megatron's default cannot be loaded into another layout.
     "distrib_optim_sharding_type": "fully_reshardable",
-    # The distributed optimizer's state is gathered in host memory, on the rank that writes it;
-    # otherwise on every rank, through a GPU that training has filled.
-    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
@@ -112,7 +113,7 @@ class CheckpointSaver:
                 if save_rollout is not None:
                     wait_for_rollout = save_rollout(unfinished / files.ROLLOUT_NAME)
         policy.finish_weights()
-        writer = ShardWriter(_sharded_state(policy, is_loading=False), unfinished)
+        writer = ShardWriter(_sharded_state(policy, is_loading=False), unfinished, groups.data)
         with _written_together(self._root, step, groups):
             if groups.rank == 0:
                 write_common(writer.common, unfinished)
@@ -217,8 +218,12 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
                 f"resume with {wanted}"
             )
         rng = _read_rng(directory, groups) if state.layout == files.rng_layout(groups) else None
+    # One rank of each data-parallel group reads a shard, and gives it to the others.
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), groups.data)
     try:
-        loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(directory))
+        loaded = dist_checkpointing.load(
+            _sharded_state(policy, is_loading=True), str(directory), strategy
+        )
     except LOAD_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and is_peer_loss(error)

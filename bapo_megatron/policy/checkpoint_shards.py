@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -58,16 +62,18 @@ class ShardWriter:
         error: Why it ended early, if it did.
     """
 
-    def __init__(self, state: dict[str, Any], directory: Path) -> None:
+    def __init__(self, state: dict[str, Any], directory: Path, replicas: dist.ProcessGroup) -> None:
         """Decide who writes what into an existing, empty directory; a collective over all ranks.
 
         These are the steps of ``dist_checkpointing.save`` up to the first file; ``state`` is
-        Megatron's sharded state dict.
+        Megatron's sharded state dict. Ranks of ``replicas``, which have the same weights, divide
+        them among each other.
         """
         sharded, self.common = save_preprocess(state)
-        strategy = _PlanningStrategy(
+        planning = _PlanningStrategy(
             BACKEND.sharded_backend, BACKEND.sharded_backend_version, thread_count=1
         )
+        strategy = FullyParallelSaveStrategyWrapper(planning, replicas)
         # Planning asks for the queue through which Megatron's processes would return their results,
         # and starts the manager process if there is none.
         former = filesystem_async._results_queue

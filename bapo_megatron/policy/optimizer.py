@@ -8,10 +8,12 @@ built, ``load_state`` when it is loaded, whichever of Megatron's optimizers is a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -116,6 +118,8 @@ def _prepare(optimizer: MegatronOptimizer) -> None:
     Points 3 and 4 are in ``load_state``.
     """
     for inner in optimizer.chained_optimizers:
+        if isinstance(inner, DistributedOptimizer):
+            inner.get_parameter_state_dp_zero = MethodType(_states_of_owners, inner)
         if inner.init_state_fn is None:  # none but the optimizer that steps in host memory
             continue
         inner.init_state_fn(inner.optimizer, inner.config)
@@ -172,14 +176,96 @@ class OptimizerStep:
 
 
 def sharded_state(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], **options: Any
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool, **options: Any
 ) -> dict[str, Any]:
-    """Return Megatron's sharded state dict; a collective over all ranks."""
-    state: dict[str, Any] = optimizer.sharded_state_dict(model_state, **options)
-    for _, part in _parts(optimizer, state):
-        if part.get("param_state", {}) is None:  # it is another rank's to write
-            del part["param_state"]
+    """Return Megatron's sharded state dict; a collective over all ranks.
+
+    To save, a rank has the whole states of those parameters that it owns.
+    """
+    state: dict[str, Any] = optimizer.sharded_state_dict(
+        model_state, is_loading=is_loading, **options
+    )
+    for inner, part in _parts(optimizer, state):
+        if is_loading or not isinstance(inner, DistributedOptimizer):
+            continue
+        rank = inner.data_parallel_group_gloo.rank()
+        for number, owner in enumerate(_owners(inner).values()):
+            if owner != rank:
+                del part["param_state"][number]
+                continue
+            for sharded in part["param_state"][number].values():
+                sharded.replica_id = (*sharded.replica_id[:2], 0)  # as if it were the first rank
     return state
+
+
+def _owners(inner: DistributedOptimizer) -> dict[torch.nn.Parameter, int]:
+    """Return which rank of the data-parallel group writes a parameter's states, in their order.
+
+    The largest parameter goes to the rank with the fewest elements so far, on all ranks alike.
+    """
+    parameters = [parameter for buffer in inner.buffers for parameter in buffer.param_index_map]
+    owners, num_elements = {}, [0] * inner.data_parallel_group_gloo.size()
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+        owners[parameter] = num_elements.index(min(num_elements))
+        num_elements[owners[parameter]] += parameter.numel()
+    return {parameter: owners[parameter] for parameter in parameters}
+
+
+def _states_of_owners(
+    self: DistributedOptimizer, *, empty_data: bool = False, **_: Any
+) -> dict[int, Any]:
+    """Bring the states of each parameter together on its owner, through gloo and host memory.
+
+    Takes the place of ``get_parameter_state_dp_zero``, which brings all of them to the first rank,
+    or to every rank by way of the GPU, which training has filled. Like it, this returns one tensor
+    per buffer and kind of state; they use memory only where something is written.
+    """
+    states: dict[int, Any] = {}
+    views: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
+    for number, buffer in enumerate(self.buffers):
+        whole = {name: torch.empty(buffer.numel) for name in ("param", "exp_avg", "exp_avg_sq")}
+        states[number] = dict.fromkeys(self.gbuf_ranges[number], whole)
+        for parameter, (start, end, _) in buffer.param_index_map.items():
+            views[parameter] = {name: tensor[start:end] for name, tensor in whole.items()}
+    if not empty_data:
+        _bring_together(self, views)
+    return states
+
+
+def _bring_together(
+    inner: DistributedOptimizer, views: dict[torch.nn.Parameter, dict[str, Tensor]]
+) -> None:
+    """Fill the states of the parameters that this rank owns; a collective over their replicas."""
+    group, owners = inner.data_parallel_group_gloo, _owners(inner)
+    ranks, own_rank = dist.get_process_group_ranks(group), group.rank()
+    numbers = {parameter: number for number, parameter in enumerate(views)}
+    buckets = chain.from_iterable(chain.from_iterable(b.values() for b in inner.gbuf_ranges))
+    updated = {
+        numbers[parameter]: (place["param"].start, place["param"].end)
+        for bucket in buckets
+        for parameter, place in bucket["param_map"].items()
+    }
+    ranges: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(ranges, updated, group=group)
+    transfers: list[tuple[Any, Tensor]] = []
+    pieces = product(range(len(ranks)), ((p, name) for p in views for name in views[p]))
+    for tag, (rank, (parameter, name)) in enumerate(pieces):
+        owner = owners[parameter]
+        start, end = ranges[rank].get(numbers[parameter], (0, 0))
+        if start == end or own_rank not in (rank, owner):
+            continue
+        part = views[parameter][name][start:end]
+        if rank == own_rank:
+            value = inner._get_main_param_and_optimizer_states(parameter)[name]
+            value = value.detach().to("cpu", torch.float32)
+            if rank == owner:
+                part.copy_(value)
+            else:
+                transfers.append((dist.isend(value, ranks[owner], group, tag), value))
+        else:
+            transfers.append((dist.irecv(part, ranks[rank], group, tag), part))
+    for work, _ in transfers:
+        work.wait()
 
 
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:

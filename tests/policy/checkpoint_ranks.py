@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
@@ -125,15 +129,32 @@ def resume(model: Path, root: Path, groups: ProcessGroups, **options: Any) -> di
     policy = build(model, groups, **OPTIMIZER, **options)
     directory = find_latest(root)
     assert directory is not None
-    extra = load_checkpoint(directory, policy)
+    with _bytes_read() as lengths:
+        extra = load_checkpoint(directory, policy)
     drawn = (random.random(), torch.rand(3))
     return {
+        "bytes_read": sum(lengths),
+        "bytes_saved": {p.name: p.stat().st_size for p in directory.glob("*.distcp")},
         "extra": extra,
         "drawn": drawn,
         "num_updates": policy.num_updates,
         "weights": [weights_of(policy), *train(policy)],
         "lr": policy.lr,
     }
+
+
+@contextmanager
+def _bytes_read() -> Iterator[list[int]]:
+    """Lengths of what this rank reads of shards."""
+    lengths: list[int] = []
+    original = FileSystemReader.read_data
+
+    def read_data(self: FileSystemReader, plan: LoadPlan, planner: Any) -> Any:
+        lengths.extend(self.storage_data[item.storage_index].length for item in plan.items)
+        return original(self, plan, planner)
+
+    with mock.patch.object(FileSystemReader, "read_data", read_data):
+        yield lengths
 
 
 def run_layouts(

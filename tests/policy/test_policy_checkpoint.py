@@ -118,6 +118,21 @@ def test_random_streams_continue_in_the_layout_that_saved_them(
         assert torch.equal(tensor, same_tensor)
 
 
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2 CP2", "plain DP2", "overlapped DP2"])
+def test_ranks_with_the_same_weights_write_and_read_equal_parts_of_a_checkpoint(
+    results: dict[str, list[Any]], layout: str
+) -> None:
+    resumed = results[f"{layout} from {layout}"]
+    sizes = resumed[0]["bytes_saved"]
+    assert sorted(sizes) == [f"__{rank}_0.distcp" for rank in range(len(resumed))]
+    share = sum(sizes.values()) / len(resumed)
+    read = [rank["bytes_read"] for rank in resumed]
+    # The largest parameter has a fifth of the elements.
+    assert max(sizes.values()) < 1.25 * share
+    assert sum(read) == pytest.approx(sum(sizes.values()), rel=0.02)
+    assert max(read) < 1.25 * share
+
+
 @pytest.mark.parametrize("name", ["PP2 from TP2", "PP2 VPP2 from PP2", "DP2 CP2 from TP2 PP2"])
 def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
     results: dict[str, list[Any]], name: str
