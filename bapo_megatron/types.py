@@ -220,6 +220,9 @@ class RolloutStats:
     retractions: int = 0
     """Requests since the previous batch that a full cache of their engine took out, to be computed
     again; those that a push retracts do not count."""
+    engine_load: dict[str, float] = field(default_factory=dict)
+    """Means and maxima of what engines with requests have reported since the previous batch
+    (``engine.base.LoadReport``)."""
 
 
 @dataclass(frozen=True, slots=True)

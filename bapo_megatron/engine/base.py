@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -262,6 +262,26 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End what is in flight, and close every connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What an engine says of its queue and its cache at one moment."""
+
+    running: int
+    """Requests that it samples for."""
+    waiting: int
+    """Requests that it has not begun, or took out of a full cache."""
+    cache_used_share: float
+    """Of its fullest rank's cache."""
+
+
+@runtime_checkable
+class LoadReporter(Protocol):
+    """An ``Engine`` that reports its load, which none has to: metrics, and no sign of life."""
+
+    async def report_load(self, timeout_s: float) -> LoadReport:
+        """Return the load of this moment, without asking what samples."""
 
 
 class Stepper(Protocol):

@@ -20,11 +20,11 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import Engine
+from bapo_megatron.engine.base import Engine, LoadReport, LoadReporter
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
 from bapo_megatron.telemetry.console import reporting
 
@@ -64,8 +64,6 @@ class PooledEngine:
     """See ``Capabilities``."""
     cache_tokens: int | None = None
     """See ``Capabilities``; a server that was started again may have another one."""
-    num_retractions: int = 0
-    """Requests so far that a full cache took out, to be computed again."""
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
@@ -112,6 +110,7 @@ class EngineStates:
         self._has_begun = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: list[LoadReport] = []
 
     async def close(self) -> None:
         """Stop watching, and close every connection."""
@@ -300,6 +299,20 @@ class EngineStates:
                 f"{self.describe(blamed)}; {remedy}"
             ) from None
 
+    def take_load(self) -> dict[str, float]:
+        """Return means and maxima since the last call; {} where nothing was reported."""
+        loads, self._loads = self._loads, []
+        taken: dict[str, float] = {}
+        for name in (field.name for field in fields(LoadReport) if loads):
+            values = [getattr(load, name) for load in loads]
+            taken |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
+        return taken
+
+    async def _note_load(self, engine: Engine) -> None:
+        if isinstance(engine, LoadReporter) and engine.num_in_flight:
+            with contextlib.suppress(RolloutError):  # nothing depends on it
+                self._loads.append(await engine.report_load(self._health.interval_s))
+
     async def _watch(self, pooled: PooledEngine) -> None:
         answered_s = scheduled_s = time.monotonic()
         timeout_s = self._health.timeout_s
@@ -318,6 +331,7 @@ class EngineStates:
                 if pooled.version == known:
                     self._take_answer(pooled, reported)
                 scheduled_s = await self._check_scheduler(pooled, scheduled_s)
+                await self._note_load(pooled.engine)
             except (ServerError, TimeoutError) as error:
                 cause, limit_s = describe_cause(error), timeout_s
                 reason = f"no answer for {timeout_s:g} s ({cause}; rollout.health.timeout_s)"

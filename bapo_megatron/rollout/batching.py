@@ -374,6 +374,7 @@ class BatchCollector:
             regenerated_samples=new.regenerated_samples,
             lost_requests=new.lost_requests,
             retractions=new.retractions,
+            engine_load=self._pool.states.take_load(),
         )
 
     def _commit(

@@ -37,19 +37,6 @@ _MAX_FAILURES = 10
 """In a row for one response, without a token in between: it breaks its servers."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """What one engine has to do, and how often its cache was too small for it."""
-
-    address: str
-    num_requests: int
-    """Requests that it has got and that have not ended, those in its own queue included."""
-    cache_tokens: int | None
-    """Size of its cache; None: it does not report it."""
-    num_retractions: int
-    """Requests since the start of the run that a full cache took out, to be computed again."""
-
-
 class EnginePool:
     """Engines that hold the same weights version."""
 
@@ -87,18 +74,6 @@ class EnginePool:
     def num_in_flight(self) -> int:
         """Requests that engines have got and that have not ended."""
         return sum(pooled.engine.num_in_flight for pooled in self.states.engines)
-
-    def report_load(self) -> tuple[EngineLoad, ...]:
-        """What each engine has to do at this moment."""
-        return tuple(
-            EngineLoad(
-                pooled.address,
-                pooled.engine.num_in_flight,
-                pooled.cache_tokens,
-                pooled.num_retractions,
-            )
-            for pooled in self.states.engines
-        )
 
     @contextlib.contextmanager
     def losses_uncounted(self) -> Iterator[None]:
@@ -365,7 +340,6 @@ class _Job(CompletionSink):
 
     def retracted(self, num_times: int) -> None:
         """The engine's cache was too full."""
-        self._pooled.num_retractions += num_times
         self.pool.num_retractions += num_times
 
     def take(self, part: Completion) -> None:

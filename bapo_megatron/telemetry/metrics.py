@@ -157,6 +157,7 @@ def _work_metrics(stats: RolloutStats) -> dict[str, float]:
         "rollout/dropped_groups": float(sum(dropped.values())),
         **{f"rollout/dropped_{reason}_groups": float(n) for reason, n in dropped.items()},
         "engines/retractions": float(stats.retractions),
+        **{f"engines/{name}": value for name, value in stats.engine_load.items()},
     }
 
 

@@ -80,5 +80,6 @@ def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
         regenerated_samples=6,
         lost_requests=5,
         retractions=7,
+        engine_load={"running": 2.5},
     )
     return RolloutBatch(step=5, version=9, groups=tuple(groups), stats=stats)

@@ -85,6 +85,9 @@ class FakePool:
 
     losses_uncounted = EnginePool.losses_uncounted
 
+    def take_load(self) -> dict[str, float]:
+        return {}
+
     async def generate(
         self,
         asked: GenerateRequest,

@@ -33,6 +33,7 @@ LOGITS_V = 3 * np.sin(np.arange(V))
 
 _CONTROL_PATHS = (
     "/server_info",
+    "/v1/loads",
     "/abort_request",
     "/pause_generation",
     "/continue_generation",
@@ -111,6 +112,8 @@ class FakeSglang:
     """PEM file of its certificate and key; none: plain HTTP."""
     pause_mode: str | None = None
     """As told by ``/pause_generation``; nothing is sampled meanwhile."""
+    loads: list[list[dict[str, Any]]] = field(default_factory=list)
+    """What it answers, one after the other, when it is asked for its load; then nothing of use."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     """Every body that /generate got."""
     calls: list[str] = field(default_factory=list)
@@ -167,6 +170,8 @@ class FakeSglang:
         """The answer to one call."""
         if path == "/model_info":
             return {"weight_version": self.version, "architectures": self.architectures}
+        if path == "/v1/loads":
+            return {"loads": self.loads.pop(0)} if self.loads else {}
         if path == "/server_info":
             while self.has_stuck_scheduler and not self._is_down:
                 time.sleep(_POLL_S)

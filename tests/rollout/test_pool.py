@@ -9,7 +9,7 @@ import pytest
 from bapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.errors import BrokenConnectionError, RolloutError
-from bapo_megatron.rollout.pool import EngineLoad, EnginePool
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.telemetry import console
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_engine import FakeEngine
@@ -52,6 +52,34 @@ def test_a_server_that_dies_loses_nothing_that_was_received() -> None:
         assert sent["rid"] != dying.requests[0]["rid"]
 
     asyncio.run(run())
+
+
+def test_reported_loads_are_summed_up_until_they_are_taken() -> None:
+    def load(running: int, waiting: int, used: float) -> dict[str, float]:
+        return {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": used}
+
+    async def run() -> dict[str, float]:
+        with FakeSglang(stalls={3: 9}) as fake:
+            fake.loads = [[load(4, 1, 0.25), load(2, 0, 0.5)], [load(1, 0, 0.125)]]
+            async with pool_of(fake) as pool:
+                response = Response(pool)
+                # What cannot be understood is left out, and is nothing against the server.
+                await until(lambda: fake.calls.count("/v1/loads") >= 4)
+                found = pool.states.take_load()
+                assert pool.states.take_load() == {}
+                assert states_of(pool) == ["usable"]
+                fake.stalls.clear()
+                await response.check(20, FinishReason.LENGTH)
+        return found
+
+    assert asyncio.run(run()) == {
+        "running": 3.5,
+        "running_max": 6,
+        "waiting": 0.5,
+        "waiting_max": 1,
+        "cache_used_share": 0.3125,
+        "cache_used_share_max": 0.5,
+    }
 
 
 def test_a_connection_that_breaks_on_a_living_server_is_made_again() -> None:
@@ -381,8 +409,7 @@ def test_paused_requests_go_on_with_new_weights_where_they_stopped(mode: str) ->
                 await pool.resume()
                 completion = await response.check(200, FinishReason.LENGTH)
                 assert pool.num_lost_requests == 0
-                num_retractions = pool.report_load()[0].num_retractions
-                assert num_retractions == {"retract": 2, "in_place": 3}[mode]
+                assert pool.num_retractions == {"retract": 2, "in_place": 3}[mode]
         assert [span.version for span in completion.versions] == [0, 1]
 
     asyncio.run(run())
@@ -411,7 +438,7 @@ def test_requests_wait_until_the_cache_is_expected_to_hold_them() -> None:
             async with pool_of(fake) as pool:
                 responses = [Response(pool) for _ in range(3)]
                 await until(lambda: bool(responses[0].token_ids))
-                assert pool.report_load() == (EngineLoad(fake.address, 1, 30, 0),)
+                assert pool.num_in_flight == 1
                 fake.stalls.clear()
                 for response in responses:
                     await response.check(20, FinishReason.LENGTH)

@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 4
 GROUPS_PER_STEP = 4
-TIMES = re.compile("time/|ranks/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$")
+TIMES = re.compile(
+    "time/|ranks/|collector/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$"
+)
 EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
 """A random model is never right; about half of its responses have an even length."""
 MODES: dict[str, dict[str, Any]] = {

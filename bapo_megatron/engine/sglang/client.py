@@ -29,6 +29,7 @@ from bapo_megatron.engine.base import (
     CompletionSink,
     GenerateRequest,
     GroupPlace,
+    LoadReport,
     MemoryPart,
     PauseMode,
     WeightControl,
@@ -288,6 +289,18 @@ class SglangClient:
             await self._http.control(path, body, timeout_s)
         except RefusedError as error:
             raise ServerError(str(error)) from error
+
+    async def report_load(self, timeout_s: float) -> LoadReport:
+        """See ``LoadReporter``; as the schedulers last told it, which they do as they sample."""
+        path = "/v1/loads"
+        reply = await self._http.call(path, admin=True, timeout_s=timeout_s)
+        with self._http.checked(path):
+            ranks = reply.json()["loads"]
+            return LoadReport(
+                running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+                waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+                cache_used_share=max(float(rank["token_usage"]) for rank in ranks),
+            )
 
     async def _ask_info(self, timeout_s: float | None = None) -> ServerInfo:
         """Ask how the server was started; its scheduler answers, which detects hangs.

@@ -110,17 +110,14 @@ def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
         await asyncio.gather(response.task, return_exceptions=True)
         return was_running
 
-    async def wait_until_idle(http: SglangHttp) -> None:
+    async def wait_until_idle(client: SglangClient) -> None:
         async with asyncio.timeout(60):
-            while True:
-                loads = (await http.call("/v1/loads", admin=True)).json()
-                if sum(load["num_running_reqs"] for load in loads["loads"]) == 0:
-                    return
+            while (load := await client.report_load(60)).running + load.waiting:
                 await asyncio.sleep(0.1)
 
     while not with_client(server.address, leave, server.keys):
         pass  # it had ended before
-    with_http(server.address, wait_until_idle, server.keys)
+    with_client(server.address, wait_until_idle, server.keys)
 
 
 def test_control_calls_take_the_admin_key_only(running: Running) -> None:
