@@ -123,10 +123,12 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=parallel.timeout_s)
-    if has_torchrun:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    place: dict[str, Any] = {"timeout": timeout}
+    if not has_torchrun:
+        place |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    if device.type == "cuda":
+        place["device_id"] = device  # otherwise NCCL guesses it in the first barrier
+    dist.init_process_group(backend, **place)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,

@@ -17,7 +17,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -301,12 +301,6 @@ class MicroBatch:
     """[T] float64: what the objective sums over each response, where it asks for it."""
     selected_T: torch.Tensor | None = None
     """[T] bool: tokens that the objective keeps, where it leaves some out."""
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with every tensor on ``device``."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        kept = {name: value for name, value in values.items() if value is not None}
-        return replace(self, **{n: v.to(device, non_blocking=True) for n, v in kept.items()})
 
     @property
     def num_tokens(self) -> int:

@@ -19,8 +19,8 @@ if [[ -e $run && ! -f $run/config.yaml ]]; then
     exit 2
 fi
 
-# On a GPU machine too, unless CUDA_VISIBLE_DEVICES says otherwise.
-export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-} OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
+# The CPU also where there are GPUs: two ranks and a server would need three.
+export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 "$python" -m bapo_megatron make-tiny "$tiny" --seed "$seed"
 rm -rf "$run" # an earlier demo
 "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \

@@ -26,6 +26,12 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only ``-m gpu`` sees GPUs: servers and ranks of other tests would fight over the first."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules of tests import Megatron as the commands do."""

@@ -40,6 +40,25 @@ def alone() -> tuple[tuple[int, ...], dict[str, float]]:
         shutdown_distributed()
 
 
+def test_nccl_is_told_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class JoinedError(Exception):
+        pass
+
+    def join(*backend: str, **place: object) -> None:
+        raise JoinedError(*backend, place)
+
+    ranks = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}
+    for name, value in {**ranks, "MASTER_ADDR": "node0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", join)
+    with pytest.raises(JoinedError) as joined_:
+        init_distributed(ParallelConfig())
+    backend, place = joined_.value.args
+    assert (backend, place["device_id"]) == ("nccl", torch.device("cuda", 1))
+
+
 @pytest.mark.distributed
 def test_a_process_without_torchrun_is_the_only_rank_and_groups_have_the_configured_time_out() -> (
     None

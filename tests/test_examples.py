@@ -165,9 +165,11 @@ def demo(root: Path, commands: Path, *arguments: str) -> subprocess.CompletedPro
     """The demo of a copy of examples/, with a stand-in for Python."""
     (root / "examples").mkdir()
     shutil.copy(EXAMPLES / "demo.sh", root / "examples")
-    python = stand_in(commands, "python", 'echo "$@"')
+    shown = '[[ $* != *" train "* ]] || echo -n "CUDA_VISIBLE_DEVICES=<$CUDA_VISIBLE_DEVICES> "\n'
+    python = stand_in(commands, "python", shown + 'echo "$@"')
     command = [root / "examples" / "demo.sh", python, "0", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
 def test_the_demo_replaces_the_run_directory_that_it_is_given_and_no_other(
@@ -180,6 +182,7 @@ def test_the_demo_replaces_the_run_directory_that_it_is_given_and_no_other(
     assert (result.returncode, result.stderr) == (0, "")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
     train, plot, summary = result.stdout.splitlines()[1:]
+    assert train.startswith("CUDA_VISIBLE_DEVICES=<> ")  # two ranks and a server share no GPU
     assert train.endswith("optimizer.lr=0 run_dir=runs/other")
     assert plot == "-m bapo_megatron plot runs/other"
     assert "runs/other/summary.json" in summary

@@ -91,6 +91,31 @@ def test_a_build_that_cannot_be_made_says_why_in_one_line(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_warnings_of_nvcc_fail_only_a_build_that_asks_for_it(tmp_path: Path, strict: str) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        '#!/bin/sh\n[ "$1" != --list-gpu-arch ] || exec echo compute_90\n'
+        f'echo "$@" >> {tmp_path}/calls\nexit 1\n'
+    )
+    nvcc.chmod(0o755)
+    variables = {"CUDA_HOME": str(tmp_path), "BAPO_CUDA_ARCHS": "90", "BAPO_STRICT_BUILD": strict}
+    result = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "-t", tmp_path, "-b", tmp_path],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "nvcc failed on csrc/cuda/" in result.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert "compute_90" in calls
+    assert ("--Werror all-warnings" in calls) == (strict == "1")
+
+
 def test_a_python_without_venv_is_named(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     # It runs and has the right version, but cannot import venv.

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from packaging.requirements import Requirement
 from rich.table import Table
 
 from bapo_megatron import __version__
@@ -32,6 +33,8 @@ from bapo_megatron.telemetry.console import uncut_console
 MEGATRON_VERSION = "0.16.1"
 """The version that pyproject.toml asks for."""
 _ANSWER_S = 30.0
+TRANSFORMER_ENGINE = "transformer-engine[core_cu13,pytorch]>=2.9,<2.12"
+"""The range that this Megatron-core declares."""
 REBUILD = "pip install --no-build-isolation -e ."
 
 Verdict = Literal["ok", "note", "problem"]
@@ -268,12 +271,15 @@ def _judge_transformer_engine(machine: Machine) -> Finding:
     name = "transformer-engine"
     version, error = machine.packages[name], machine.transformer_engine_error
     if version is None and machine.gpus:
-        remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        remedy = f"pip install --no-build-isolation '{TRANSFORMER_ENGINE}' (docs/launch.md)"
         return Finding(name, "note", "not installed; layers are the slower local ones", remedy)
     if version is None:
         return Finding(name, "ok", "not installed, and of no use without a GPU")
-    if not error:
+    if not error and Requirement(TRANSFORMER_ENGINE).specifier.contains(version, prereleases=True):
         return Finding(name, "ok", version)
+    if not error:
+        text = f"{version}, outside the range of megatron-core {MEGATRON_VERSION}"
+        return Finding(name, "note", text, f"pip install '{TRANSFORMER_ENGINE}'")
     text = f"{version} cannot be imported: {error}"
     if not machine.gpus:
         return Finding(name, "note", text)

@@ -21,6 +21,9 @@ class ServerConfig(Section):
 
     count: int = Field(1, ge=1)
     """Number of servers; each takes the node's next ``tensor`` GPUs."""
+    first_gpu: int = Field(0, ge=0)
+    """First GPU of the servers among those that are visible; beside a trainer on the same node, the
+    one after the trainer's."""
     host: str = "127.0.0.1"
     """Address that the servers of ``serve`` listen on; the trainer's own stay on the loopback."""
     port: int = Field(0, ge=0, le=65535)

@@ -175,7 +175,8 @@ class MemoryPart(Enum):
     """Memory that an engine on the trainer's GPU releases and takes back."""
 
     WEIGHTS = "weights"
-    CACHE = "kv_cache"
+    CACHE = "cache"
+    """Keys and values, and what else sampling needs beside the weights."""
 
 
 class Engine(Protocol):

@@ -299,7 +299,7 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             loss += chunk_loss
             if grad_weight_VH is not None:
-                _add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
+                add_product_(grad_weight_VH, grad_CV.t(), hidden_CH)
             del hidden_CH  # its room is needed for the other product
             if grad_hidden_NH is not None:
                 grad_hidden_NH.index_add_(0, rows_C, _product(grad_CV, weight_VH.detach()))
@@ -340,8 +340,11 @@ def _product(left_AC: Tensor, right_CB: Tensor) -> Tensor:
     return torch.mm(left_AC, right_CB).to(torch.float32)
 
 
-def _add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
-    """Total += left · right, with the total in float32 and without a second matrix of its size."""
+def add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
+    """Add left · right to a total, usually in float32, without a second matrix of its size.
+
+    On CUDA the product is not rounded to the type of its factors in between.
+    """
     if left_AC.dtype == total_AB.dtype:
         total_AB.addmm_(left_AC, right_CB)
     elif total_AB.is_cuda:

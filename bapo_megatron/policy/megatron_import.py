@@ -1,8 +1,18 @@
 """How a command imports Megatron-core: without noise, and on the CPU without the compiler."""
 
+import importlib.util
+import sys
+import types
 import warnings
 
+import torch
+from torch import Tensor
+
 from bapo_megatron.cpu_torch import uncompiled_imports
+from bapo_megatron.ops.chunked import add_product_
+
+APEX_PRODUCTS = "fused_weight_gradient_mlp_cuda"
+"""The module of apex that Megatron adds gradients of weights up with; it uses no other."""
 
 MESSAGES = (
     r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses
@@ -20,5 +30,23 @@ def import_megatron() -> None:
     """Import Megatron-core; to be called before any module that imports it."""
     for message in MESSAGES:
         warnings.filterwarnings("ignore", message=message)
+    if torch.cuda.is_available():
+        stand_in_for_apex()
     with uncompiled_imports():
         import megatron.core  # noqa: F401
+
+
+def stand_in_for_apex() -> None:
+    """Register ``APEX_PRODUCTS`` where there is no apex."""
+    if importlib.util.find_spec(APEX_PRODUCTS) is not None:
+        return
+    module = types.ModuleType(APEX_PRODUCTS)
+    module.__spec__ = importlib.util.spec_from_loader(APEX_PRODUCTS, None)
+    # Megatron calls the one for a float32 sum, or the one for a 16-bit sum.
+    vars(module).update(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+    sys.modules[APEX_PRODUCTS] = module
+
+
+def _accumulate(input_NI: Tensor, gradient_NO: Tensor, sum_OI: Tensor) -> None:
+    """Add the weight's gradient: N tokens, I inputs and O outputs of a linear layer."""
+    add_product_(sum_OI, gradient_NO.t(), input_NI)

@@ -40,6 +40,7 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups, fail_together
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
@@ -297,7 +298,7 @@ class MegatronPolicy:
             f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
             f"{self.groups.context_size} ranks; padding must belong to a sequence"
         )
-        micro_batch = host_batch.to(self.device)
+        micro_batch = on_device(host_batch, self.device)
         decoder = get_attr_wrapped_model(model, "decoder")
         if not decoder.pre_process:  # the previous stage sent [M, 1, H]; cut it to [N, 1, H]
             decoder.set_input_tensor(decoder.input_tensor[: num_tokens // token_ranks])

@@ -1,6 +1,5 @@
 """The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel."""
 
-import importlib.util
 import random
 from dataclasses import asdict
 from typing import Any
@@ -145,11 +144,9 @@ def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> d
     Our own layers (``fused`` is False) use PyTorch's kernels alone.
     """
     on_gpu = device.type == "cuda"
-    # NVIDIA's apex has the kernel that Megatron's own output layer accumulates gradients with.
-    # Without it every micro-batch's gradient of a weight is rounded to bfloat16 before it is added.
-    accumulates = fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
-        "gradient_accumulation_fusion": accumulates,
+        # Else every micro-batch's gradient of a weight is rounded to bfloat16 before it is added.
+        "gradient_accumulation_fusion": on_gpu,
         "bias_activation_fusion": fused,
         # The unfused form reads sequence lengths from the device, once per layer.
         "apply_rope_fusion": fused,
@@ -158,6 +155,8 @@ def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> d
         "bias_dropout_fusion": False,
         "overlap_p2p_comm": on_gpu and interleaved,
         "batch_p2p_comm": on_gpu and not interleaved,
+        # It is there for a race that torch 1.13 mended, and would stop the host at every message.
+        "batch_p2p_sync": False,
     }
 
 

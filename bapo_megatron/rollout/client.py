@@ -32,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
 _RECEIVE_BYTES = 1 << 20
 _CLOSE_GRACE_S = 5.0
+_MIN_RELEASED_BYTES = 10**8
+"""Less than the weights and the cache of any model that is worth a GPU."""
 
 
 class CollectorClient:
@@ -114,8 +116,17 @@ class CollectorClient:
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         self.wait_ready()
+        free_before, _ = torch.cuda.mem_get_info()
         self._call(messages.RELEASE_MEMORY, None)
         self._lacks_weights = True
+        free_after, _ = torch.cuda.mem_get_info()
+        if (released := free_after - free_before) < _MIN_RELEASED_BYTES:
+            raise RolloutError(
+                "rollout.colocated: the servers were told to release their memory, but the free "
+                f"memory of rank 0's GPU grew by {released / 1e9:.2f} GB only: torch_memory_saver "
+                "is not at work in them (its library needs libcudart, on LD_LIBRARY_PATH), or "
+                f"others took it; see {self._log_path.parent}, or set rollout.colocated=false"
+            )
 
     @property
     def weights(self) -> Caller:

@@ -1,6 +1,10 @@
 """What training needs, checked before anything is started; imports neither torch nor Megatron."""
 
+import os
+
 from bapo_megatron.config.check import check_config
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
 
@@ -18,6 +22,30 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
     check_config(config, world_size, owns_files=owns_files)
     if owns_files and config.replay.dumps is None:
         load_kind(config.rollout.engine).check(config)
+        _check_gpus(config.rollout)
     # ``LossStage`` loads the objective again, for its device and kernels.
     load_objective(config.algorithm)
     Advantages(config.algorithm.advantage)
+
+
+def _check_gpus(rollout: RolloutConfig) -> None:
+    """Servers beside the ranks of this node have other GPUs than these, or release their memory."""
+    import torch
+
+    server, num_gpus = rollout.server, torch.cuda.device_count()
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_own = rollout.engine == "sglang" and not rollout.servers
+    if not has_own or rollout.colocated or not num_gpus or server.first_gpu >= num_ranks:
+        return
+    half = num_gpus // 2
+    divide = (
+        f"divide the node (NPROC={half} … rollout.server.first_gpu={half} "
+        f"rollout.server.count={(num_gpus - half) // server.tensor}), or "
+    )
+    raise ConfigError(
+        f"rollout.server.first_gpu: must be at least {num_ranks}, the number of ranks on this "
+        f"node, got {server.first_gpu}: a server and a rank would fill one GPU, and NCCL has no "
+        f"group of both; {divide if half >= server.tensor else ''}share the GPUs "
+        "(rollout.colocated=true rollout.weight_sync.method=tensor "
+        f"rollout.server.count={num_gpus // server.tensor})"
+    )

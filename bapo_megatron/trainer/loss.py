@@ -28,6 +28,7 @@ from bapo_megatron.algorithm.objective import (
     response_sums,
 )
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.chunked import (
@@ -326,7 +327,7 @@ class _SafeTokens:
         context: UpdateContext,
         device: torch.device,
     ) -> None:
-        self.micro_batch = own = micro_batch.to(device)
+        self.micro_batch = own = on_device(micro_batch, device)
         self.entropy_coefficient = config.entropy_coefficient
         self.trains_T = own.mask_T > 0
         self.correction_T: Tensor | None = None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
+from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.ops.logprob import TokenLogprobs
@@ -301,7 +302,7 @@ class TokenDump:
             return
         parts = []
         for micro_batch, report in tokens:
-            own, (logprob_T, entropy_T) = micro_batch.to(groups.device), report.policy
+            own, (logprob_T, entropy_T) = on_device(micro_batch, groups.device), report.policy
             behaviour_T, advantage_T = own.behaviour_logprob_T, own.advantage_T
             values = (logprob_T, behaviour_T, advantage_T, entropy_T, own.mask_T)  # COLUMNS
             parts.append(torch.stack(values).float())

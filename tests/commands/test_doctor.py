@@ -139,6 +139,16 @@ def test_a_broken_transformer_engine_is_a_problem_where_it_would_be_used() -> No
     assert finding(replace(CPU_ONLY, **broken), "transformer-engine").verdict == "note"
 
 
+def test_the_transformer_engine_that_is_recommended_is_the_one_that_megatron_declares() -> None:
+    # megatron-core 0.16.1, extra "dev": transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0
+    missing = finding(ON_A_GPU, "transformer-engine")
+    assert "'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'" in missing.remedy
+    for version, verdict in (("2.9.0", "ok"), ("2.11.0+abc", "ok"), ("2.12.0", "note")):
+        packages = {**ON_A_GPU.packages, "transformer-engine": version}
+        found = finding(replace(ON_A_GPU, packages=packages), "transformer-engine")
+        assert (found.verdict, version in found.text) == (verdict, True)
+
+
 @pytest.mark.parametrize(
     ("name", "version", "verdict"),
     [

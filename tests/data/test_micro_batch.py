@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -202,20 +201,6 @@ def test_every_tensor_has_the_documented_type():
         "response_sum_T": None,
         "selected_T": None,
     }
-
-
-def test_a_micro_batch_moves_with_what_it_has_and_without_what_it_lacks():
-    built = build_micro_batch([make_sample(2, 3)], [0], [1.0], [1.0], padded(1))
-    known = replace(built, entropy_T=torch.ones(3), selected_T=torch.tensor([True, False, True]))
-
-    moved = known.to(torch.device("meta"))
-
-    for name in built.__slots__:
-        before, after = getattr(known, name), getattr(moved, name)
-        assert (before is None) == (after is None) == (name == "response_sum_T"), name
-        if before is not None:
-            assert (after.device.type, after.dtype) == ("meta", before.dtype), name
-            assert after.shape == before.shape, name
 
 
 def test_a_response_whose_tokens_are_all_masked_trains_none():

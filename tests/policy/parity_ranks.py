@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,10 +27,15 @@ from bapo_megatron.distributed import (
     broadcast_bytes,
     fail_together,
 )
+from bapo_megatron.policy import megatron_setup
+from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.weight_export import gather_weights
 from tests.distributed_launch import joined
 from tests.policy.tiny_models import VOCAB_SIZE, Problem, make_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def build(
@@ -108,9 +117,49 @@ def run_layout(models: dict[str, Path], sizes: dict[str, int], export_root: Path
     return results
 
 
+@contextmanager
+def accumulating_products() -> Iterator[None]:
+    """Megatron as on a GPU without apex: its layers add to gradients through our module."""
+    stand_in_for_apex()
+    settings = megatron_setup._speed_options
+    with (
+        mock.patch.multiple(
+            layers,
+            create=True,
+            fused_weight_gradient_mlp_cuda=importlib.import_module(APEX_PRODUCTS),
+            _grad_accum_fusion_available=True,
+        ),
+        mock.patch.object(
+            megatron_setup,
+            "_speed_options",
+            lambda *given, **options: {
+                **settings(*given, **options),
+                "gradient_accumulation_fusion": True,
+            },
+        ),
+    ):
+        yield
+
+
+def accumulated_gradients(models: dict[str, Path], sizes: dict[str, int]) -> dict[str, Any]:
+    """Gradients of each model that layers added to those of the micro-batch before."""
+    results = {}
+    with joined(**sizes) as groups, accumulating_products():
+        for name, directory in models.items():
+            policy = build(directory, groups)
+            added = mock.Mock(wraps=layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32)
+            with mock.patch.object(
+                layers.fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32", added
+            ):
+                forward_backward(policy, own_problems(groups))
+            results[name] = {"gradients": hf_gradients(policy), "products": added.call_count}
+    return results
+
+
 def single_rank(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
     """The one-rank results, and what does not depend on the layout."""
     results = run_layout(models, {}, export_root)
+    results["accumulated"] = accumulated_gradients(models, {})
     with joined() as groups:
         directory = models["qwen2"]
         results["decay"] = _decayed(build(directory, groups, lr=0.1, weight_decay=0.5))
@@ -130,6 +179,7 @@ def two_ranks(models: dict[str, Path], export_root: Path) -> dict[str, Any]:
         "pipeline": run_layout(models, {"pipeline": 2}, export_root / "pipeline"),
         "context": run_layout(models, {"context": 2}, export_root / "context"),
         "data": run_layout(models, {}, export_root / "data"),
+        "accumulated": accumulated_gradients(models, {"tensor": 2}),
     }
     with joined() as groups:
         results["collectives"] = _collectives(groups)

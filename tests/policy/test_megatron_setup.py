@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bapo_megatron.config.megatron import MegatronConfig
 from bapo_megatron.policy.layer_spec import uses_transformer_engine
-from bapo_megatron.policy.megatron_setup import memory_options
+from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, import_megatron
+from bapo_megatron.policy.megatron_setup import _speed_options, memory_options
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,38 @@ def test_a_transformer_engine_that_megatron_cannot_import_is_refused(
         uses_transformer_engine(torch.device("cuda"), torch.bfloat16)
     monkeypatch.setattr("bapo_megatron.policy.layer_spec.HAVE_TE", True)
     assert uses_transformer_engine(torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["own layers", "Transformer Engine"])
+def test_on_a_gpu_layers_add_up_gradients_and_messages_do_not_stop_the_host(fused: bool) -> None:
+    on_gpu = _speed_options(torch.device("cuda", 0), fused=fused, interleaved=False)
+    assert on_gpu["gradient_accumulation_fusion"]
+    assert (on_gpu["batch_p2p_comm"], on_gpu["batch_p2p_sync"]) == (True, False)
+    on_cpu = _speed_options(torch.device("cpu"), fused=False, interleaved=False)
+    assert not on_cpu["gradient_accumulation_fusion"]
+
+
+def test_the_module_of_apex_is_stood_in_for_on_a_gpu_where_there_is_no_apex(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, APEX_PRODUCTS, None)  # type: ignore[arg-type] - not there
+    import_megatron()
+    assert sys.modules[APEX_PRODUCTS] is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    import_megatron()
+    module = importlib.import_module(APEX_PRODUCTS)
+    for dtype in (torch.float32, torch.bfloat16):
+        sum_OI = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        input_NI = torch.tensor([[1.0, 10.0], [2.0, 20.0]], dtype=dtype)
+        gradient_NO = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]], dtype=dtype)
+        module.wgrad_gemm_accum_fp32(input_NI, gradient_NO, sum_OI)
+        # Row o: Σ over tokens of gradient[n, o] · input[n], on what was there.
+        assert sum_OI.tolist() == [[2.0, 12.0], [5.0, 24.0], [9.0, 46.0]]
+    half_OI = torch.ones(1, 2, dtype=torch.bfloat16)
+    module.wgrad_gemm_accum_fp16(input_NI, gradient_NO[:, :1].contiguous(), half_OI)
+    assert half_OI.tolist() == [[2.0, 11.0]]
+    apex = ModuleType(APEX_PRODUCTS)
+    apex.__spec__ = module.__spec__
+    monkeypatch.setitem(sys.modules, APEX_PRODUCTS, apex)
+    import_megatron()
+    assert sys.modules[APEX_PRODUCTS] is apex

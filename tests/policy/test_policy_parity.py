@@ -120,6 +120,21 @@ def test_gradients_equal_those_of_transformers_summed_over_data_parallel_ranks(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_that_layers_add_up_themselves_are_those_of_autograd(
+    one_rank: dict[str, Any], two_ranks: list[dict[str, Any]], family: str
+) -> None:
+    expected = one_rank[family]["gradients"]
+    for rank in (one_rank, *two_ranks):
+        accumulated = rank["accumulated"][family]
+        # Two micro-batches through two layers of four products each, and the output layer.
+        assert accumulated["products"] == 18
+        assert accumulated["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            tolerance = 5e-5 if name.endswith("k_proj.bias") else 1e-5
+            assert relative_error(accumulated["gradients"][name], gradient) < tolerance, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_data_parallel_ranks_have_the_gradients_of_one(
     results: dict[str, Any], family: str
 ) -> None:

@@ -11,10 +11,14 @@ import pytest
 
 from bapo_megatron.engine.base import MemoryPart
 from bapo_megatron.errors import RolloutError, ServerGoneError
+from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.colocated import ColocatedServers
+from bapo_megatron.rollout.messages import RELEASE_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tests.engine.helpers import MakeConfig
 
 ALL = frozenset(MemoryPart)
 RELEASE = ("release", None)
@@ -209,3 +213,22 @@ def test_a_server_that_fails_is_killed_and_the_others_go_on(
     assert [name for name, _ in events].count("kill") == 1
     assert failing.held == good.held == ALL
     assert "http://server-0: no answer; it is killed (server.log)" in caplog.text
+
+
+@pytest.mark.parametrize(("grown_by", "is_refused"), [(30_000_000_000, False), (2_000_000, True)])
+def test_a_release_that_frees_nothing_on_the_gpu_of_rank_zero_ends_the_run(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, grown_by: int, is_refused: bool
+) -> None:
+    free = iter([1_000_000_000, 1_000_000_000 + grown_by])
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (next(free), 80_000_000_000))
+    client = CollectorClient(make_config(colocated=True), on_progress=lambda _: None)
+    called: list[Any] = []
+    monkeypatch.setattr(client, "wait_ready", lambda: called.append("wait_ready"))
+    monkeypatch.setattr(client, "_call", lambda *call: called.append(call))
+    if is_refused:
+        with pytest.raises(RolloutError, match=r"GPU grew by 0\.00 GB only: torch_memory_saver is"):
+            client.release_memory()
+    else:
+        client.release_memory()
+    assert called == ["wait_ready", (RELEASE_MEMORY, None)]
+    assert client._lacks_weights

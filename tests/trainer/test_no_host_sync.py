@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
@@ -107,7 +108,7 @@ def test_search_and_loss_never_wait_for_the_device(
         ONE_RANK,
         zero_advantage="left_out",
     )
-    micro_batch = update.micro_batches[0].to(device)
+    micro_batch = on_device(update.micro_batches[0], device)
     groups: Any = SimpleNamespace(
         data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1
     )

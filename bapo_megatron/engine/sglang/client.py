@@ -53,6 +53,8 @@ from bapo_megatron.errors import (
 )
 
 _MAX_IDLE_WAIT_S = 30.0
+_TAGS = {MemoryPart.WEIGHTS: ["weights"], MemoryPart.CACHE: ["kv_cache", "cuda_graph"]}
+"""SGLang's names of the memory that is released and taken together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -274,12 +276,12 @@ class SglangClient:
                 "its memory is not released, which would crash it. See the server's log, and "
                 "continue with resume=true"
             ) from error
-        tags = [MemoryPart.CACHE.value, MemoryPart.WEIGHTS.value]
+        tags = _TAGS[MemoryPart.CACHE] + _TAGS[MemoryPart.WEIGHTS]
         await self._memory_call("/release_memory_occupation", {"tags": tags}, timeout_s)
 
     async def take_memory(self, part: MemoryPart, timeout_s: float) -> None:
         """See ``Engine``; with its cache the server continues."""
-        await self._memory_call("/resume_memory_occupation", {"tags": [part.value]}, timeout_s)
+        await self._memory_call("/resume_memory_occupation", {"tags": _TAGS[part]}, timeout_s)
         if part is MemoryPart.CACHE:
             await self._memory_call("/continue_generation", {}, timeout_s)
 

@@ -119,16 +119,18 @@ def _check_own_servers(config: RunConfig) -> None:
             f"have at most {_MAX_PORT}, got {server.port} for the first; lower it"
         )
     num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
-    if num_gpus and wanted > num_gpus:
+    if num_gpus and server.first_gpu + wanted > num_gpus:
         raise ConfigError(
-            "rollout.server.count: count × tensor must be at most this machine's "
-            f"{num_gpus} visible GPUs, got {server.count} × {server.tensor}; lower one of them"
+            "rollout.server.count: first_gpu + count × tensor must be at most this machine's "
+            f"{num_gpus} visible GPUs, got {server.first_gpu} + {server.count} × {server.tensor}; "
+            "lower one of them"
         )
     if not rollout.colocated:
         return
-    if not num_gpus:
+    if not num_gpus or server.first_gpu:
         raise ConfigError(
-            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
+            "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
+            f"got {num_gpus} visible GPUs and rollout.server.first_gpu = {server.first_gpu}; set "
             "rollout.colocated=false"
         )
     sync = rollout.weight_sync

@@ -115,6 +115,12 @@ class SglangServer:
         return f"the SGLang server at {self.address}"
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPUs of its ranks, in this process's numbering; none on the CPU."""
+        first = self.config.first_gpu + self.index * self.config.tensor
+        return () if self.device == "cpu" else tuple(range(first, first + self.config.tensor))
+
+    @property
     def is_started(self) -> bool:
         """See ``EngineServer``."""
         return self._process is not None
@@ -194,6 +200,7 @@ class SglangServer:
             # The memory saver refuses the trainer's expandable segments.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
                 environment.pop(name, None)
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         return environment
 
     def arguments(self) -> list[str]:
@@ -224,9 +231,10 @@ class SglangServer:
         if is_cpu:
             arguments += _CPU_ARGUMENTS
         else:
-            arguments.append(f"--base-gpu-id={self.index * server.tensor}")
+            arguments.append(f"--base-gpu-id={self.gpus[0]}")
         if self.releases_memory:
-            arguments.append("--enable-memory-saver")
+            # Graphs of whole decode steps can be released, those of prefill's segments cannot.
+            arguments += ["--enable-memory-saver", "--cuda-graph-backend-prefill=disabled"]
         return [*arguments, *server.extra_args]
 
 

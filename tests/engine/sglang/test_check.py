@@ -106,8 +106,14 @@ def test_servers_of_others_need_not_fit_this_machine(check):
         (
             8,
             ["rollout.server.count=5", "rollout.server.tensor=2"],
-            "rollout.server.count: count × tensor must be at most this machine's 8 visible GPUs, "
-            "got 5 × 2; lower one of them",
+            "rollout.server.count: first_gpu + count × tensor must be at most this machine's 8 "
+            "visible GPUs, got 0 + 5 × 2; lower one of them",
+        ),
+        (
+            8,
+            ["rollout.server.count=4", "rollout.server.first_gpu=5"],
+            "rollout.server.count: first_gpu + count × tensor must be at most this machine's 8 "
+            "visible GPUs, got 5 + 4 × 1; lower one of them",
         ),
         (
             0,
@@ -118,8 +124,14 @@ def test_servers_of_others_need_not_fit_this_machine(check):
         (
             0,
             ["rollout.colocated=true"],
-            "rollout.colocated: needs a GPU, whose memory servers can release, got none; set "
-            "rollout.colocated=false",
+            "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
+            "got 0 visible GPUs and rollout.server.first_gpu = 0; set rollout.colocated=false",
+        ),
+        (
+            8,
+            ["rollout.colocated=true", "rollout.server.first_gpu=4"],
+            "rollout.colocated: needs servers on the trainer's GPUs, whose memory they release, "
+            "got 8 visible GPUs and rollout.server.first_gpu = 4; set rollout.colocated=false",
         ),
         (
             1,

@@ -22,11 +22,11 @@ KEYS = ApiKeys("api", "admin")
 RELEASE = [
     ("/pause_generation", {"mode": "abort"}),
     ("/flush_cache?timeout=0.5", {}),
-    ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+    ("/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph", "weights"]}),
 ]
 TAKE_WEIGHTS = [("/resume_memory_occupation", {"tags": ["weights"]})]
 TAKE_CACHE = [
-    ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
     ("/continue_generation", {}),
 ]
 
@@ -39,7 +39,7 @@ class FakeMemory:
     """A request is being worked on, whatever is aborted."""
     refused: str = ""
     """Path that is answered with HTTP 400."""
-    held: set[str] = field(default_factory=lambda: {"kv_cache", "weights"})
+    held: set[str] = field(default_factory=lambda: {"kv_cache", "cuda_graph", "weights"})
     is_paused: bool = False
     is_crashed: bool = False
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class FakeMemory:
                 return None
             self.held |= set(body["tags"])
         elif path == "/continue_generation":
-            assert self.held == {"kv_cache", "weights"}
+            assert self.held == {"kv_cache", "cuda_graph", "weights"}
             self.is_paused = False
         return 200
 
@@ -103,7 +103,7 @@ def test_memory_is_released_by_an_idle_server_and_taken_again_part_by_part() -> 
             await client.take_memory(MemoryPart.WEIGHTS, 1.0)
             assert (fake.held, fake.is_paused) == ({"weights"}, True)
             await client.take_memory(MemoryPart.CACHE, 1.0)
-            assert (fake.held, fake.is_paused) == ({"kv_cache", "weights"}, False)
+            assert (fake.held, fake.is_paused) == ({"kv_cache", "cuda_graph", "weights"}, False)
 
     with FakeMemory() as fake:
         with_client(fake.address, use, KEYS)

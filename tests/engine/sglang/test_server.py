@@ -136,6 +136,10 @@ def test_the_servers_of_a_host_have_gpus_and_ports_one_after_the_other(tmp_path:
     ]
     gpus = [[a for a in server.arguments() if "gpu-id" in a] for server in servers]
     assert gpus == [["--base-gpu-id=0"], ["--base-gpu-id=4"], ["--base-gpu-id=8"]]
+    after_the_trainer = _server(tmp_path, "cuda", 1, count=2, tensor=2, first_gpu=4)
+    assert after_the_trainer.gpus == (6, 7)
+    assert "--base-gpu-id=6" in after_the_trainer.arguments()
+    assert _server(tmp_path, first_gpu=4).gpus == ()
     assert servers[2].log_path == tmp_path / "logs" / "sglang_10.0.0.7_2.log"
     assert _server(tmp_path).log_path == tmp_path / "logs" / "sglang.log"
     assert _server(tmp_path, host="::1", port=1).address == "http://[::1]:1"
@@ -198,6 +202,20 @@ def test_servers_have_the_trainers_nccl_settings_and_colocated_ones_not_its_allo
     server.releases_memory = True
     assert server.environment()["NCCL_CUMEM_ENABLE"] == "1"
     assert not set(allocators) & server.environment().keys()
+
+
+def test_a_server_that_releases_its_memory_can_release_its_graphs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # SGLang captures them in memory that can be released only if the variable is set, and then
+    # refuses its default backend for prefill.
+    variable, saver = "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "--enable-memory-saver"
+    monkeypatch.delenv(variable, raising=False)
+    server = _server(tmp_path, device="cuda")
+    assert (server.environment().get(variable), saver in server.arguments()) == (None, False)
+    server.releases_memory = True
+    assert server.environment()[variable] == "1"
+    assert {saver, "--cuda-graph-backend-prefill=disabled"} <= set(server.arguments())
 
 
 def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path: Path) -> None:
