@@ -154,6 +154,8 @@ class Capabilities:
     cache_tokens: int | None = None
     """Tokens whose keys and values fit into its memory, all ranks together; requests are admitted
     by it. None: they are admitted by their number."""
+    gpus: tuple[int, ...] = ()
+    """The GPU of each rank, in the trainer's numbering; empty where that is not known."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
     """Its ``processes.nccl_settings``, as far as it tells them."""
 

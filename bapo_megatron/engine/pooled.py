@@ -64,6 +64,8 @@ class PooledEngine:
     """See ``Capabilities``."""
     cache_tokens: int | None = None
     """See ``Capabilities``; a server that was started again may have another one."""
+    gpus: tuple[int, ...] = ()
+    """See ``Capabilities``."""
     num_broken: int = 0
     """Connections for samples that broke in a row since its last token came."""
     is_paused: bool = False
@@ -355,7 +357,7 @@ class EngineStates:
     async def _admit(self, pooled: PooledEngine) -> None:
         """Check an engine that answers for the first time, or again; raise if it is of no use."""
         capabilities = await pooled.engine.capabilities()
-        pooled.num_ranks = capabilities.num_ranks
+        pooled.num_ranks, pooled.gpus = capabilities.num_ranks, capabilities.gpus
         pooled.cache_tokens = capabilities.cache_tokens
         method = self._config.weight_sync.method
         if method not in capabilities.methods:

@@ -34,7 +34,7 @@ def _check_gpus(rollout: RolloutConfig) -> None:
 
     server, num_gpus = rollout.server, torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_own = rollout.engine == "sglang" and not rollout.servers
+    has_own = rollout.engine == "sglang" and rollout.starts_servers
     if not has_own or rollout.colocated or not num_gpus or server.first_gpu >= num_ranks:
         return
     half = num_gpus // 2

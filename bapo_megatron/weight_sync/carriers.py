@@ -10,7 +10,7 @@ import base64
 import functools
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -197,25 +197,34 @@ class MemoryCarrier:
 
     def __init__(self, device: torch.device) -> None:
         """Prepare for buckets on ``device``."""
-        self._num_ranks: tuple[int, ...] = ()
+        self._device = device
+        self._ranks: list[list[torch.device]] = []
         if device.type == "cpu":
             _start_manager()
 
     def prepare(self, opened: messages.Opened, collector: Caller) -> None:
-        """Remember how many processes open each bucket."""
-        self._num_ranks = opened.num_ranks
+        """Remember which processes open each bucket, and on which GPUs."""
+        self._ranks = [
+            [torch.device("cuda", gpu) for gpu in gpus] or [self._device] * count
+            for gpus, count in zip(opened.gpus, opened.num_ranks, strict=True)
+        ]
 
     def send(self, bucket: Bucket, collector: Caller) -> Callable[[], None]:
         """Describe a bucket to every rank of every server; returns as ``BroadcastCarrier``."""
+        # Each on its rank's own GPU: to map another one's, seven servers of a node would each take
+        # 0.5 GB of rank 0's GPU for a CUDA context there.
+        copies = [[bucket.flat.to(device) for device in devices] for devices in self._ranks]
         payloads = tuple(
-            tuple(shared_memory_payload(unpack(bucket.layout, bucket.flat)) for _ in range(count))
-            for count in self._num_ranks
+            tuple(shared_memory_payload(bucket.layout, flat) for flat in flats) for flats in copies
         )
         request = messages.Take(payloads=payloads, is_last=bucket.is_last)
         taken = collector.start(messages.TAKE, request)
 
-        def await_taken(_: Bucket = bucket) -> None:  # whose memory must stay until it is loaded
+        def await_taken(_: object = copies) -> None:  # whose memory must stay until it is loaded
             check(taken())
+            if self._device.type == "cuda":
+                # Frees the bucket before this one.
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
         return await_taken
 
@@ -228,19 +237,28 @@ class MemoryCarrier:
 Carrier = BroadcastCarrier | MemoryCarrier
 
 
-def shared_memory_payload(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Describe named tensors for one other process of the node, which maps the same memory.
+def shared_memory_payload(layout: BucketLayout, flat: Tensor) -> str:
+    """Describe a bucket for one other process of the node, which maps the same memory.
 
     It is what torch.multiprocessing pickles, as base64: on the CPU the name of a file in shared
-    memory, on a GPU a handle of CUDA IPC. An engine's unpickler need not admit other classes than
-    those that torch names there.
+    memory, on a GPU one handle and one event of CUDA IPC. The pickle is SGLang's "flattened
+    bucket", a dict of ``flattened_tensor`` (``flat``, uint8) and ``metadata``: the name, shape,
+    dtype, first byte, end and size of each tensor, as attributes. An engine's unpickler need not
+    admit other classes than those that torch names, and ``functools.partial``.
 
-    Open a payload once: torch counts the processes that map the memory. Keep the tensors until
-    then.
+    Open a payload once: torch counts the processes that map the memory. Keep the tensor until then.
     """
+    metadata, end = [], 0
+    for (name, tensor), size in zip(unpack(layout, flat), tensor_sizes(layout), strict=True):
+        # Of all that SGLang's unpickler admits, what may have attributes.
+        entry: functools.partial[object] = functools.partial(dict)
+        place = {"start_idx": end, "end_idx": end + size, "numel": size}
+        vars(entry).update(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, **place)
+        metadata.append(entry)
+        end += size
     buffer = io.BytesIO()
     with _files_by_name():
-        _Pickler(buffer).dump(list(tensors))
+        _Pickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -262,9 +280,11 @@ def _start_manager() -> None:
 
 
 class _Pickler(ForkingPickler):
-    """Names a GPU by its uuid: the other process may number GPUs in another way."""
+    """Names a GPU by its uuid, for the other process may number GPUs in another way."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, functools.partial):
+            return value.__reduce__()  # multiprocessing's own loses the attributes
         if not isinstance(value, Tensor) or not value.is_cuda:
             return NotImplemented
         function, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]

@@ -21,6 +21,8 @@ class Opened:
     addresses: tuple[str, ...]
     num_ranks: tuple[int, ...]
     """Tensor-parallel ranks of each."""
+    gpus: tuple[tuple[int, ...], ...]
+    """The GPU of each of these ranks, as rank 0 numbers them; () where that is not known."""
     share_group: bool
     """Whether all of them have joined one group and were never lost since."""
 

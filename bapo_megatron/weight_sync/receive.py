@@ -106,6 +106,7 @@ class WeightReceiver:
         return messages.Opened(
             addresses=tuple(entry.address for entry in self._members),
             num_ranks=tuple(control.tensor_ranks for control in self._members.values()),
+            gpus=tuple(entry.gpus for entry in self._members),
             share_group=share_group,
         )
 

@@ -152,6 +152,9 @@ class WeightSync:
                     self._carrier.give_up()
         finally:
             buckets.end()
+            if self._config.method == "tensor" and policy.device.type == "cuda":
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+                torch.cuda.empty_cache()  # servers on the same GPU take their cache next
 
     def _push_files(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
         """Export the weights to a directory; only the newest version stays on disk."""

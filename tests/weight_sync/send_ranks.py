@@ -57,7 +57,8 @@ class ScriptedSource:
     def _begin(self) -> Opened:
         if self.begin_error:
             raise RolloutError(self.begin_error)
-        return Opened(addresses=(), num_ranks=self.num_ranks, share_group=False)
+        gpus = ((),) * len(self.num_ranks)
+        return Opened(addresses=(), num_ranks=self.num_ranks, gpus=gpus, share_group=False)
 
     def _resume(self) -> float:
         if self.resume_error:

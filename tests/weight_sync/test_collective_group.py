@@ -16,13 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, rendezvous
+from torch.overrides import TorchFunctionMode
 
 from bapo_megatron.config.rollout import WeightSyncConfig
+from bapo_megatron.engine.base import BucketLayout
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.weight_sync import collective_group
+from bapo_megatron.weight_sync import carriers, collective_group
 from bapo_megatron.weight_sync.carriers import (
     AttemptFailedError,
     BroadcastCarrier,
+    Bucket,
+    MemoryCarrier,
     shared_memory_payload,
 )
 from bapo_megatron.weight_sync.collective_group import (
@@ -30,7 +34,7 @@ from bapo_megatron.weight_sync.collective_group import (
     choose_backend,
     rank_zero_address,
 )
-from bapo_megatron.weight_sync.messages import Opened, Outcome
+from bapo_megatron.weight_sync.messages import Opened, Outcome, Take
 from tests.distributed_launch import run_ranks
 
 if TYPE_CHECKING:
@@ -162,7 +166,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
 
             return wait_for_rank_zero
 
-    opened = Opened(addresses=(), num_ranks=(1,), share_group=False)
+    opened = Opened(addresses=(), num_ranks=(1,), gpus=((),), share_group=False)
     with pytest.raises(
         AttemptFailedError,
         match=r"connection closed \(rank 0 could not form a group: no GPUs found\)",
@@ -182,7 +186,7 @@ def test_a_failure_of_rank_zero_alone_is_not_blamed_on_the_servers(
         def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
             return lambda: Outcome(failed=None)
 
-    opened = Opened(addresses=(), num_ranks=(), share_group=False)
+    opened = Opened(addresses=(), num_ranks=(), gpus=(), share_group=False)
     with pytest.raises(RolloutError, match="rank 0 could not form a group"):
         carrier.prepare(opened, Source())
     carrier.close()
@@ -193,8 +197,9 @@ def _raise(message: str) -> None:
 
 
 def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
-    tensors = {"a": torch.arange(5000.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
-    pickled = base64.b64decode(shared_memory_payload(tensors.items()))
+    layout = BucketLayout(("a", "b"), ("float32", "bfloat16"), ((5000,), (2, 3)))
+    flat = torch.arange(20012).to(torch.uint8)
+    pickled = base64.b64decode(shared_memory_payload(layout, flat))
     assert len(pickled) < 2000
     found: set[tuple[str, str]] = set()
 
@@ -203,15 +208,22 @@ def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
             found.add((module, name))
             return super().find_class(module, name)
 
-    opened = dict(Recorder(io.BytesIO(pickled)).load())
-    assert opened.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert opened[name].equal(tensor)
-        assert opened[name].data_ptr() == tensor.data_ptr()  # the same memory, in this process
+    opened = Recorder(io.BytesIO(pickled)).load()
+    assert opened["flattened_tensor"].equal(flat)
+    assert opened["flattened_tensor"].data_ptr() == flat.data_ptr()  # the same memory, here
+    # What sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata holds.
+    names = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+    assert [tuple(getattr(meta, name) for name in names) for meta in opened["metadata"]] == [
+        ("a", (5000,), torch.float32, 0, 20000, 20000),
+        ("b", (2, 3), torch.bfloat16, 20000, 20012, 12),
+    ]
     # All of them are in ALLOWED_GLOBALS of sglang.srt.utils.common.SafeUnpickler of 0.5.21.
     assert found == {
+        ("builtins", "dict"),
+        ("functools", "partial"),
         ("torch", "Tensor"),
         ("torch", "Size"),
+        ("torch", "uint8"),
         ("torch", "float32"),
         ("torch", "bfloat16"),
         ("torch.storage", "UntypedStorage"),
@@ -219,3 +231,42 @@ def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
         ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
         ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
     }
+
+
+def test_each_rank_of_own_servers_gets_a_bucket_on_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The GPUs are pretended; nothing is on them."""
+    collected: list[str] = []
+    moved: list[torch.device] = []
+    payloads: list[tuple[tuple[str, ...], ...]] = []
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), _: Any = None) -> Any:
+            assert func is torch.Tensor.to
+            moved.append(args[1])
+            return args[0]
+
+    class Source:
+        def start(self, call: Call[Any, Any], request: Take, /) -> Any:
+            payloads.append(request.payloads)
+            return lambda: Outcome(failed=None)
+
+    monkeypatch.setattr("torch.cuda.ipc_collect", lambda: collected.append("collected"))
+    monkeypatch.setattr(carriers, "shared_memory_payload", lambda *_: f"to {moved[-1]}")
+    carrier = MemoryCarrier(torch.device("cuda", 0))
+    opened = Opened(
+        addresses=("http://own:1", "http://own:2", "http://other:3"),
+        num_ranks=(2, 2, 1),
+        gpus=((4, 5), (6, 7), ()),
+        share_group=False,
+    )
+    carrier.prepare(opened, Source())
+    bucket = Bucket(BucketLayout((), (), ()), torch.zeros(8, dtype=torch.uint8), is_last=True)
+    with Copies():
+        await_taken = carrier.send(bucket, Source())
+    assert [str(device) for device in moved] == [f"cuda:{gpu}" for gpu in (4, 5, 6, 7, 0)]
+    assert [len(of_server) for of_server in payloads[0]] == [2, 2, 1]
+    assert collected == []
+    await_taken()
+    assert collected == ["collected"]

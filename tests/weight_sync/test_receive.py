@@ -33,6 +33,7 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
         assert opened == Opened(
             addresses=tuple(server.address for server in servers),
             num_ranks=(1, 1),
+            gpus=((), ()),
             share_group=False,
         )
         assert setting.states() == ["usable", "usable"]

@@ -17,7 +17,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,20 @@ class SglangClient:
     stepper = None
 
     def __init__(
-        self, address: str, keys: ApiKeys, *, request_timeout_s: float, model: Path | None = None
+        self,
+        address: str,
+        keys: ApiKeys,
+        *,
+        request_timeout_s: float,
+        model: Path | None = None,
+        gpus: tuple[int, ...] = (),
     ) -> None:
         """Connect to nothing; ``request_timeout_s`` limits calls that have no other limit.
 
         ``check`` refuses a server of another model than that in the directory ``model``.
         """
         self._model = model
+        self._gpus = gpus
         self._http = SglangHttp(address, keys, request_timeout_s)
         self.address = self._http.address
         self._in_flight: dict[str, _Flight] = {}
@@ -239,7 +246,7 @@ class SglangClient:
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         """See ``Engine``."""
-        return (await self._ask_info(timeout_s)).capabilities
+        return replace((await self._ask_info(timeout_s)).capabilities, gpus=self._gpus)
 
     async def check(
         self, temperature: float, in_flight: str, probe_prompts: Sequence[Sequence[int]] = ()
@@ -384,7 +391,7 @@ class SglangWeightControl:
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
         """See ``WeightControl``."""
-        body = {"serialized_named_tensors": list(payloads)}
+        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
         await self._update("/update_weights_from_tensor", body, version, timeout_s)
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:

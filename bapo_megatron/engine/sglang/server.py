@@ -244,12 +244,17 @@ class SglangBackend:
     def __init__(self, config: RunConfig, device: str) -> None:
         """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
         self._config = config
-        self.servers: Sequence[EngineServer] = ()
+        self._own: Sequence[SglangServer] = ()
         if config.rollout.starts_servers:
             self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
-            self.servers = own_servers(config, device, self._keys)
+            self._own = own_servers(config, device, self._keys)
         else:
             self._keys = ApiKeys.from_environment()
+
+    @property
+    def servers(self) -> Sequence[EngineServer]:
+        """See ``Backend``."""
+        return self._own
 
     def addresses(self) -> Sequence[str]:
         """See ``Backend``."""
@@ -262,6 +267,7 @@ class SglangBackend:
             self._keys,
             request_timeout_s=self._config.rollout.request_timeout_s,
             model=self._config.model.path,
+            gpus=next((s.gpus for s in self._own if s.address == address), ()),
         )
 
 
