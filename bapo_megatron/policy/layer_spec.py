@@ -33,8 +33,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-
-from bapo_megatron.data.micro_batch import context_positions
+from torch.nn.attention.bias import causal_lower_right
 
 
 def layer_spec(
@@ -168,17 +167,27 @@ class PackedCausalAttention(nn.Module):
 
     def _attend(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
         """Attend within one sequence, of which this rank has S queries; returns [S, H, D]."""
-        mask, size = None, self.context.size()
-        if size > 1:  # [S, C · S]: which keys of the whole sequence each query sees
-            own = context_positions(len(key_SGD), self.context.rank(), size)
-            own_S = torch.from_numpy(own).to(query_SHD.device)
-            mask = own_S[:, None] >= torch.arange(len(key_SGD), device=query_SHD.device)
+        size = self.context.size()
+        if size == 1:
+            return self._causal(query_SHD, key_SGD, value_SGD)
+        chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # of what each own chunk may see
+        parts = zip(query_SHD.chunk(2), ends, strict=True)
+        return torch.cat(
+            [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]
+        )
+
+    def _causal(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
+        """Let the last query see every key, and each one before it one key less."""
+        num_queries, num_keys = len(query_SHD), len(key_SGD)
+        # On a GPU no mask is made of it, whose entries would be the square of a sequence.
+        bias = None if num_queries == num_keys else causal_lower_right(num_queries, num_keys)
         output_HSD = F.scaled_dot_product_attention(
             query_SHD.transpose(0, 1)[None],
             key_SGD.transpose(0, 1)[None],
             value_SGD.transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
+            attn_mask=bias,
+            is_causal=bias is None,
             scale=self.scale,
             enable_gqa=True,
         )[0]
