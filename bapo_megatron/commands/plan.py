@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.planning.disk import BUFFER_TOKEN_BYTES, DUMP_TOKEN_BYTES, OPTIMIZER_BYTES
 from bapo_megatron.planning.layout import Layout, chunk_parameters
 from bapo_megatron.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
@@ -127,6 +128,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
         _phases_table(plan),
         f"GPU-hours of {gpus} GPUs: {_number(hours)} per step, {_number(hours * plan.steps)} in "
         f"{plan.steps:,} steps",
+        _disk_table(plan),
         _layouts_table(plan),
         *_assumptions(plan),
     ):
@@ -209,6 +211,17 @@ def _phases_table(plan: Plan) -> Table:
     return table
 
 
+def _disk_table(plan: Plan) -> Table:
+    total = sum(use.total_bytes for use in plan.disk)
+    table = _table(
+        f"Disk under run_dir in {plan.steps:,} steps, {_gb(total)} GB at the most",
+        *("files", ">GB each", ">number", ">GB"),
+    )
+    for use in plan.disk:
+        table.add_row(use.what, _gb(use.each_bytes), f"{use.number:,}", _gb(use.total_bytes))
+    return table
+
+
 def _layouts_table(plan: Plan) -> Table:
     fitting = sum(estimate.fits for estimate in plan.layouts)
     table = _table(
@@ -250,6 +263,8 @@ def _assumptions(plan: Plan) -> list[str]:
         "responses uniform from 0 to twice that",
         f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each ({rate})",
         f"layers: {a.layers}",
+        f"disk: {OPTIMIZER_BYTES} bytes of optimizer state per parameter, {DUMP_TOKEN_BYTES} bytes "
+        f"per response token of a dump with texts, {BUFFER_TOKEN_BYTES} of an unfinished sample",
         *plan.notes,
     ]
     return ["[bold]Assumptions[/] (1 GB = 10⁹ bytes)", *(f"- {line}" for line in lines)]

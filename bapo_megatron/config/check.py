@@ -53,6 +53,12 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
             f"log.hang_s: must be below parallel.timeout_s = {config.parallel.timeout_s:g}, got "
             f"{config.log.hang_s:g}: the run would end before it says who waits; lower it"
         )
+    keep, every = config.rollout.keep_dumps, config.checkpoint.every_steps
+    if 0 < keep <= every:
+        raise ConfigError(
+            f"rollout.keep_dumps: must be above checkpoint.every_steps = {every}, got {keep}: a "
+            "replay from the newest checkpoint needs the steps after it; raise it, or keep all (0)"
+        )
     if config.replay.dumps is not None:
         _check_replay(config.replay.dumps, config.train.steps)
     else:

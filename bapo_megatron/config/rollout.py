@@ -211,6 +211,9 @@ class RolloutConfig(Section):
     dump: bool = True
     """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay, and
     their texts in ``rollouts/texts/``."""
+    keep_dumps: int = Field(0, ge=0)
+    """Number of newest dumps that stay, with their texts; 0: all. Above ``checkpoint.every_steps``,
+    so that a replay from the newest checkpoint has every step after it."""
     timeline: bool = False
     """Write ``<run_dir>/timeline/step_<n>.json``: every request of the step as Chrome trace."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.gpus import find_gpu, peak_flops
+from bapo_megatron.planning.disk import DiskUse, disk_use
 from bapo_megatron.planning.hardware import Assumptions, LayerKind
 from bapo_megatron.planning.layout import (
     Group,
@@ -80,6 +81,8 @@ class Plan:
     phases: list[PhaseTime]
     steps: int
     """Steps of the whole run."""
+    disk: list[DiskUse]
+    """Of the whole run, at the most."""
     bubble_share: float
     layouts: list[LayoutEstimate]
     """Those that fit first, each group from the fastest; the configured one is among them."""
@@ -152,6 +155,7 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         rollout_tokens_per_s=rate,
         phases=[rollout_phase, *training, weight_sync_time(case)],
         steps=config.train.steps,
+        disk=disk_use(case, workload),
         bubble_share=bubble_share,
         layouts=_rank_layouts(case),
         notes=_notes(case, rollout),

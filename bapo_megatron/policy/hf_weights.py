@@ -10,10 +10,11 @@ hold equal parts of it along ``axis``:
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -132,20 +133,34 @@ def shard_shape(weight: Weight, hf: HfConfig, size: int) -> tuple[int, ...]:
     return tuple(whole)
 
 
-def to_shard(
-    weight: Weight, tensors: Sequence[Tensor], hf: HfConfig, rank: int, size: int
-) -> Tensor:
-    """Return the part of a Megatron parameter that one tensor-parallel rank holds."""
-    whole = tensors[0]
+def to_shard(weight: Weight, tensors: Sequence[Any], hf: HfConfig, rank: int, size: int) -> Tensor:
+    """Return the part of a Megatron parameter that one tensor-parallel rank holds.
+
+    ``tensors`` are the Hugging Face tensors, or safetensors' slices of them: only the rank's rows
+    or columns are asked for.
+    """
+    parts: list[Tensor] = [
+        tensor[_own_part(weight, shape, rank, size)]
+        for tensor, shape in zip(tensors, hf_shapes(weight, hf).values(), strict=True)
+    ]
     if weight.form == "vocab":
-        padding = padded_vocab_size(hf.vocab_size, size) - hf.vocab_size
-        whole = torch.cat([whole, whole.new_zeros(padding, hf.hidden_size)])
-    elif len(tensors) > 1:
-        num_groups = _num_groups(weight, hf, size)
-        # Cut before they are joined: a rank has no room to spare for the parts of the others.
-        own = [tensor.unflatten(0, (num_groups, -1)).chunk(size)[rank] for tensor in tensors]
-        return torch.cat(own, dim=1).flatten(0, 1)
-    return whole if weight.axis is None else whole.chunk(size, weight.axis)[rank]
+        padding = padded_vocab_size(hf.vocab_size, size) // size - len(parts[0])
+        return torch.cat([parts[0], parts[0].new_zeros(padding, hf.hidden_size)])
+    if len(parts) == 1:
+        return parts[0]
+    num_groups = _num_groups(weight, hf, size) // size
+    by_group = [part.unflatten(0, (num_groups, -1)) for part in parts]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
+
+
+def _own_part(weight: Weight, shape: tuple[int, ...], rank: int, size: int) -> tuple[slice, ...]:
+    """Where a rank's part of a Hugging Face tensor lies: consecutive rows or columns."""
+    if weight.axis is None:
+        return (slice(None),)
+    end = shape[weight.axis]
+    length = (padded_vocab_size(end, size) if weight.form == "vocab" else end) // size
+    own = slice(min(end, rank * length), min(end, (rank + 1) * length))
+    return (*(slice(None),) * weight.axis, own)
 
 
 def from_shards(weight: Weight, shards: Sequence[Tensor], hf: HfConfig) -> dict[str, Tensor]:
@@ -194,7 +209,7 @@ def load_weights(
 ) -> None:
     """Fill this rank's parameters from the directory's safetensors files.
 
-    Only the tensors of this rank's layers are read.
+    Only this rank's rows or columns of the tensors of its layers are read.
 
     Raises:
         ValueError: Files or tensors are missing, unexpected or of the wrong shape; all are named.
@@ -203,8 +218,7 @@ def load_weights(
     held = local_weights(chunks, hf)
     stored_dtypes([weight for weight, _ in held], files, hf, model_dir)
     for weight, parameter in held:
-        tensors = [read_tensor(files[name], name) for name in weight.hf]
-        shard = to_shard(weight, tensors, hf, groups.tensor_rank, groups.tensor_size)
+        shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
         parameter.copy_(shard)
         if weight.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -267,6 +281,18 @@ def read_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor; the file is mapped for no longer than the tensor lives."""
     with safe_open(path, framework="pt") as reader:
         return reader.get_tensor(name)
+
+
+def read_shard(
+    weight: Weight, files: Mapping[str, Path], hf: HfConfig, rank: int, size: int
+) -> Tensor:
+    """Read the part of a Megatron parameter that one tensor-parallel rank holds, and no more."""
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(safe_open(files[name], framework="pt")) for name in weight.hf
+        ]
+        slices = [reader.get_slice(name) for reader, name in zip(readers, weight.hf, strict=True)]
+        return to_shard(weight, slices, hf, rank, size)
 
 
 def stored_dtypes(

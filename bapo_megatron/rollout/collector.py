@@ -45,7 +45,7 @@ from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.replay import write_samples, write_timeline
+from bapo_megatron.rollout.replay import remove_dumps, write_samples, write_timeline
 from bapo_megatron.rollout.saved import read_saved, write_saved
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.timeline import Timeline
@@ -279,7 +279,13 @@ class Collector:
     async def _hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
         """Write a batch where the trainer finds it, and what else belongs to its step."""
         kept_texts = texts if self._config.rollout.dump else None
-        await write_samples(self._batch_path(batch.step), batch, kept_texts)
+        path = self._batch_path(batch.step)
+        await write_samples(path, batch, kept_texts)
+        if keep := self._config.rollout.keep_dumps:
+            try:
+                await asyncio.to_thread(remove_dumps, path.parent, batch.step - keep)
+            except OSError as error:
+                _LOG.warning("cannot remove an old dump (%s); remove it by hand", error)
         if self._config.rollout.timeline:
             content = self._timeline.render()
             self._timeline.clear()  # at once: what ends during the write belongs to the next file

@@ -32,6 +32,18 @@ async def write_samples(
         await _in_thread(functools.partial(write_batch, path, batch))
 
 
+def remove_dumps(directory: Path, last_step: int) -> None:
+    """Remove the dumps of the steps up to ``last_step``, each before its texts; keep other files.
+
+    What a kill in between leaves is removed by the next call.
+    """
+    for folder in (directory, directory / "texts"):
+        for path in folder.glob("step_*.parquet"):
+            step = path.stem.removeprefix("step_")
+            if step.isdecimal() and int(step) <= last_step:
+                path.unlink()
+
+
 async def write_timeline(path: Path, step: int, content: str) -> None:
     """Write what ``Timeline.render`` returned, in a thread."""
     with write_errors(f"the timeline of step {step}", path, "set rollout.timeline=false"):

@@ -298,6 +298,12 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "raise parallel.timeout_s",
         ),
         (
+            ["rollout.keep_dumps=20", "checkpoint.every_steps=20"],
+            1,
+            "rollout.keep_dumps: must be above checkpoint.every_steps = 20, got 20: a replay from "
+            "the newest checkpoint needs the steps after it; raise it, or keep all (0)",
+        ),
+        (
             ["log.hang_s=7200"],
             1,
             "log.hang_s: must be below parallel.timeout_s = 7200, got 7200: the run would end "

@@ -100,6 +100,36 @@ def test_the_kv_cache_of_a_rollout_gpu_by_hand() -> None:
     assert limited.kv_cache_bytes == 20_000 * 57_344 / 2
 
 
+def test_the_disk_of_a_run_by_hand() -> None:
+    rollout = {
+        **RUN_7B["rollout"],
+        "groups_per_step": 64,
+        "samples_per_group": 8,
+        "max_response_tokens": 8192,
+        "oversample_groups": 16,
+        "async_steps": 1,
+        "keep_dumps": 30,
+    }
+    checkpoint = {"every_steps": 20, "keep_last": 3, "keep_every": 50, "best": "eval/x/avg_at_k"}
+    plan = plan_7b(
+        PlanOptions(gpus=4, response_tokens=1000),
+        rollout=rollout,
+        train={**RUN_7B["train"], "steps": 200},
+        checkpoint=checkpoint,
+        replay={"batches": 2},
+    )
+    # Kept: 3 newest, 2 whose step is a multiple of 20 and 50, the best; and one that is written.
+    # In each: 16 + 64 groups on their way and 2 batches of 64, of 8 samples of 1,000 tokens.
+    assert [(use.what, use.each_bytes, use.number) for use in plan.disk] == [
+        ("checkpoint", 14 * 7_615_616_512, 7),
+        ("its unfinished samples", pytest.approx(5.7 * 208 * 8 * 1000), 7),
+        ("dump", pytest.approx(7.8 * 64 * 8 * 1000), 30),
+        ("export", 2 * 7_615_616_512, 1),
+    ]
+    kept = plan_7b(rollout={**RUN_7B["rollout"], "dump": False}, checkpoint={"at_end": False})
+    assert [use.number for use in kept.disk] == [0, 0, 0, 0]
+
+
 def test_a_server_too_small_for_its_model_is_planned_larger_and_says_so() -> None:
     plan = make_plan(run_config(), model("deepseek-r1-distill-qwen-32b"), PlanOptions(gpus=1))
     assert plan.rollout.gpus_per_server == 2  # 65.5 GB of weights in 64 GB

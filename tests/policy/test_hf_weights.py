@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
 from bapo_megatron.policy.hf_weights import (
     EMBEDDING,
     LAYER,
     from_shards,
     hf_shapes,
+    read_shard,
     to_shard,
     weight_table,
 )
 from bapo_megatron.policy.weight_export import plan_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
 
 HF = HfConfig(
     model_type="qwen2",
@@ -81,6 +93,51 @@ def test_shards_of_any_number_of_ranks_give_back_every_tensor() -> None:
             restored = from_shards(weight, shards, HF)
             assert restored.keys() == tensors.keys()
             assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
+
+
+class CountingReader:
+    """A safetensors reader that counts the bytes of what is asked of its slices."""
+
+    num_bytes = 0
+
+    def __init__(self, path: Path, framework: str) -> None:
+        self.path, self.framework = path, framework
+
+    def __enter__(self) -> CountingReader:
+        self.reader = safe_open(self.path, framework=self.framework).__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.__exit__(None, None, None)
+
+    def get_slice(self, name: str) -> CountingReader:
+        self.slice = self.reader.get_slice(name)
+        return self
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+        tensor = self.slice[part]
+        CountingReader.num_bytes += tensor.nbytes
+        return tensor
+
+
+def test_tensor_parallel_ranks_read_the_model_once_and_not_once_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = replace(HF, vocab_size=300, hidden_size=64, intermediate_size=96, num_heads=8, head_dim=8)
+    shapes = {n: s for weight in weight_table(hf) for n, s in hf_shapes(weight, hf).items()}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    files = dict.fromkeys(tensors, path)
+    monkeypatch.setattr(hf_weights, "safe_open", CountingReader)
+    for weight in weight_table(hf):
+        whole = [tensors[name] for name in weight.hf]
+        for rank in range(2):
+            shard = read_shard(weight, files, hf, rank, 2)
+            assert torch.equal(shard, to_shard(weight, whole, hf, rank, 2))
+    # Three norms of 64 float32 values are held, and read, by both ranks.
+    model_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert CountingReader.num_bytes == model_bytes + 3 * 64 * 4
 
 
 def test_tied_models_have_no_output_layer() -> None:

@@ -34,7 +34,7 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
 ) -> None:
     with FakeSglang(stop_at=20) as fake:
         config = with_rewards(
-            make_config(servers=(fake.address,), max_response_tokens=40),
+            make_config(servers=(fake.address,), max_response_tokens=40, keep_dumps=1),
             workers=1,
             functions=[
                 {"name": "math", "function": "math"},
@@ -45,6 +45,9 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
             overlong={"buffer_tokens": 40},
             repetition={"ngram_tokens": 2, "penalty": 0.25},
         )
+        old = config.run_dir / "rollouts" / "step_000000.parquet"
+        old.parent.mkdir(parents=True)
+        old.touch()
         client = CollectorClient(config, on_progress=lambda text: None)
         try:
             with forked_collectors():
@@ -62,6 +65,7 @@ def test_a_batch_carries_the_parts_of_its_rewards_after_all_processes_wrote_thei
     assert re.search(r"rollout/collector.py\", line \d+ in main\n", collector)
     assert re.search(r"bapo_megatron/worker.py\", line \d+ in main\n", worker)
     assert encoded is not None
+    assert [path.name for path in old.parent.glob("*.parquet")] == ["step_000001.parquet"]
     batch = decode_batch(encoded)
     texts = pq.read_table(texts_path(Path(encoded.name))).to_pylist()
     assert batch.stats.reward_errors == len(batch.samples)

@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import decode_batch, write_batch
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.replay import ReplaySource
+from bapo_megatron.rollout.replay import ReplaySource, remove_dumps
 from tests.data.samples import make_batch
 
 if TYPE_CHECKING:
@@ -40,6 +40,21 @@ def test_replay_can_begin_at_any_step_after_a_resume(dumps: Path) -> None:
     assert not path.exists()
     source.restore(path)
     assert decode_batch(source.collect(4)).step == 4
+
+
+def test_old_dumps_and_their_texts_are_removed_and_nothing_else(dumps: Path) -> None:
+    (dumps / "texts").mkdir()
+    others = ("step_000001.parquet.bak", "step_last.parquet", "notes.parquet", "texts/step_1.txt")
+    for name in (*others, *(f"texts/step_{step:06d}.parquet" for step in (0, 2, 3, 4))):
+        (dumps / name).write_text("")
+    remove_dumps(dumps, 2)
+    left = {str(path.relative_to(dumps)) for path in dumps.rglob("*") if path.is_file()}
+    assert left == {
+        *others,
+        "step_000004.parquet",
+        "texts/step_000003.parquet",
+        "texts/step_000004.parquet",
+    }
 
 
 def test_a_missing_step_is_named_with_what_is_there(dumps: Path) -> None:
