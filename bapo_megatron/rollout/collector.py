@@ -21,6 +21,7 @@ from pathlib import Path
 from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
@@ -55,6 +56,8 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """Limit of one line."""
+_OTHER_FILES = 256
+"""Open files beside the connections of requests: logs, graders, control calls."""
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
 
@@ -171,6 +174,8 @@ class Collector:
 
     def _start_servers(self, device: str) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(self._config, device)
+        if self._backend.servers or self._config.rollout.servers:
+            _check_files(self._config.rollout)
         if self._backend.servers:
             rollout = self._config.rollout
             self._supervisor = ServerSupervisor(self._backend.servers, rollout, rollout.min_servers)
@@ -301,6 +306,20 @@ class Collector:
 
     def _report(self, text: str) -> None:
         self._send(calls.Progress(text))
+
+
+def _check_files(rollout: RolloutConfig) -> None:
+    """Refuse more requests in flight than this process may have connections."""
+    num_groups = rollout.groups_per_step * (1 + rollout.steps_ahead) + rollout.oversample_groups
+    num_samples = num_groups * rollout.samples_per_group
+    needed = _OTHER_FILES + min(rollout.max_connections or num_samples, num_samples)
+    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > available:
+        raise RolloutError(
+            f"rollout.max_connections: a connection per request needs {needed} open files, got a "
+            f"limit of {available} (ulimit -Hn); raise it, or set rollout.max_connections to at "
+            f"most {max(available - _OTHER_FILES, 1)}"
+        )
 
 
 class _WarningsToClient(logging.Handler):

@@ -207,6 +207,7 @@ def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
         lost_requests=6,
         retractions=7,
         engine_load={"running": 2.5},
+        loop_lag_s=0.5,
     )
     values = step_metrics(replace(_batch(), stats=stats), {}, 0.0, {}).values
     assert {name: values[f"rollout/{name}"] for name in WORK} == {
@@ -219,7 +220,7 @@ def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
         "regenerated_samples": 5.0,
         "lost_requests": 6.0,
     }
-    assert values["engines/retractions"] == 7.0
+    assert (values["engines/retractions"], values["collector/loop_lag_s"]) == (7.0, 0.5)
     assert values["engines/running"] == 2.5
     assert "rollout/dropped_carried_groups" not in values
 
