@@ -170,13 +170,22 @@ def megatron_groups(
 
 
 def record_collectives(logs: Path) -> None:
-    """Have NCCL keep its last collectives, and write them to ``logs`` where one exceeds its limit.
+    """Have torch keep the last collectives, and NCCL write its own where one exceeds its limit.
 
-    Call it before ``init_distributed``. What the user has set stays.
+    Call it before ``init_distributed``, and after servers were started, which would write to
+    ``logs`` as well. What the user has set stays.
     """
     for name, (former_name, value) in _FLIGHT_RECORDER.items():
         if former_name not in os.environ:
             os.environ.setdefault(name, value.format(logs=logs.absolute()))
+
+
+def write_collectives(logs: Path, rank: int) -> None:
+    """Write the last collectives of this rank, those of NCCL and gloo, for ``torchfrtrace``."""
+    for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+        dump = getattr(torch._C._distributed_c10d, name, None)  # no NCCL in a build for the CPU
+        if dump is not None:
+            (logs / f"{backend}_trace_rank_{rank}").write_bytes(dump())
 
 
 def own_store(prefix: str) -> Store:

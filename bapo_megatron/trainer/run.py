@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -25,6 +26,7 @@ from bapo_megatron.distributed import (
     own_store,
     record_collectives,
     shutdown_distributed,
+    write_collectives,
 )
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.files import atomic_write_text
@@ -140,7 +142,8 @@ class Run:
                 cpu_compat.install()  # lets Megatron-core run without CUDA
             groups = init_distributed(config.parallel)
             store, hang_s = own_store("bapo_megatron/hang"), config.log.hang_s
-            watch = HangWatch(timer.pulse, store, rank, groups.world_size, hang_s, logs)
+            write_more = partial(write_collectives, logs, rank)
+            watch = HangWatch(timer.pulse, store, rank, groups.world_size, hang_s, write_more)
             stack.callback(watch.start())
             if config.rollout.colocated:  # before the policy needs the memory
                 if source is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import time
@@ -112,6 +113,8 @@ class Outcome:
     best: BestCheckpoint | None
     stacks: str
     """What this rank wrote of its stacks."""
+    collectives: set[str]
+    """The kinds of collectives that it wrote."""
     scraped: str = ""
     """What Prometheus got."""
 
@@ -156,6 +159,7 @@ def _outcome(
     latest = find_latest(checkpoints)
     metrics = run_dir / "metrics.jsonl"
     scraped = run_dir.parent / "scraped"
+    traced = run_dir / "logs" / f"gloo_trace_rank_{os.environ['RANK']}"
     stacks = run_dir / "logs" / f"stacks_rank_{os.environ['RANK']}.txt"
     return Outcome(
         error,
@@ -166,6 +170,9 @@ def _outcome(
         sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
         find_best(checkpoints) if os.environ["RANK"] == "0" else None,
         stacks.read_text() if stacks.exists() else "",
+        {e["profiling_name"] for e in pickle.loads(traced.read_bytes())["entries"]}
+        if traced.exists()
+        else set(),
         scraped.read_text() if scraped.exists() else "",
     )
 
@@ -220,7 +227,7 @@ STOPPED = re.compile(
     r"no progress for 0.6 s \(log.hang_s\): "
     r"rank 1 in training, forward and backward of update 2 after 0 signs of life for \d+ s; "
     r"rank 0 in training, forward and backward of update 2 after [1-9]\d* signs of life for \d+ s; "
-    r"stacks: \S+/logs/stacks_rank_\*.txt and collector.log"
+    r"stacks and the last collectives are in <run_dir>/logs \(docs/runtime.md\)"
 )
 """What rank 0 is to say of ``_stand_still``."""
 
