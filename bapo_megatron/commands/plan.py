@@ -212,13 +212,11 @@ def _phases_table(plan: Plan) -> Table:
 
 
 def _disk_table(plan: Plan) -> Table:
-    total = sum(use.total_bytes for use in plan.disk)
-    table = _table(
-        f"Disk under run_dir in {plan.steps:,} steps, {_gb(total)} GB at the most",
-        *("files", ">GB each", ">number", ">GB"),
-    )
+    table = _table("Disk under run_dir, GB", "files", ">each", ">number", ">GB")
     for use in plan.disk:
         table.add_row(use.what, _gb(use.each_bytes), f"{use.number:,}", _gb(use.total_bytes))
+    total = sum(use.total_bytes for use in plan.disk)
+    table.add_row("[bold]whole run[/]", "", "", f"[bold]{_gb(total)}[/]")
     return table
 
 
