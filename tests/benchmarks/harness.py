@@ -42,8 +42,7 @@ PACKAGES = (
     "liger-kernel",
     "triton",
     "httpx",
-    "aiohttp",
-    "orjson",
+    "httpcore",
     "math-verify",
     "pyarrow",
 )
