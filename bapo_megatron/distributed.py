@@ -170,13 +170,22 @@ def megatron_groups(
 
 
 def record_collectives(logs: Path) -> None:
-    """Have NCCL keep its last collectives, and write them to ``logs`` where one exceeds its limit.
+    """Have torch keep the last collectives, and NCCL write its own where one exceeds its limit.
 
-    Call it before ``init_distributed``. What the user has set stays.
+    Call it before ``init_distributed``, and after servers were started, which would write to
+    ``logs`` as well. What the user has set stays.
     """
     for name, (former_name, value) in _FLIGHT_RECORDER.items():
         if former_name not in os.environ:
             os.environ.setdefault(name, value.format(logs=logs.absolute()))
+
+
+def write_collectives(logs: Path, rank: int) -> None:
+    """Write the last collectives of this rank, those of NCCL and gloo, for ``torchfrtrace``."""
+    for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+        dump = getattr(torch._C._distributed_c10d, name, None)  # no NCCL in a build for the CPU
+        if dump is not None:
+            (logs / f"{backend}_trace_rank_{rank}").write_bytes(dump())
 
 
 def own_store(prefix: str) -> Store:
@@ -232,14 +241,13 @@ def broadcast_answer(
     answer: Callable[[], bytes] | None,
     groups: ProcessGroups,
     interval_s: float,
-    on_wait: Callable[[], object] = lambda: None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> bytes:
     """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
 
     That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
-    ``interval_s`` to wait on, so that none of them runs into a time-out. All ranks call ``on_wait``
-    then, rank 0 in the thread; it may be a collective over ``groups.control``. ``answer`` must use
-    no collective; other ranks give None.
+    ``interval_s`` to wait on, so that none of them runs into a time-out. ``answer`` must use no
+    collective; other ranks give None, and call ``on_wait`` whenever they are told.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
@@ -251,7 +259,6 @@ def broadcast_answer(
         with suppress(RuntimeError):  # the next collective of this rank fails as well, and says it
             while not ended.wait(interval_s):
                 broadcast_bytes(b"", groups)
-                on_wait()
 
     thread = threading.Thread(target=tell, name="wait-on", daemon=True)
     thread.start()

@@ -22,8 +22,8 @@ class BrokenConnectionError(ServerGoneError):
 
 
 def describe_cause(error: BaseException) -> str:
-    """Return the error's text, or its kind where it has none."""
-    return str(error) or type(error).__name__
+    """Return the error's text on one line, or its kind where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -31,10 +31,6 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-class StoppedError(Exception):
-    """A run ends early because it was asked to, and loses nothing; the message says by what."""
 
 
 class InterruptedRunError(Exception):

@@ -223,6 +223,8 @@ class RolloutStats:
     engine_load: dict[str, float] = field(default_factory=dict)
     """Means and maxima of what engines with requests have reported since the previous batch
     (``engine.base.LoadReport``)."""
+    loop_lag_s: float = 0.0
+    """Largest delay of the collector's event loop since the previous batch, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

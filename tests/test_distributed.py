@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.distributed import (
@@ -29,7 +32,7 @@ def alone() -> tuple[tuple[int, ...], dict[str, float]]:
     try:
         time_outs = {
             group.group_desc: group._get_backend(torch.device("cpu")).options._timeout
-            for group in torch.distributed.distributed_c10d._world.pg_map
+            for group in dist.distributed_c10d._world.pg_map
         }
         assert groups.is_first_stage
         assert groups.is_last_stage
@@ -75,12 +78,14 @@ def answered_late() -> bytes:
     """Rank 0 answers after more than the time-out of all ranks."""
 
     def answer() -> bytes:
-        time.sleep(10)
+        time.sleep(5)
         return b"late"
 
-    with joined(timeout_s=7.0) as groups:
-        own = answer if groups.rank == 0 else None
-        return broadcast_answer(own, groups, interval_s=0.5, on_wait=lambda: barrier(groups))
+    with joined() as groups:
+        barrier(groups)  # whoever was slow to start has caught up
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+        groups = replace(groups, control=control)
+        return broadcast_answer(answer if groups.rank == 0 else None, groups, interval_s=0.5)
 
 
 @pytest.mark.distributed

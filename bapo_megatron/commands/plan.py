@@ -20,6 +20,11 @@ from bapo_megatron.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say, uncut_console
 
+_PLACES = {
+    "colocated": "the same ones",
+    "same node": "others of the trainer's node",
+    "elsewhere": "of other nodes",
+}
 MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
 
@@ -118,7 +123,7 @@ def _check_parameters(config: RunConfig, hf: HfConfig, layout: Layout) -> None:
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
-    gpus, hours = plan.layout.gpus + plan.assumptions.rollout_gpus, plan.gpu_hours_per_step
+    hours = plan.gpu_hours_per_step
     for part in (
         *_head(plan),
         _memory_table(plan),
@@ -126,8 +131,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
         ESTIMATED,
         _traffic_table(plan),
         _phases_table(plan),
-        f"GPU-hours of {gpus} GPUs: {_number(hours)} per step, {_number(hours * plan.steps)} in "
-        f"{plan.steps:,} steps",
+        f"GPU-hours of {plan.all_gpus} GPUs: {_number(hours)} per step, "
+        f"{_number(hours * plan.steps)} in {plan.steps:,} steps",
         _disk_table(plan),
         _layouts_table(plan),
         *_assumptions(plan),
@@ -139,7 +144,8 @@ def _head(plan: Plan) -> list[str]:
     work, layout = plan.workload, plan.layout
     return [
         f"[bold]{plan.name}[/]: {plan.model_type}, {plan.model_parameters:,} parameters, on "
-        f"{layout.gpus} trainer and {plan.assumptions.rollout_gpus} rollout {plan.assumptions.gpu}",
+        f"{layout.gpus} trainer and {plan.assumptions.rollout_gpus} rollout {plan.assumptions.gpu} "
+        f"({_PLACES[plan.assumptions.placement]})",
         f"tensor {layout.tensor}{' (sequence)' if layout.sequence else ''} × "
         f"pipeline {layout.pipeline} (virtual {layout.virtual}) × context {layout.context} × "
         f"data {layout.data}, recompute {plan.recompute}",
@@ -178,8 +184,11 @@ def _verdicts(plan: Plan) -> list[str]:
     """Whether the trainer fits, and what a rollout GPU holds."""
     assumptions, memory = plan.assumptions, plan.rollout
     answer = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
+    needs = f"{_gb(plan.worst_stage.total_bytes)} GB"
+    if plan.sampling_bytes:
+        needs += f", {_gb(plan.sampling_bytes)} GB while servers sample,"
     return [
-        f"{_gb(plan.worst_stage.total_bytes)} GB + {_gb(assumptions.reserve_bytes)} GB reserve of "
+        f"{needs} + {_gb(assumptions.reserve_bytes)} GB reserve of "
         f"{_gb(assumptions.gpu_memory_bytes)} GB: {answer}",
         f"rollout GPU, {memory.gpus_per_server} per server: weights {_gb(memory.weights_bytes)} "
         f"GB + KV cache {_gb(memory.kv_cache_bytes)} GB, {memory.kv_bytes_per_token:,.0f} "
@@ -212,13 +221,11 @@ def _phases_table(plan: Plan) -> Table:
 
 
 def _disk_table(plan: Plan) -> Table:
-    total = sum(use.total_bytes for use in plan.disk)
-    table = _table(
-        f"Disk under run_dir in {plan.steps:,} steps, {_gb(total)} GB at the most",
-        *("files", ">GB each", ">number", ">GB"),
-    )
+    table = _table("Disk under run_dir, GB", "files", ">each", ">number", ">GB")
     for use in plan.disk:
         table.add_row(use.what, _gb(use.each_bytes), f"{use.number:,}", _gb(use.total_bytes))
+    total = sum(use.total_bytes for use in plan.disk)
+    table.add_row("[bold]whole run[/]", "", "", f"[bold]{_gb(total)}[/]")
     return table
 
 

@@ -206,8 +206,9 @@ class RolloutConfig(Section):
     max_connections: int | None = Field(None, ge=1)
     """Limit of the requests in flight, over all servers; null: as many as their caches are expected
     to hold, or 512 with an engine that does not report its cache."""
-    stream_tokens: int = Field(64, ge=1)
-    """Tokens that servers send at a time: what a response loses with its server."""
+    stream_tokens: int | None = Field(None, ge=1)
+    """Tokens that servers send at a time: what a response loses with its server. Null: a 64th of
+    ``max_response_tokens``, but at least 64 and at most 512."""
     dump: bool = True
     """Keep every step's samples as ``<run_dir>/rollouts/step_<n>.parquet``, ready for replay, and
     their texts in ``rollouts/texts/``."""
@@ -231,6 +232,11 @@ class RolloutConfig(Section):
     def decode_steps_ahead(self) -> int:
         """Decode steps of a driven engine beside the training of one batch."""
         return self.local.decode_steps_ahead or -(-self.max_response_tokens // 2)
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that servers send at a time."""
+        return self.stream_tokens or min(max(self.max_response_tokens // 64, 64), 512)
 
     @property
     def has_environment(self) -> bool:

@@ -10,6 +10,10 @@ from typing import Literal
 LayerKind = Literal["transformer-engine", "local"]
 """The two kinds of layers (``policy.layer_spec``) keep different activations."""
 
+Placement = Literal["colocated", "same node", "elsewhere"]
+"""Servers on the trainer's GPUs (``rollout.colocated``), on others of rank 0's node
+(``rollout.server.first_gpu``), or on other nodes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
@@ -39,6 +43,7 @@ class Assumptions:
     """Mean."""
     response_tokens: int
     """Mean; lengths are taken to be uniform between 0 and twice this."""
+    placement: Placement
     rollout_gpus: int
     rollout_tokens_per_s: float | None
     """Rate of one rollout GPU; None: estimated from memory bandwidth and ``mfu_share``."""

@@ -1,12 +1,14 @@
 """A plan: what a configuration needs and how long a step takes, beside every other layout."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.gpus import find_gpu, peak_flops
 from bapo_megatron.planning.disk import DiskUse, disk_use
-from bapo_megatron.planning.hardware import Assumptions, LayerKind
+from bapo_megatron.planning.hardware import Assumptions, LayerKind, Placement
 from bapo_megatron.planning.layout import (
     Group,
     Layout,
@@ -74,6 +76,8 @@ class Plan:
     assumptions: Assumptions
     workload: Workload
     stages: list[StageMemory]
+    sampling_bytes: float
+    """Need of a trainer GPU while colocated servers sample on it, without the reserve; else 0."""
     fits: bool
     rollout: RolloutMemory
     rollout_tokens_per_s: float
@@ -105,15 +109,22 @@ class Plan:
         return {g: sum(phase.sent_bytes.get(g, 0.0) for phase in self.phases) for g in groups}
 
     @property
+    def all_gpus(self) -> int:
+        """Trainer and rollout GPUs together, colocated ones once."""
+        are_shared = self.assumptions.placement == "colocated"
+        return self.layout.gpus + (0 if are_shared else self.assumptions.rollout_gpus)
+
+    @property
     def gpu_hours_per_step(self) -> float:
         """Trainer and rollout GPUs together."""
-        return self.step_s * (self.layout.gpus + self.assumptions.rollout_gpus) / 3600
+        return self.step_s * self.all_gpus / 3600
 
     def to_json_dict(self) -> dict[str, Any]:
         """Every figure, with those that are derived."""
         plan = asdict(self)
         plan["estimated"] = ESTIMATED
         plan["gpus"] = self.layout.gpus
+        plan["all_gpus"] = self.all_gpus
         plan["step_s"] = self.step_s
         plan["sent_bytes"] = self.sent_bytes
         plan["gpu_hours_per_step"] = self.gpu_hours_per_step
@@ -139,6 +150,8 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
     rollout = rollout_memory(case)
     workload = plan_workload(case)
     stages = plan_memory(case, workload)
+    sampling_bytes = _sampling_bytes(case, stages)
+    needed_bytes = max(sampling_bytes, *(stage.total_bytes for stage in stages))
     training, bubble_share = training_time(case, workload, stages)
     rollout_phase, rate = rollout_time(case, workload, rollout)
     return Plan(
@@ -150,7 +163,8 @@ def make_plan(config: RunConfig, hf: HfConfig, options: PlanOptions) -> Plan:
         assumptions=assumptions,
         workload=workload,
         stages=stages,
-        fits=max(stage.total_bytes for stage in stages) <= assumptions.usable_bytes,
+        sampling_bytes=sampling_bytes,
+        fits=needed_bytes <= assumptions.usable_bytes,
         rollout=rollout,
         rollout_tokens_per_s=rate,
         phases=[rollout_phase, *training, weight_sync_time(case)],
@@ -184,7 +198,9 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         )
     gpu = find_gpu(options.gpu)
     memory_gb = gpu.memory_gb if options.gpu_memory_gb is None else options.gpu_memory_gb
-    servers = len(config.rollout.servers) * config.rollout.server.tensor
+    placement = _placement(config.rollout)
+    server = config.rollout.server
+    num_servers = len(config.rollout.servers) if placement == "elsewhere" else server.count
     return Assumptions(
         gpu=gpu.name,
         gpu_memory_bytes=memory_gb * 1e9,
@@ -197,9 +213,25 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         network_bytes_per_s=gpu.network_bytes_per_s,
         prompt_tokens=options.prompt_tokens or min(256, prompt),
         response_tokens=options.response_tokens or max(1, response // 2),
-        rollout_gpus=options.rollout_gpus or servers or gpus,
+        placement=placement,
+        rollout_gpus=options.rollout_gpus or num_servers * server.tensor or gpus,
         rollout_tokens_per_s=options.rollout_tokens_per_s,
     )
+
+
+def _placement(rollout: RolloutConfig) -> Placement:
+    if rollout.colocated:
+        return "colocated"
+    return "same node" if rollout.starts_servers and rollout.server.first_gpu else "elsewhere"
+
+
+def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
+    """A server, beside the weights, gradients and optimizer states that the trainer keeps."""
+    if case.assumptions.placement != "colocated":
+        return 0.0
+    kept_bytes = max(s.weights_bytes + s.gradients_bytes + s.optimizer_bytes for s in stages)
+    server_bytes = case.config.rollout.server.mem_fraction * case.assumptions.gpu_memory_bytes
+    return kept_bytes + server_bytes
 
 
 def _rank_layouts(configured: Scenario) -> list[LayoutEstimate]:

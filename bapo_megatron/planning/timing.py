@@ -177,6 +177,9 @@ def weight_sync_time(case: Scenario) -> PhaseTime:
     if case.config.rollout.weight_sync.method == "disk":
         seconds = 2 * size / assumptions.disk_bytes_per_s
     else:
-        is_one_node = case.layout.gpus + assumptions.rollout_gpus <= assumptions.node_gpus
+        is_one_node = (
+            assumptions.placement != "elsewhere"
+            or case.layout.gpus + assumptions.rollout_gpus <= assumptions.node_gpus
+        )
         seconds = size / assumptions.link_bytes_per_s(within_node=is_one_node)
     return PhaseTime("weight sync", seconds, 0.0, seconds, 0.0, {})

@@ -21,7 +21,7 @@ from bapo_megatron.engine.pooled import PooledEngine
 _EDGES_E = np.concatenate([[0.0], 16.0 * 2.0 ** (np.arange(88) / 4)])
 """Where the bins of lengths begin, in tokens: four to an octave, up to 56 million."""
 _EDGES = _EDGES_E.tolist()
-_AHEAD_T = np.concatenate([[0.0], 16.0 * 2.0 ** (np.arange(40) / 2)])
+_AHEAD_T = np.concatenate([[0.0], 16.0 * 2.0 ** (np.arange(34) / 2)])
 _NUM_REMEMBERED = 4096
 """Ended responses after which an earlier one counts 1/e: lengths change with the weights."""
 _DEVIATIONS = 1.0

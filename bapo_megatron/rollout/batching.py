@@ -24,6 +24,7 @@ from bapo_megatron.rollout.buffer import (
 )
 from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.loop_lag import LoopLag
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
@@ -68,8 +69,6 @@ class BatchCollector:
     replay: ReplayConfig
     plan: BatchPlan
     report: Callable[[str], None]
-    is_interrupted: bool = False
-    """End ``collect`` at once, as if no server held the weights; the buffer keeps all."""
     _is_attached: bool = False
     _pool: EnginePool = field(init=False)
     _episodes: Episodes = field(init=False)
@@ -82,6 +81,7 @@ class BatchCollector:
     _started_s: float = 0.0
     _before: _Totals = _Totals()
     """As of the last batch."""
+    _loop_lag: LoopLag = field(default_factory=LoopLag)
 
     def __post_init__(self) -> None:
         self._buffer = RolloutBuffer(num_earlier_batches=self.replay.batches)
@@ -105,6 +105,7 @@ class BatchCollector:
 
     async def close(self) -> None:
         """End every task."""
+        self._loop_lag.stop()
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
@@ -133,6 +134,7 @@ class BatchCollector:
         """
         version = self._pool.states.version
         assert version is not None, "weights are synchronised before the first batch"
+        self._loop_lag.start()
         replayed = self._selection.replayed(step, version)
         num_new = self.config.groups_per_step - len(replayed)
         num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
@@ -250,9 +252,7 @@ class BatchCollector:
             self._go_on(num_wanted)
             if choose():
                 break
-            if self.is_interrupted:
-                await self._stop()
-            if self._pool.states.needs_weights or self.is_interrupted:
+            if self._pool.states.needs_weights:
                 return None
             await self._episodes.wait_for_change()
         generation_s = time.monotonic() - self._started_s
@@ -379,6 +379,7 @@ class BatchCollector:
             lost_requests=new.lost_requests,
             retractions=new.retractions,
             engine_load=self._pool.states.take_load(),
+            loop_lag_s=self._loop_lag.take_max(),
         )
 
     def _commit(

@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
@@ -56,6 +56,8 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """Limit of one line."""
+_OTHER_FILES = 256
+"""Open files beside the connections of requests: logs, graders, control calls."""
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
 
@@ -113,12 +115,6 @@ class Collector:
                 failures = self._supervisor.describe_failures()
                 text += f"\n{failures}" if failures and failures not in text else ""
             return calls.Failure(request.id, text)
-
-    def interrupt(self) -> None:
-        """Let ``collect`` and ``evaluate`` end at once, the running call and later ones."""
-        self._evaluator.is_interrupted = True
-        if self._batches is not None:
-            self._batches.is_interrupted = True
 
     async def close(self) -> None:
         """End graders and servers, close connections, remove temporary files."""
@@ -178,6 +174,8 @@ class Collector:
 
     def _start_servers(self, device: str) -> None:
         self._backend = load_kind(self._config.rollout.engine).open(self._config, device)
+        if self._backend.servers or self._config.rollout.servers:
+            _check_files(self._config.rollout)
         if self._backend.servers:
             rollout = self._config.rollout
             self._supervisor = ServerSupervisor(self._backend.servers, rollout, rollout.min_servers)
@@ -268,8 +266,6 @@ class Collector:
         pushed the weights; without a limit that goes on for ever.
         """
         assert self._pool is not None, "connect comes first"
-        if self._evaluator.is_interrupted:
-            return
         num_results = self._evaluator.num_samples
         num_results += 0 if self._batches is None else self._batches.finished_samples
         if num_results != self._num_results:
@@ -312,6 +308,20 @@ class Collector:
         self._send(calls.Progress(text))
 
 
+def _check_files(rollout: RolloutConfig) -> None:
+    """Refuse more requests in flight than this process may have connections."""
+    num_groups = rollout.groups_per_step * (1 + rollout.steps_ahead) + rollout.oversample_groups
+    num_samples = num_groups * rollout.samples_per_group
+    needed = _OTHER_FILES + min(rollout.max_connections or num_samples, num_samples)
+    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > available:
+        raise RolloutError(
+            f"rollout.max_connections: a connection per request needs {needed} open files, got a "
+            f"limit of {available} (ulimit -Hn); raise it, or set rollout.max_connections to at "
+            f"most {max(available - _OTHER_FILES, 1)}"
+        )
+
+
 class _WarningsToClient(logging.Handler):
     """Shows warnings where the user looks, not only in the collector's log."""
 
@@ -334,11 +344,7 @@ async def serve(connection: socket.socket) -> None:
     async def read_requests() -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                request = calls.decode_request(line)
-                if request.call == messages.INTERRUPT.name:
-                    collector.interrupt()
-                else:
-                    requests.put_nowait(request)
+                requests.put_nowait(calls.decode_request(line))
 
     async def answer_requests() -> None:
         while True:
@@ -378,8 +384,6 @@ def main(file_descriptor: int) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a socket per request
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
-        signal.signal(number, lambda *_: None)
     asyncio.run(serve(socket.socket(fileno=file_descriptor)))
 
 

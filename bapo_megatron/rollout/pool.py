@@ -101,7 +101,7 @@ class EnginePool:
                 ``rollout.health.patience_s``, or attempts at this request failed again and again.
         """
         self.states.watch()
-        request = replace(request, stream_tokens=self._config.stream_tokens)
+        request = replace(request, stream_tokens=self._config.piece_tokens)
         trace = RequestTrace(self._timeline, request.label, request.sampled_tokens)
         job = _Job(self, request, on_part, trace, affinity)
         self._num_calls[affinity] += 1

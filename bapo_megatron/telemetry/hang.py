@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bapo_megatron.processes import request_stacks
@@ -33,17 +32,23 @@ class Told(NamedTuple):
 
 
 class HangWatch:
-    """Has all ranks write their stacks where one of them does not get on for ``hang_s``.
+    """Has all ranks write their stacks, and more, where one does not get on for ``hang_s``.
 
     Rank 0 then says in one line which rank does what, and for how long.
     """
 
     def __init__(
-        self, pulse: Pulse, store: Any, rank: int, world_size: int, hang_s: float, logs: Path
+        self,
+        pulse: Pulse,
+        store: Any,
+        rank: int,
+        world_size: int,
+        hang_s: float,
+        write_more: Callable[[], None],
     ) -> None:
         """Prepare; ``store`` is torch's, a client of its own that no other thread uses."""
         self._pulse, self._store, self._rank, self._hang_s = pulse, store, rank, hang_s
-        self._world_size, self._logs = world_size, logs
+        self._world_size, self._write_more = world_size, write_more
         self._interval_s = min(hang_s / 4, _MAX_INTERVAL_S)
         self._is_over = threading.Event()
         self._num_alarms = int(store.compare_set(_ALARMS, "", "0"))
@@ -71,9 +76,10 @@ class HangWatch:
                 self._store.set(str(self._rank), json.dumps(told))
                 if self._is_alarmed(quiet_s):
                     request_stacks()
+                    self._write_more()
                     if self._rank == 0:
                         self._report()
-        except RuntimeError:  # the store is gone, and with it the run
+        except (RuntimeError, OSError):  # the store or the disk is gone, and with it the run
             return
 
     def _is_alarmed(self, quiet_s: float) -> bool:
@@ -102,8 +108,8 @@ class HangWatch:
         now[0] = self._own(-1, time.monotonic() - self._pulse.beat_s)
         described = describe_ranks(before, now, time.time(), self._hang_s)
         say(
-            f"no progress for {self._hang_s:g} s (log.hang_s): {described}; stacks: "
-            f"{self._logs}/stacks_rank_*.txt and collector.log"
+            f"no progress for {self._hang_s:g} s (log.hang_s): {described}; stacks and the last "
+            "collectives are in <run_dir>/logs (docs/runtime.md)"
         )
 
     def _told(self) -> list[Told | None]:

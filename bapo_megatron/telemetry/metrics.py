@@ -158,6 +158,7 @@ def _work_metrics(stats: RolloutStats) -> dict[str, float]:
         **{f"rollout/dropped_{reason}_groups": float(n) for reason, n in dropped.items()},
         "engines/retractions": float(stats.retractions),
         **{f"engines/{name}": value for name, value in stats.engine_load.items()},
+        "collector/loop_lag_s": stats.loop_lag_s,
     }
 
 

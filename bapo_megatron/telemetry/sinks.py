@@ -59,13 +59,13 @@ class MetricsSinks:
         run_name: str,
         config: LogConfig,
         *,
-        first_step: int,
+        finished_steps: int,
         total_steps: int,
         show_row: ShowRow | None = None,
     ) -> None:
-        """Open the sinks; drop the rows of ``first_step`` and of what comes after it.
+        """Open the sinks; drop rows of steps after ``finished_steps``.
 
-        ``show_row`` takes every row.
+        With 0, drop all rows, including the one before training. ``show_row`` takes every row.
         """
         self._show_row = show_row
         self._total_steps = total_steps
@@ -73,16 +73,18 @@ class MetricsSinks:
         self._lines = 0
         path = run_dir / "metrics.jsonl"
         kept = []
-        if first_step and path.exists():
+        if finished_steps and path.exists():
             earlier = read_metrics(path, may_be_torn=True)  # its step is made again
-            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
+            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] <= finished_steps]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
         self._tensorboard: Any = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+            self._tensorboard = SummaryWriter(
+                str(run_dir / "tensorboard"), purge_step=finished_steps + 1 if finished_steps else 0
+            )
         self._wandb: Any = None
         if config.wandb_project:
             import wandb

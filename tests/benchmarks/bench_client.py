@@ -16,7 +16,7 @@ import multiprocessing
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -28,6 +28,9 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
 from tests.benchmarks import harness
 from tests.benchmarks.stream_server import Load, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _WARM_UP_S = 3.0
 _NUM_MEMORY_SAMPLES = 10
@@ -62,12 +65,15 @@ class Row:
 class Client:
     """Keeps the requests in flight and counts what comes."""
 
-    def __init__(self, address: str, case: Case, load: Load) -> None:
+    def __init__(self, addresses: Sequence[str], case: Case, load: Load) -> None:
         config = RolloutConfig.model_validate(
             {"max_connections": load.requests, "stream_tokens": case.stream_tokens}
         )
-        client = SglangClient(address, ApiKeys(), request_timeout_s=config.request_timeout_s)
-        self.pool = EnginePool([client], config, version=0)
+        clients = [
+            SglangClient(address, ApiKeys(), request_timeout_s=config.request_timeout_s)
+            for address in addresses
+        ]
+        self.pool = EnginePool(clients, config, version=0)
         self._load = load
         self.num_tokens = 0
         self.num_requests = 0
@@ -90,7 +96,7 @@ class Client:
 
 
 async def _measure(address: str, case: Case, load: Load, seconds: float) -> Row:
-    client = Client(address, case, load)
+    client = Client([address], case, load)
     await client.pool.states.wait_for_engines()
     tasks = [asyncio.create_task(client.keep_sampling(n)) for n in range(load.requests)]
     await asyncio.sleep(_WARM_UP_S)
@@ -129,7 +135,7 @@ def measure(case: Case, load: Load, seconds: float) -> Row:
     server = context.Process(target=serve, args=(load, case.is_incremental, theirs), daemon=True)
     server.start()
     try:
-        address = f"http://127.0.0.1:{ready.recv()}"
+        address = f"http://127.0.0.1:{ready.recv()[0]}"
         return asyncio.run(_measure(address, case, load, seconds))
     finally:
         server.kill()
@@ -140,7 +146,7 @@ def _report(load: Load, rows: list[Row], machine: dict[str, Any]) -> str:
     lines = [
         "# Client",
         "",
-        *harness.heading(machine, ("httpx",)),
+        *harness.heading(machine, ("aiohttp", "orjson")),
         f"{load.requests} requests in flight, prompts of {load.prompt_tokens} and responses of "
         f"{load.response_tokens} tokens with log-probs, from a server in another process that "
         f"sends {load.tokens_per_s:,.0f} tokens/s in all. CPU time and memory are those of the "

@@ -1,7 +1,7 @@
-"""How long requests take that all end at the same time, as before a weight sync.
+"""How many tokens and requests one collector carries, and how long requests take that end together.
 
-Waves of requests go to a server in the same process that answers each wave as a whole; with the
-pool of one httpx client, and as ``SglangHttp`` streams.
+Servers in other processes stream tokens with log-probs to this one, which does with them what the
+collector does: receive, check, put together, admit the next request.
 
     python -m tests.benchmarks.bench_connections --out docs/benchmarks/connections_cpu_202611
 """
@@ -10,72 +10,165 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import resource
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
 
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.rollout.loop_lag import LoopLag
 from tests.benchmarks import harness
+from tests.benchmarks.bench_client import Case, Client
+from tests.benchmarks.stream_server import Load, serve
 from tests.fakes.wave_server import WaveServer
 
-_SEPARATE, _POOL = "separate connections", "pool of httpx"
-_MAX_POOLED = 256
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_TOKENS_PER_S_OF_A_REQUEST = 61.0
+_WAVES = (512, 2048, 8192)
 
 
-async def time_waves(name: str, num_requests: int, num_waves: int) -> list[float]:
-    """Seconds of each wave; the first one opens the connections."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one load cost."""
+
+    tokens_per_s: float
+    """As sent; the rest as measured."""
+    requests: int
+    piece_tokens: int
+    received_per_s: float
+    core_share: float
+    loop_lag_s: float
+    errors: int
+    machine_load: float
+    """Load average of the machine, which has other work, too."""
+
+
+@contextlib.contextmanager
+def servers(load: Load, processes: int, engines: int) -> Iterator[list[str]]:
+    """Addresses of engines, which some processes share."""
+    context, started, addresses = multiprocessing.get_context("spawn"), [], []
+    try:
+        for _ in range(processes):
+            ready, theirs = context.Pipe()
+            arguments = (load, True, theirs, engines // processes)
+            started.append(context.Process(target=serve, args=arguments, daemon=True))
+            started[-1].start()
+            addresses += [f"http://127.0.0.1:{port}" for port in ready.recv()]
+        yield addresses
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+async def measure(addresses: Sequence[str], load: Load, piece_tokens: int, seconds: float) -> Row:
+    """Let every request begin a piece's time after the others, then count."""
+    client = Client(addresses, Case(piece_tokens, is_incremental=True), load)
+    await client.pool.states.wait_for_engines()
+    piece_s = piece_tokens * load.requests / load.tokens_per_s
+
+    async def begin(number: int) -> None:
+        await asyncio.sleep(piece_s * number / load.requests)
+        await client.keep_sampling(number)
+
+    tasks = [asyncio.create_task(begin(number)) for number in range(load.requests)]
+    await asyncio.sleep(2.5 * piece_s)
+    lag, tokens = LoopLag(), client.num_tokens
+    lag.start()
+    wall_s, cpu_s = time.monotonic(), time.process_time()
+    await asyncio.sleep(seconds)
+    wall_s, cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
+    tokens = client.num_tokens - tokens
+    lag.stop()
+    num_failed = sum(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.pool.states.close()
+    return Row(
+        tokens_per_s=load.tokens_per_s,
+        requests=load.requests,
+        piece_tokens=piece_tokens,
+        received_per_s=tokens / wall_s,
+        core_share=cpu_s / wall_s,
+        loop_lag_s=lag.take_max(),
+        errors=num_failed + client.pool.num_lost_requests,
+        machine_load=os.getloadavg()[0],
+    )
+
+
+async def time_waves(num_requests: int, num_waves: int) -> list[float]:
+    """Seconds of each wave of requests that end together; the first one opens the connections."""
     server = WaveServer()
     server.wave = num_requests
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, backlog=4096)
     address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     http = SglangHttp(address, ApiKeys(), 600.0)
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=3.0)
-    pool = httpx.AsyncClient(base_url=address, limits=limits, timeout=None, trust_env=False)
 
     async def generate() -> None:
         async with http.stream({}, "") as chunks:
             async for _ in chunks:
                 pass
 
-    async def get() -> None:
-        await pool.get("/")
-
-    send = generate if name == _SEPARATE else get
     seconds = []
     for _ in range(num_waves):
         started_s = time.monotonic()
-        await asyncio.gather(*(send() for _ in range(num_requests)))
+        await asyncio.gather(*(generate() for _ in range(num_requests)))
         seconds.append(time.monotonic() - started_s)
-    await pool.aclose()
     await http.close()
     listener.close()
     return seconds
 
 
-def report_of(seconds: dict[str, dict[int, list[float]]], machine: dict[str, Any]) -> str:
-    """The markdown: the last wave of each size."""
-    sizes = list(next(iter(seconds.values())))
+def report_of(
+    rows: Sequence[Row],
+    waves: dict[int, list[float]],
+    machine: dict[str, Any],
+    options: argparse.Namespace,
+) -> str:
+    """The markdown."""
     lines = [
-        "# Requests that end at the same time",
+        "# What one collector carries",
         "",
-        *harness.heading(machine, ("httpx", "httpcore")),
-        "Seconds from the first request of a wave to the end of the last one, with connections "
-        "that are open already; the server answers all of them at once.",
+        *harness.heading(machine, ("aiohttp", "orjson")),
+        f"{options.engines} engines in {options.processes} other processes send "
+        f"{_TOKENS_PER_S_OF_A_REQUEST:g} tokens/s with log-probs to each request, responses of "
+        f"{options.response_tokens:,} tokens. CPU time is that of the one process that receives "
+        "them; *lag* is the largest of its event loop in "
+        f"{options.seconds:g} s. The machine's load is that of all its processes: where it exceeds "
+        "the cores, what is received and the lag say little.",
         "",
-        "| requests | " + " | ".join(str(size) for size in sizes) + " |",
-        "|---" * (len(sizes) + 1) + "|",
+        "| sent: tokens/s | requests | tokens of a piece | received: tokens/s | of a core | of a "
+        "core for 1,000 tokens/s | lag | errors | machine's load |",
+        "|---" * 9 + "|",
     ]
-    for name, by_size in seconds.items():
-        cells = [f"{waves[-1]:.2f} s" if waves else "" for waves in by_size.values()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += [
+        f"| {row.tokens_per_s:,.0f} | {row.requests:,} | {row.piece_tokens} | "
+        f"{row.received_per_s:,.0f} | {row.core_share:.0%} | "
+        f"{1000 * row.core_share / max(row.received_per_s, 1):.3%} | {row.loop_lag_s:.2f} s | "
+        f"{row.errors} | {row.machine_load:.1f} |"
+        for row in rows
+    ]
     lines += [
         "",
-        f"The pool of httpx is left out beyond {_MAX_POOLED} requests: for every request that "
-        "ends it looks at all connections for each idle one.",
+        "## Requests that end at the same time",
+        "",
+        "As before a push. Seconds from the first request of a wave to the end of the last one, "
+        "with open connections to a server in the same process that answers all of them at once.",
+        "",
+        "| requests | " + " | ".join(f"{size:,}" for size in waves) + " |",
+        "|---" * (len(waves) + 1) + "|",
+        "| | " + " | ".join(f"{seconds[-1]:.2f} s" for seconds in waves.values()) + " |",
     ]
     return "\n".join(lines) + "\n"
 
@@ -83,20 +176,29 @@ def report_of(seconds: dict[str, dict[int, list[float]]], machine: dict[str, Any
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--waves", type=int, default=2)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--pieces", type=int, nargs="+", default=[512, 64])
+    parser.add_argument("--response-tokens", type=int, default=8192)
+    parser.add_argument("--seconds", type=float, default=20.0, help="per row")
+    parser.add_argument("--engines", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=2, help="that the engines share")
+    parser.add_argument("--waves", type=int, nargs="*", default=_WAVES)
     parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
     options = parser.parse_args()
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    rows = []
+    for pieces, requests in itertools.product(options.pieces, options.requests):
+        rate = requests * _TOKENS_PER_S_OF_A_REQUEST
+        load = Load(requests, 256, options.response_tokens, rate)
+        with servers(load, options.processes, options.engines) as addresses:
+            rows.append(asyncio.run(measure(addresses, load, pieces, options.seconds)))
+    waves = {size: asyncio.run(time_waves(size, 2)) for size in options.waves}
     machine = harness.machine(torch.device("cpu"))
-    seconds: dict[str, dict[int, list[float]]] = {_POOL: {}, _SEPARATE: {}}
-    for size in options.sizes:
-        for name, by_size in seconds.items():
-            is_measured = name == _SEPARATE or size <= _MAX_POOLED
-            waves = asyncio.run(time_waves(name, size, options.waves)) if is_measured else []
-            by_size[size] = waves
-    text = report_of(seconds, machine)
+    text = report_of(rows, waves, machine, options)
     print(text)  # noqa: T201
-    harness.write_report(options.out, text, {"machine": machine, "seconds": seconds})
+    values = {"machine": machine, "rows": [asdict(row) for row in rows], "waves": waves}
+    harness.write_report(options.out, text, values)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ PACKAGES = (
     "liger-kernel",
     "triton",
     "httpx",
-    "httpcore",
+    "aiohttp",
+    "orjson",
     "math-verify",
     "pyarrow",
 )

@@ -1,4 +1,4 @@
-"""The server of ``bench_client``, in a module of its own: its process imports nothing else."""
+"""The server of ``bench_client`` and ``bench_connections``; its process imports nothing else."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ class Server:
         self._rows = [json.dumps([generator.uniform(-9, 0), n, None]) for n in self._ids]
         self._interval_s = load.requests / load.tokens_per_s
 
-    async def run(self, ready: Connection) -> None:
+    async def run(self, ready: Connection, num_ports: int) -> None:
         """Serve until the process is ended."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=64 << 20)
-        ready.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
+        servers = [
+            await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=64 << 20, backlog=1024)
+            for _ in range(num_ports)
+        ]
+        ready.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.gather(*(server.serve_forever() for server in servers))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -116,6 +119,6 @@ class Server:
         writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
-def serve(load: Load, is_incremental: bool, ready: Connection) -> None:
-    """Send the port to ``ready`` and serve until the process is ended."""
-    asyncio.run(Server(load, is_incremental).run(ready))
+def serve(load: Load, is_incremental: bool, ready: Connection, num_ports: int = 1) -> None:
+    """Send the ports to ``ready`` and serve until the process is ended."""
+    asyncio.run(Server(load, is_incremental).run(ready, num_ports))

@@ -39,7 +39,7 @@ def test_the_tables_are_readable_on_100_columns(config: str) -> None:
         "Trainer memory per GPU",
         "GB one GPU sends in a step",
         "Estimated time of a step",
-        "Disk under run_dir in ",
+        "Disk under run_dir, GB",
         "layouts of 16 GPUs",
         "Assumptions",
         "Estimates: messages, times and the order of layouts",

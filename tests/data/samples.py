@@ -81,5 +81,6 @@ def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
         lost_requests=5,
         retractions=7,
         engine_load={"running": 2.5},
+        loop_lag_s=0.25,
     )
     return RolloutBatch(step=5, version=9, groups=tuple(groups), stats=stats)

@@ -4,7 +4,7 @@ The token at position p of a sequence is p + 100, whatever came before; a respon
 prompt says: at position ``stop_at`` (end of sequence) or after ``max_new_tokens``. The log-prob of
 token t at temperature T is that of the fixed logits ``LOGITS_V`` at index t mod V. Both ways to
 stream are those of SGLang 0.5.21, with their traps: events come after 1, 1 + k, 1 + 2k, … tokens
-for ``stream_interval`` k, and after the last one.
+for ``stream_interval`` k, and after the last one. Their JSON has null for NaN.
 """
 
 from __future__ import annotations
@@ -368,7 +368,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for event in itertools.chain([first], events):
-            self._send_chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+            text = json.dumps(event).replace("-Infinity", "null").replace("NaN", "null")
+            self._send_chunk(f"data: {text}\n\n".encode())
         self._send_chunk(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 

@@ -93,6 +93,10 @@ def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
         f"takes {plan_32b(PlanOptions(gpus=64, rollout_gpus=192)).step_s:,.0f} s, 128 and 128 "
         f"take {plan_32b().step_s:,.0f} s",
         f"{plan_7b().rollout_tokens_per_s:,.0f} per s",
+        f"a checkpoint has {plan_32b().disk[0].each_bytes / 1e9:.0f} GB, a step's dump "
+        f"{plan_32b().disk[2].each_bytes / 1e9:.1f} GB and the export "
+        f"{plan_32b().disk[3].each_bytes / 1e9:.0f} GB; the run of 1,000 steps fills "
+        f"{sum(use.total_bytes for use in plan_32b().disk) / 1e12:.1f} TB",
         f"{plan_32b().rollout_tokens_per_s:,.0f} tokens/s per GPU",
     ):
         assert sentence in TEXT, sentence

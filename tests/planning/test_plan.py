@@ -142,6 +142,32 @@ def test_what_fits_depends_on_the_memory_of_the_gpu() -> None:
     assert plan_7b(PlanOptions(gpus=4, gpu="H200")).assumptions.gpu_memory_bytes == 141e9
 
 
+DIVIDED = {"server": {"first_gpu": 4, "count": 4}}
+COLOCATED = {"colocated": True, "weight_sync": {"method": "tensor"}}
+"""The two ways of docs/launch.md to use a node of eight GPUs."""
+
+
+def test_servers_on_other_gpus_of_the_node_are_reached_within_it() -> None:
+    plan = plan_7b(PlanOptions(gpus=4), rollout={**RUN_7B["rollout"], **DIVIDED})
+    assert (plan.assumptions.rollout_gpus, plan.all_gpus, plan.fits) == (4, 8, True)
+    assert plan.phases[-1].seconds == pytest.approx(2 * 7_615_616_512 / (0.7 * 450e9))
+    assert plan.sampling_bytes == 0
+
+
+@pytest.mark.parametrize(("mem_fraction", "fits"), [(0.4, True), (0.7, False)])
+def test_a_colocated_server_must_fit_beside_what_the_trainer_keeps(
+    mem_fraction: float, fits: bool
+) -> None:
+    server = {"count": 8, "mem_fraction": mem_fraction}
+    rollout = {**RUN_7B["rollout"], **COLOCATED, "server": server}
+    plan = plan_7b(PlanOptions(gpus=8), rollout=rollout)
+    assert (plan.assumptions.rollout_gpus, plan.all_gpus, plan.fits) == (8, 8, fits)
+    # Weights, gradients, and optimizer states of two replicas: 2 + 4 + 12 / 2 bytes.
+    kept = 12 * 1_904_057_344
+    assert plan.sampling_bytes == kept + mem_fraction * 80e9
+    assert plan.gpu_hours_per_step == pytest.approx(plan.step_s * 8 / 3600)
+
+
 def test_layouts_use_all_gpus_divide_the_model_and_fill_every_combination() -> None:
     plan = plan_7b(PlanOptions(gpus=8))
     hf = model("deepseek-r1-distill-qwen-7b")

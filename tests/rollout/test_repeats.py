@@ -186,7 +186,12 @@ def content_of(batch: RolloutBatch | None) -> Any:
         for group in batch.groups
         for sample in group.samples
     ]
-    return batch.step, batch.version, replace(batch.stats, generation_s=0.0), samples
+    return (
+        batch.step,
+        batch.version,
+        replace(batch.stats, generation_s=0.0, loop_lag_s=0.0),
+        samples,
+    )
 
 
 AHEAD = st.sampled_from(

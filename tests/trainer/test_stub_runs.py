@@ -134,6 +134,8 @@ def test_a_hang_is_told_with_the_rank_that_all_wait_for(failed: list[dict[str, O
     assert "in wait_for\n" in second.stacks
     assert "in train\n" in first.stacks
     assert "in wait_for\n" not in first.stacks
+    for collectives in (first.collectives, second.collectives):
+        assert {"gloo:all_reduce", "gloo:broadcast"} <= collectives
 
 
 def test_a_run_that_gets_on_leaves_no_stacks(failed: list[dict[str, Outcome]]) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from bapo_megatron.engine.base import (
     BucketLayout,
@@ -142,7 +142,7 @@ class SglangClient:
                     self._heard_s = _now_s()
                 self._in_flight[rid] = flight
                 await self._receive({"rid": rid, **stream_body(request)}, parser, flight, sink)
-        except (TimeoutError, httpx.TransportError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             cause = error
         finally:
             del self._in_flight[rid]

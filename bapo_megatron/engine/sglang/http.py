@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import (
@@ -24,13 +29,29 @@ _KEEPALIVE_EXPIRY_S = 3.0
 _MAX_REASON = 300
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer that came as a whole."""
+
+    status: int
+    content: bytes
+    headers: Mapping[str, str]
+    """Their names in any case."""
+
+    @property
+    def text(self) -> str:
+        """The content for people."""
+        return self.content.decode(errors="replace")
+
+    def json(self) -> Any:
+        """The content as a JSON value; raise a ``ValueError`` if it is none."""
+        return orjson.loads(self.content)
+
+
 class SglangHttp:
     """Sends calls, and checks the status of the answers.
 
-    Each request in flight to ``/generate`` has an httpx client of its own, kept for later ones.
-    Whenever a request begins or ends, a client looks at all of its connections, and for each idle
-    one at all of them again: where hundreds of requests end at a time, as before a weight sync,
-    that takes seconds. Here the time does not depend on their number, which the caller limits.
+    Every request in flight has a connection of its own; the caller limits their number.
     """
 
     def __init__(self, address: str, keys: ApiKeys, request_timeout_s: float) -> None:
@@ -38,46 +59,51 @@ class SglangHttp:
         self.address = address.rstrip("/")
         self._keys = keys
         self._timeout_s = request_timeout_s
-        # The system's authorities, where those of a cluster are installed; httpx brings its own.
-        self._ssl_context = ssl.create_default_context()  # slow to make
-        self._clients: list[httpx.AsyncClient] = []
-        self._control_client = self._make_client()
-        self._idle_clients: list[httpx.AsyncClient] = []
 
-    def _make_client(self) -> httpx.AsyncClient:
-        client = httpx.AsyncClient(
-            base_url=self.address,
-            headers={"Accept-Encoding": "identity"},
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_EXPIRY_S),
-            verify=self._ssl_context,
-            trust_env=False,  # a proxy must not stand between trainer and server
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Made by the first call, because it belongs to the event loop."""
+        return aiohttp.ClientSession(
+            # A proxy must not stand between trainer and server: no ``trust_env``.
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=_KEEPALIVE_EXPIRY_S,
+                # The system's authorities, where those of a cluster are installed.
+                ssl=ssl.create_default_context(),
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
-        self._clients.append(client)
-        return client
 
     async def close(self) -> None:
         """Close every connection; the server aborts what it was still generating for them."""
-        for client in self._clients:
-            await client.aclose()
+        await self._session.close()
 
     @contextlib.asynccontextmanager
     async def stream(self, body: dict[str, Any], label: str) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send a request to ``/generate``; yield what the server streams, chunk by chunk.
 
-        There is no time limit, and errors of httpx are not translated; ``label`` names the request
-        in errors about the status.
+        There is no time limit, and errors of aiohttp are not translated; ``label`` names the
+        request in errors about the status.
         """
-        path, headers = "/generate", self._keys.headers(admin=False)
-        client = self._idle_clients.pop() if self._idle_clients else self._make_client()
-        try:
-            async with client.stream("POST", path, json=body, headers=headers) as reply:
-                if reply.status_code != httpx.codes.OK:
-                    await reply.aread()
-                    self._check_status(reply, f"{path} ({label})", admin=False)
-                yield reply.aiter_raw()
-        finally:
-            self._idle_clients.append(client)
+        path = "/generate"
+        async with self._send("POST", path, body, admin=False) as reply:
+            if reply.status != HTTPStatus.OK:
+                whole = Reply(reply.status, await reply.read(), reply.headers)
+                self._check_status(whole, f"{path} ({label})", admin=False)
+            yield reply.content.iter_any()
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.request(
+            method,
+            self.address + path,
+            data=None if body is None else orjson.dumps(body),
+            headers=self._keys.headers(admin=admin),
+            allow_redirects=False,
+        )
 
     async def call(
         self,
@@ -86,7 +112,7 @@ class SglangHttp:
         *,
         admin: bool,
         timeout_s: float | None = None,
-    ) -> httpx.Response:
+    ) -> Reply:
         """POST ``body``, or GET without one, beside generation; once.
 
         The default of ``timeout_s`` is ``rollout.request_timeout_s``.
@@ -97,19 +123,19 @@ class SglangHttp:
             RefusedError: It refuses.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        method, headers = "GET" if body is None else "POST", self._keys.headers(admin=admin)
+        method = "GET" if body is None else "POST"
         try:
-            async with asyncio.timeout(limit_s):
-                reply = await self._control_client.request(method, path, json=body, headers=headers)
+            async with asyncio.timeout(limit_s), self._send(method, path, body, admin=admin) as got:
+                reply = Reply(got.status, await got.read(), got.headers)
+        except aiohttp.ClientError as error:
+            raise BrokenConnectionError(
+                f"{self.address}{path}: no connection ({describe_cause(error)}); see the server's "
+                "log, or correct rollout.servers"
+            ) from error
         except TimeoutError as error:
             raise ServerGoneError(
                 f"{self.address}{path}: no answer within {limit_s:g} s; look for what it waits for "
                 "in the server's log"
-            ) from error
-        except httpx.TransportError as error:
-            raise BrokenConnectionError(
-                f"{self.address}{path}: no connection ({describe_cause(error)}); see the server's "
-                "log, or correct rollout.servers"
             ) from error
         self._check_status(reply, path, admin=admin)
         return reply
@@ -118,7 +144,7 @@ class SglangHttp:
         """POST a control call as ``call``."""
         await self.call(path, body, admin=True, timeout_s=timeout_s)
 
-    async def call_again(self, path: str, body: dict[str, Any], *, admin: bool) -> httpx.Response:
+    async def call_again(self, path: str, body: dict[str, Any], *, admin: bool) -> Reply:
         """POST as ``call``; repeat it if the connection breaks."""
         for backoff_s in _BACKOFFS_S:
             with contextlib.suppress(BrokenConnectionError):
@@ -126,17 +152,17 @@ class SglangHttp:
             await asyncio.sleep(backoff_s)
         return await self.call(path, body, admin=admin)
 
-    def _check_status(self, reply: httpx.Response, path: str, *, admin: bool) -> None:
-        status = reply.status_code
-        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    def _check_status(self, reply: Reply, path: str, *, admin: bool) -> None:
+        status = reply.status
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             problem = "the key was refused" if self._keys.headers(admin=admin) else "needs a key"
             raise RefusedError(
                 f"{self.address}{path}: {problem} (HTTP {status}); set "
                 f"{self._keys.variable(admin=admin)} to the server's key"
             )
-        if status != httpx.codes.OK:
+        if status != HTTPStatus.OK:
             text = f"{self.address}{path}: HTTP {status}: {_reason(reply)}"
-            if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise ServerError(f"{text}; see the server's log")
             raise RefusedError(f"{text}; correct the setting it names, or see the server's log")
 
@@ -153,7 +179,7 @@ class SglangHttp:
             ) from error
 
 
-def _reason(reply: httpx.Response) -> str:
+def _reason(reply: Reply) -> str:
     """The server's own words, on one line."""
     try:
         content = reply.json()

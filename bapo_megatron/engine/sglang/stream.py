@@ -14,13 +14,13 @@ it was composed; the surplus comes again.
 R = tokens of one piece.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
+import orjson
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion, GenerateRequest, join
@@ -48,7 +48,7 @@ class EventReader:
             if not line.startswith(b"data: "):
                 raise ValueError(f"not an event of a stream: {line[:80]!r}")
             if (content := line[6:]) != _END:
-                yield json.loads(content)
+                yield orjson.loads(content)
         if len(self._rest) > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
 
@@ -158,12 +158,13 @@ def _error(status: int, message: object) -> Exception:
 
 def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int) -> np.ndarray:
     """[R] float32 from rows ``[logprob, token id, text or null]``; ``position`` of the first."""
-    if [row[1] for row in rows] != token_ids.tolist():
+    given, ids = tuple(zip(*rows, strict=True))[:2] or ((), ())
+    if list(ids) != token_ids.tolist():
         raise ValueError(
             f"log-probs of {len(rows)} tokens do not belong to its {len(token_ids)} tokens"
         )
     # NaN is null in JSON, and becomes NaN again here.
-    logprobs = np.asarray([row[0] for row in rows], dtype=np.float32)
+    logprobs = np.asarray(given, dtype=np.float32)
     unusable = np.flatnonzero(~np.isfinite(logprobs))
     if len(unusable):
         row = int(unusable[0])

@@ -1,0 +1,167 @@
+"""Everything that must be seen on a real GPU, part by part: ``make gpu-acceptance``.
+
+    python -m tests.gpu.acceptance all
+    python -m tests.gpu.acceptance kernels > kernels.jsonl
+
+Each part takes a few minutes on one GPU, prints a line of JSON per check (check, figure, target,
+pass) on standard output and a table on standard error, and ends with 1 if a check failed. Without a
+GPU it says so and ends with 3. ``model`` and ``train`` need neither pyarrow nor transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PARTS = {
+    "build": "the extension for this GPU, and what doctor says: nvcc where it is built",
+    "tests": "pytest -m gpu",
+    "kernels": "Megatron-core's cross entropy beside ours; flash-attn's, Transformer Engine's and "
+    "Liger's where they are installed",
+    "sanitize": "compute-sanitizer of the CUDA toolkit",
+    "model": "12 GB of disk for random models of 0.5B and 1.5B with dumps to train on",
+    "train": "what `model` wrote",
+    "ipc": "torch_memory_saver for its second half",
+    "nccl": "nothing",
+}
+"""What each part needs beside a GPU, in the order of ``all``."""
+EXIT_NO_GPU = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a figure must reach."""
+
+    relation: str
+    """``>=`` or ``<=``."""
+    value: float
+
+    def is_reached(self, figure: float) -> bool:
+        """NaN reaches nothing."""
+        return bool({">=": operator.ge, "<=": operator.le}[self.relation](figure, self.value))
+
+
+HOLDS = Target(">=", 1)
+"""For a figure that is 1 where something holds, else 0."""
+FINITE = Target("<=", 1e30)
+
+TARGETS = {
+    "forward bandwidth share": Target(">=", 0.90),
+    "backward bandwidth share": Target(">=", 0.90),
+    "long rows forward bandwidth share": Target(">=", 0.85),
+    "long rows backward bandwidth share": Target(">=", 0.85),
+    "forward against Megatron-core": Target(">=", 10),
+    "both against Megatron-core": Target(">=", 6),
+    "forward against others": Target(">=", 1.0),
+    "bound search us": Target("<=", 50),
+    "peak over plan": Target("<=", 1.10),
+    "plan over peak": Target("<=", 1.10),
+    "gradient norm": FINITE,
+    "gradient norm difference": Target("<=", 0.01),
+    "released share": Target(">=", 0.95),
+}
+"""On one H200. Checks that are not here must hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One figure beside its target."""
+
+    name: str
+    """A target's name, in which parentheses hold what was varied: ``gradient norm (plain)``."""
+    figure: float
+
+    @property
+    def target(self) -> Target:
+        """What the figure must reach."""
+        return TARGETS.get(self.name.partition(" (")[0], HOLDS)
+
+    @property
+    def passes(self) -> bool:
+        """Whether it does."""
+        return self.target.is_reached(self.figure)
+
+    def line(self) -> str:
+        """As JSON."""
+        target = f"{self.target.relation} {self.target.value:g}"
+        fields = {"check": self.name, "figure": self.figure, "target": target, "pass": self.passes}
+        return json.dumps(fields)
+
+
+def table(checks: list[Check]) -> str:
+    """The summary, for people."""
+    rows = [
+        (c.name, f"{c.figure:.4g}", f"{c.target.relation} {c.target.value:g}", _verdict(c))
+        for c in checks
+    ]
+    rows.insert(0, ("check", "figure", "target", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _verdict(check: Check) -> str:
+    return "pass" if check.passes else "FAIL"
+
+
+def run(
+    parts: list[str],
+    options: argparse.Namespace,
+    load: Callable[[str], Callable[..., Iterator[Check]]],
+) -> list[Check]:
+    """Run parts one after the other; a part that raises is a failed check of its name."""
+    done = []
+    for part in parts:
+        try:
+            for check in load(part)(options):
+                done.append(check)
+                print(check.line(), flush=True)  # noqa: T201
+        except Exception as error:  # noqa: BLE001 - the other parts may still tell something
+            print(f"{part}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+            done.append(Check(f"{part} ended without an error", 0.0))
+            print(done[-1].line(), flush=True)  # noqa: T201
+    return done
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.acceptance", description=__doc__)
+    parser.add_argument("part", choices=[*PARTS, "needs", "all"])
+    parser.add_argument("--dir", type=Path, default=Path("runs/gpu-acceptance"))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: for tests")
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--columns", type=int, default=19008, help="152,064 over 8 ranks")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B"])
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = parse(arguments)
+    if options.part == "needs":
+        for part, needs in PARTS.items():
+            print(f"{part}: {needs}")  # noqa: T201
+        return 0
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: nothing was checked", file=sys.stderr)  # noqa: T201
+        return EXIT_NO_GPU
+    from bapo_megatron.policy.megatron_import import import_megatron
+
+    import_megatron()
+    from tests.gpu import parts
+
+    chosen = list(PARTS) if options.part == "all" else [options.part]
+    checks = run(chosen, options, lambda part: getattr(parts, part))
+    print(table(checks), file=sys.stderr)  # noqa: T201
+    return 0 if checks and all(check.passes for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

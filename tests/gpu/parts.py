@@ -1,0 +1,255 @@
+"""The parts of the acceptance: each yields its checks one by one (``acceptance.Check``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.bapo import BoundSearch
+from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from tests.gpu.acceptance import Check
+from tests.gpu.training import model, train  # noqa: F401 - two of the parts
+
+if TYPE_CHECKING:
+    import argparse
+
+_BUFFERS = 3
+"""Logits in turns, so that none of them is in a cache."""
+_LONG_ROWS = 152064
+_PARENT = Path(__file__).parents[2]
+
+
+def build(options: argparse.Namespace) -> Iterator[Check]:
+    """The extension is built for this GPU, and doctor finds no problem."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "bapo_megatron", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for row in json.loads(answer.stdout):
+        if row["verdict"] != "note":
+            yield Check(f"doctor: {row['topic']}", float(row["verdict"] == "ok"))
+
+
+def tests(options: argparse.Namespace) -> Iterator[Check]:
+    """What is marked ``gpu`` passes."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    status = subprocess.run(command, cwd=_PARENT, stdout=sys.stderr, check=False).returncode
+    yield Check("pytest -m gpu", float(status == 0))
+
+
+def kernels(options: argparse.Namespace) -> Iterator[Check]:
+    """Log-prob, entropy and gradient against the bandwidth of a copy, and against others."""
+    from tests.benchmarks.bench_logprob import join_one_rank
+
+    device = torch.device(options.device)
+    join_one_rank(device)
+    bytes_per_s = copy_bandwidth(device, options.rounds, options.tokens * options.columns)
+    shapes = {
+        "": (options.tokens, options.columns),
+        "long rows ": (max(options.tokens // 8, 1), options.columns * 8),
+    }
+    for name, shape in shapes.items():
+        yield from _logprob_checks(name, shape, device, options.rounds, bytes_per_s)
+    yield Check("bound search us", 1e6 * _search_s(options, device))
+
+
+def _logprob_checks(
+    name: str, shape: tuple[int, int], device: torch.device, rounds: int, bytes_per_s: float
+) -> Iterator[Check]:
+    """Our two kernels against a copy; for the first shape, also against other libraries."""
+    from tests.benchmarks.bench_logprob import gpu_cross_entropies, megatron_cross_entropies
+
+    logits = [make_logits(shape, device, number) for number in range(_BUFFERS)]
+    target_T = torch.randint(shape[1], (shape[0],), device=device)
+    num_bytes = logits[0].nbytes
+
+    def timed(function: Callable[..., object], share: int = 1) -> float:
+        """Time of all tokens, by one of ``share`` parts."""
+        parts = [each[: len(each) // share] for each in logits]
+        part_T = target_T[: len(target_T) // share]
+        return share * median_s(device, rounds, lambda n: function(parts[n], part_T))
+
+    forward_s = timed(_forward)
+    yield Check(f"{name}forward bandwidth share", num_bytes / forward_s / bytes_per_s)
+    if not name:
+        fused = megatron_cross_entropies()["Megatron-core fused"]  # it makes float32 copies
+        fused_s, fused_both_s = timed(_no_grad(fused), 8), timed(_both(fused), 8)
+        others = gpu_cross_entropies() if device.type == "cuda" else {}
+        others_s = {library: timed(_no_grad(function)) for library, function in others.items()}
+    # Last, since it overwrites the logits.
+    backward_s = median_s(device, rounds, _gradient_of(logits, target_T))
+    yield Check(f"{name}backward bandwidth share", 2 * num_bytes / backward_s / bytes_per_s)
+    if not name:
+        yield Check("forward against Megatron-core", fused_s / forward_s)
+        yield Check("both against Megatron-core", fused_both_s / (forward_s + backward_s))
+        for library, other_s in others_s.items():
+            yield Check(f"forward against others ({library})", other_s / forward_s)
+
+
+def sanitize(options: argparse.Namespace) -> Iterator[Check]:
+    """The sanitizer's tools find nothing in our kernels."""
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if sanitizer is None:
+        raise FileNotFoundError("compute-sanitizer is not installed; it is in the CUDA toolkit")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += ["-m", "gpu", "tests/ops/test_cuda_device.py"]
+    # Each tensor in memory of its own, else what lies beside it in torch's pool hides a fault.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in ("memcheck", "racecheck", "initcheck"):
+        status = subprocess.run(
+            [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all", *command],
+            cwd=_PARENT,
+            env=environment,
+            stdout=sys.stderr,
+            check=False,
+        ).returncode
+        yield Check(f"compute-sanitizer {tool}", float(status == 0))
+
+
+def ipc(options: argparse.Namespace) -> Iterator[Check]:
+    """A child maps a bucket and sees it; the memory saver gives memory away and takes it again."""
+    from bapo_megatron.engine.base import BucketLayout
+    from bapo_megatron.weight_sync.carriers import shared_memory_payload
+
+    device = torch.device(options.device)
+    num_values = 1 << (26 if device.type == "cuda" else 10)
+    flat = torch.arange(num_values, dtype=torch.float32, device=device).view(torch.uint8)
+    layout = BucketLayout(("w",), ("float32",), ((num_values,),))
+    payload = shared_memory_payload(layout, flat)
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.ipc_child", "open"],
+        input=payload,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expected = num_values * (num_values - 1) / 2
+    seen = float(child.stdout or "nan") if child.returncode == 0 else float("nan")
+    yield Check("a child process sees a shared bucket", float(abs(seen / expected - 1) < 1e-6))
+    if device.type == "cuda":
+        import torch_memory_saver
+
+        with torch_memory_saver.configure_subprocess():
+            saver = subprocess.run(
+                [sys.executable, "-m", "tests.gpu.ipc_child", "release"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        released, returned = map(float, saver.stdout.split()) if saver.stdout else (0.0, 0.0)
+        yield Check("released share", released)
+        yield Check("memory is taken again", float(returned >= 0.95))
+
+
+def nccl(options: argparse.Namespace) -> Iterator[Check]:
+    """A weight group of one member forms and broadcasts."""
+    from bapo_megatron.weight_sync.collective_group import WeightGroup
+
+    device = torch.device(options.device)
+    group = WeightGroup("127.0.0.1", "nccl" if device.type == "cuda" else "gloo", 1, 60.0)
+    try:
+        group.form().result(60)
+        flat = torch.ones(1024, dtype=torch.uint8, device=device)
+        group.broadcast(flat).result(60)
+        yield Check("a weight group of one", float(flat.sum() == 1024))
+    finally:
+        group.close()
+
+
+def make_logits(shape: tuple[int, int], device: torch.device, seed: int) -> Tensor:
+    """Bfloat16, made where they are used."""
+    generator = torch.Generator(device).manual_seed(seed)
+    logits = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    return logits.normal_(std=3.0, generator=generator)
+
+
+def copy_bandwidth(device: torch.device, rounds: int, num_values: int) -> float:
+    """Bytes per second that a copy reads and writes."""
+    source = torch.zeros(num_values, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_s(device, rounds, lambda _: target.copy_(source))
+
+
+def median_s(device: torch.device, rounds: int, work: Callable[[int], object]) -> float:
+    """Median time of ``work(number of the buffer)``, by the device's own clock on a GPU."""
+    times = []
+    for round_ in range(rounds + 2):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work(round_ % _BUFFERS)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            work(round_ % _BUFFERS)
+            times.append(time.perf_counter() - began)
+    return sorted(times[2:])[rounds // 2]
+
+
+def _forward(logits_TV: Tensor, target_T: Tensor) -> object:
+    with torch.no_grad():
+        return vocab_parallel_logprobs(logits_TV, target_T, vocab_size=logits_TV.shape[1])
+
+
+def _gradient_of(logits: list[Tensor], target_T: Tensor) -> Callable[[int], object]:
+    """The kernel that overwrites logits; the gradient of a gradient costs the same."""
+    backend = select_kernels("auto", target_T.device)
+    columns = (0, logits[0].shape[1], 1.0)
+    partials_T4 = backend.logprob_partials(logits[0], None, target_T, *columns)
+    _, entropy_T, max_T, log_sum_T = backend.logprob_combine(partials_T4[None], 1.0)
+    grad_T = torch.full_like(max_T, 1e-3)
+
+    def run(number: int) -> None:
+        backend.logits_backward_(
+            logits[number], None, target_T, max_T, log_sum_T, entropy_T, grad_T, None, *columns
+        )
+
+    return run
+
+
+def _no_grad(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], object]:
+    def run(logits_TV: Tensor, target_T: Tensor) -> object:
+        with torch.no_grad():
+            return function(logits_TV, target_T)
+
+    return run
+
+
+def _both(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], object]:
+    def run(logits_TV: Tensor, target_T: Tensor) -> object:
+        leaf = logits_TV.detach().requires_grad_()
+        return torch.autograd.grad(function(leaf.view_as(leaf), target_T).sum(), leaf)
+
+    return run
+
+
+def _search_s(options: argparse.Namespace, device: torch.device) -> float:
+    """Time of the table and the search of one update."""
+    generator = torch.Generator(device).manual_seed(0)
+    normal = torch.empty(3, options.tokens, device=device).normal_(generator=generator)
+    logprob_T, mask_T = -normal[0].abs(), torch.ones(options.tokens, device=device)
+    search = BoundSearch(BapoConfig(), kernels=select_kernels("auto", device))
+
+    def run(_: int) -> object:
+        tokens = (logprob_T, logprob_T + 0.1 * normal[1], normal[2], mask_T)
+        return search.bounds(search.contributions(*tokens))
+
+    return median_s(device, options.rounds, run)

@@ -1,0 +1,286 @@
+"""Random models with the real vocabulary, batches to train on, and what training them shows.
+
+Batches are npz files, so that neither pyarrow nor transformers is needed. A random model is nearly
+uniform over its vocabulary, so −log V ± 0.1 is a plausible log-prob of any token.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.distributed import init_distributed, shutdown_distributed
+from bapo_megatron.planning.plan import PlanOptions, make_plan
+from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.hf_weights import hf_shapes, weight_table
+from bapo_megatron.policy.layer_spec import uses_transformer_engine
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.policy.megatron_setup import DTYPES
+from bapo_megatron.trainer.split import split_shape
+from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    Sample,
+    VersionSpan,
+)
+from tests.gpu.acceptance import Check
+
+if TYPE_CHECKING:
+    import argparse
+
+    from bapo_megatron.planning.hardware import LayerKind
+
+SIZES = {
+    "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 320},
+    "0.5B": {
+        "hidden": 896,
+        "intermediate": 4864,
+        "layers": 24,
+        "heads": 14,
+        "kv": 2,
+        "vocab": 151936,
+    },
+    "1.5B": {
+        "hidden": 1536,
+        "intermediate": 8960,
+        "layers": 28,
+        "heads": 12,
+        "kv": 2,
+        "vocab": 151936,
+    },
+}
+"""Qwen2.5's; ``tiny`` is for the CPU."""
+BATCHES = {"tiny": (2, 4, 24), "0.5B": (8, 8, 2048), "1.5B": (8, 8, 2048)}
+"""Groups, responses of each, and tokens of the longest response."""
+_STD = 0.02
+_SPREAD = 0.1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    needs_gpu: bool = False
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "chunked logits": Variant({"ops": {"logits_chunk_tokens": 1024}}),
+    "recomputed behaviour": Variant({"algorithm": {"behaviour": "recomputed"}}),
+    "full recompute": Variant({"megatron": {"recompute": "full"}}),
+    "optimizer offload": Variant({"megatron": {"optimizer_offload_share": 0.5}}, needs_gpu=True),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one step showed."""
+
+    grad_norms: list[float]
+    tokens_per_s: float
+    mfu_share: float
+    peak_bytes: int
+    """0 on the CPU."""
+    planned_bytes: float
+
+
+def model(options: argparse.Namespace) -> Iterator[Check]:
+    """Write a model and a batch of each size."""
+    for size in options.sizes:
+        directory = options.dir / size
+        write_model(directory, size, torch.device(options.device))
+        hf = read_hf_config_file(directory / "config.json")
+        write_batch_arrays(directory / "batch.npz", hf.vocab_size, *BATCHES[size])
+        batch = read_batch_arrays(directory / "batch.npz")
+        yield Check(f"model and batch ({size})", float(len(batch.groups) == BATCHES[size][0]))
+
+
+def train(options: argparse.Namespace) -> Iterator[Check]:
+    """Train every variant for two steps on the same batch; the second one is timed."""
+    on_gpu = options.device == "cuda"
+    for size in options.sizes:
+        norms: dict[str, list[float]] = {}
+        for name, variant in VARIANTS.items():
+            if variant.needs_gpu and not on_gpu:
+                continue
+            label = f"({size}, {name})"
+            trained = train_variant(options.dir / size, variant, on_gpu=on_gpu)
+            norms[name] = trained.grad_norms
+            yield Check(f"gradient norm {label}", sum(trained.grad_norms))
+            yield Check(f"tokens per second {label}", trained.tokens_per_s)
+            if on_gpu:
+                yield Check(f"MFU above 0 {label}", float(trained.mfu_share > 0))
+                yield Check(f"peak over plan {label}", trained.peak_bytes / trained.planned_bytes)
+                yield Check(f"plan over peak {label}", trained.planned_bytes / trained.peak_bytes)
+        for name in sorted(norms.keys() - {"plain", "recomputed behaviour"}):
+            # Of the first update, before which all have the same weights.
+            difference = abs(norms[name][0] / norms["plain"][0] - 1)
+            yield Check(f"gradient norm difference ({size}, {name})", difference)
+
+
+def write_model(directory: Path, size: str, device: torch.device) -> None:
+    """Write config.json and random weights, matrices by a normal distribution."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shape = SIZES[size]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv"],
+        "vocab_size": shape["vocab"],
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    hf = read_hf_config_file(directory / "config.json")
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for weight in weight_table(hf):
+        for name, dimensions in hf_shapes(weight, hf).items():
+            tensor = torch.empty(dimensions, dtype=torch.bfloat16, device=device)
+            if tensor.ndim == 2:
+                tensor.normal_(std=_STD, generator=generator)
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            tensors[name] = tensor.cpu()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_batch_arrays(
+    path: Path, vocab_size: int, num_groups: int, group_size: int, max_tokens: int
+) -> None:
+    """Write random prompts, responses and their log-probs, half of each group right."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(max_tokens // 4, max_tokens + 1, (num_groups, group_size))
+    total = int(lengths.sum())
+    np.savez(
+        path,
+        prompts=rng.integers(0, vocab_size, (num_groups, 16), dtype=np.int32),
+        lengths=lengths,
+        tokens=rng.integers(0, vocab_size, total, dtype=np.int32),
+        logprobs=(-math.log(vocab_size) + rng.normal(0, _SPREAD, total)).astype(np.float32),
+    )
+
+
+def read_batch_arrays(path: Path) -> RolloutBatch:
+    """Read what ``write_batch_arrays`` wrote, as the batch of step 1."""
+    arrays = np.load(path)
+    ends = np.cumsum(arrays["lengths"]).reshape(arrays["lengths"].shape)
+    groups = []
+    for group_id, tokens in enumerate(arrays["prompts"]):
+        prompt = PromptTokens(f"random:{group_id}", tokens)
+        samples = []
+        for index, end in enumerate(ends[group_id].tolist()):
+            length = int(arrays["lengths"][group_id, index])
+            samples.append(
+                Sample(
+                    group_id=group_id,
+                    index=index,
+                    prompt=prompt,
+                    response_token_ids=arrays["tokens"][end - length : end],
+                    behaviour_logprobs=arrays["logprobs"][end - length : end],
+                    versions=(VersionSpan(0, length),),
+                    finish_reason=FinishReason.STOP,
+                    reward=float(index % 2),
+                    answer_found=True,
+                )
+            )
+        groups.append(Group(group_id, tuple(samples)))
+    return RolloutBatch(step=1, version=0, groups=tuple(groups))
+
+
+def train_variant(directory: Path, variant: Variant, *, on_gpu: bool) -> Trained:
+    """Train two steps of two updates on one rank."""
+    batch = read_batch_arrays(directory / "batch.npz")
+    longest = max(len(s.response_token_ids) for s in batch.samples) + 16
+    sections: dict[str, dict[str, Any]] = {
+        "algorithm": {"updates_per_batch": 2},
+        "train": {"steps": 2, "max_tokens_per_micro_batch": max(4 * longest, 64)},
+        "data": {"max_prompt_tokens": 16},
+        "rollout": {"max_response_tokens": longest},
+    }
+    for name, values in variant.sections.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    if "ops" in sections and not on_gpu:
+        sections["ops"] = {"logits_chunk_tokens": 16}  # several, of a tiny batch
+    dtype = "bfloat16" if on_gpu else "float32"
+    config = RunConfig.model_validate(
+        {
+            "name": "acceptance",
+            "run_dir": str(directory / "run"),
+            "model": {"path": str(directory), "dtype": dtype},
+            **sections,
+        }
+    )
+    if on_gpu:
+        gc.collect()  # what the variant before has left
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        cpu_compat.install()
+    groups = init_distributed(config.parallel)
+    try:
+        policy = MegatronPolicy.build(
+            config.model,
+            config.parallel,
+            config.optimizer,
+            megatron=config.megatron,
+            total_updates=4,
+            seed=0,
+            groups=groups,
+            returns_hidden_states=config.ops.logits_chunk_tokens > 0,
+        )
+        trainer = BatchTrainer(
+            policy=policy,
+            config=config.algorithm,
+            ops=config.ops,
+            temperature=1.0,
+            staleness=config.rollout.staleness,
+            shape=split_shape(policy, config.parallel, config.megatron, config.train),
+        )
+        norms = [result.grad_norm for result in trainer.train(batch)]
+        began = time.perf_counter()
+        results = trainer.train(batch)
+        norms += [result.grad_norm for result in results]
+        seconds = time.perf_counter() - began
+        lengths = [16 + len(sample.response_token_ids) for sample in batch.samples]
+        flops = sum(
+            result.sums["forward_only_flops"] + result.sums["forward_backward_flops"]
+            for result in results
+        )
+        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+        fused = uses_transformer_engine(groups.device, DTYPES[dtype])
+        kind: LayerKind = "transformer-engine" if fused else "local"
+        plan = make_plan(config, policy.hf, PlanOptions(gpus=1, gpu="H200", layers=kind))
+        return Trained(
+            grad_norms=norms,
+            tokens_per_s=sum(lengths) / seconds,
+            mfu_share=flops / seconds / plan.assumptions.peak_flops,
+            peak_bytes=peak,
+            planned_bytes=plan.worst_stage.total_bytes,
+        )
+    finally:
+        shutdown_distributed()

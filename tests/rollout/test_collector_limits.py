@@ -1,0 +1,56 @@
+"""What one collector can do: connections, and the lag of its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.errors import RolloutError
+from bapo_megatron.rollout import collector
+from bapo_megatron.rollout.loop_lag import LoopLag
+
+
+def test_too_few_open_files_for_the_requests_in_flight_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collector.resource, "getrlimit", lambda _: (1000, 4096))
+    sizes = {"groups_per_step": 40, "oversample_groups": 8, "samples_per_group": 16}
+    with pytest.raises(RolloutError) as caught:
+        collector._check_files(RolloutConfig.model_validate(sizes))
+    # 48 groups of 16 samples, and 256 files for other purposes
+    assert str(caught.value) == (
+        "rollout.max_connections: a connection per request needs 1024 open files, got a limit of "
+        "1000 (ulimit -Hn); raise it, or set rollout.max_connections to at most 744"
+    )
+    collector._check_files(RolloutConfig.model_validate(sizes | {"max_connections": 744}))
+    ahead = RolloutConfig.model_validate(sizes | {"async_steps": 1})
+    with pytest.raises(RolloutError, match="needs 1664 open files"):
+        collector._check_files(ahead)
+
+
+def test_the_lag_of_a_loop_is_the_largest_since_it_was_asked_for() -> None:
+    async def run() -> None:
+        lag = LoopLag()
+        lag.start()
+        lag.start()
+        await asyncio.sleep(0)
+        time.sleep(0.4)  # the loop stands still
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert lag.take_max() >= 0.25  # what was due after 0.1 s
+        assert lag.take_max() == 0.0
+        lag.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("max_response_tokens", "expected"), [(100, 64), (8192, 128), (32_768, 512), (65_536, 512)]
+)
+def test_long_responses_are_sent_in_longer_pieces(max_response_tokens: int, expected: int) -> None:
+    config = RolloutConfig(max_response_tokens=max_response_tokens)
+    assert config.piece_tokens == expected
+    assert config.model_copy(update={"stream_tokens": 8}).piece_tokens == 8
