@@ -34,7 +34,7 @@ LENGTHS = {
     "long tail, mean 9,900": Lengths(median=3000.0, sigma=1.8),
     "nearly equal, mean 20,400": Lengths(median=20_000.0, sigma=0.2),
 }
-LIMITS = (16, 24, 32, 48, 64, 96, 128, 192, 256)
+LIMITS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass
@@ -135,49 +135,38 @@ def report(results: dict[tuple[str, str], list[dict[int | None, Result]]], steps
         "Eight engines as above, with batches that only memory limits; a step has 2,048 responses. "
         "`rollout/admission.py` decides as in a run, from what it has seen, and is told neither "
         "lengths nor limits. It is compared with every fixed number of requests per engine out of "
-        f"{', '.join(map(str, LIMITS))}, of which the best one is another for each row. Times of "
-        f"{steps} steps from the first one on, over that of the best limit of the same seed, of "
-        f"{seeds} seeds.",
+        f"{', '.join(map(str, LIMITS))}. The best limit of a row is the one with which {steps} "
+        f"steps, from the first one on, take least in all {seeds} seeds; other times are over that "
+        "one.",
         "",
-        "| schedule | lengths | best limit | by tokens | half the limit | a quarter of it | "
-        "retractions by tokens | at the best limit |",
-        "|---" * 8 + "|",
+        "| schedule | lengths | best limit | by tokens | single seeds | half the limit | a quarter "
+        "| an eighth | retractions by tokens | at the best limit |",
+        "|---" * 10 + "|",
     ]
     for (kind, name), by_seed in results.items():
-        best = [min(LIMITS, key=lambda n: found[n].wall_s) for found in by_seed]
-        pairs = list(zip(by_seed, best, strict=True))
-
-        def ratios(limits: list[int | None], pairs: Any = pairs) -> str:
-            times = [
-                found[limit].wall_s / found[best].wall_s
-                for (found, best), limit in zip(pairs, limits, strict=True)
-            ]
-            return f"{min(times):.3f} – {max(times):.3f}"
-
-        counts = [
-            sum(found[limit].retractions for found, limit in each) // seeds
-            for each in ([(found, None) for found in by_seed], pairs)
+        totals = {limit: sum(found[limit].wall_s for found in by_seed) for limit in (None, *LIMITS)}
+        best = min(LIMITS, key=totals.__getitem__)
+        single = [found[None].wall_s / found[best].wall_s for found in by_seed]
+        retractions = [
+            sum(found[limit].retractions for found in by_seed) // seeds for limit in (None, best)
         ]
         cells = [
             kind,
             name,
-            f"{min(best)} – {max(best)}",
-            ratios([None] * seeds),
-            *(ratios([_at_most(limit // part) for limit in best]) for part in (2, 4)),
-            *map(str, counts),
+            str(best),
+            f"**{totals[None] / totals[best]:.3f}**",
+            f"{min(single):.3f} – {max(single):.3f}",
+            *(f"{totals[best // part] / totals[best]:.3f}" for part in (2, 4, 8)),
+            *(f"{number:,}" for number in retractions),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _at_most(limit: int) -> int:
-    return max((each for each in LIMITS if each <= limit), default=LIMITS[0])
-
-
 def main() -> None:
     """Simulate every schedule, distribution and limit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--page", type=Path, help="replace the section in this page")
     options = parser.parse_args()

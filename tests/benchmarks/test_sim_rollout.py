@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.rollout import RolloutConfig
+from tests.benchmarks import sim_admission
 from tests.benchmarks.sim_cluster import Engine, Hardware, Lengths, Sequence
 from tests.benchmarks.sim_report import LENGTHS, TIMES, Result, draw, report
 from tests.benchmarks.sim_rollout import Outcome, modes
@@ -165,6 +166,18 @@ def test_masked_tokens_are_those_beyond_the_limit() -> None:
     assert too_old > 0
     assert sum(batch.masked_tokens for batch in record.batches) == pytest.approx(too_old)
     assert not record.dropped
+
+
+def test_admission_by_tokens_keeps_up_with_the_best_number_of_requests() -> None:
+    lengths = sim_admission.LENGTHS["nearly equal, mean 20,400"]
+    by_tokens, *by_number = (
+        sim_admission.simulate("async 1", lengths, limit, seed=0, steps=2, engines=2)
+        for limit in (None, 8, 24, 48, 96, 192)
+    )
+    times_s = [result.wall_s for result in by_number]
+    assert by_tokens.wall_s <= 1.05 * min(times_s)
+    assert max(times_s) > 2 * min(times_s)  # what a wrong number costs
+    assert by_tokens.retractions < by_number[-1].retractions
 
 
 def test_lengths_have_the_stated_mean_and_truncation() -> None:
