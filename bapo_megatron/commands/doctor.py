@@ -157,7 +157,7 @@ def diagnose(machine: Machine) -> list[Finding]:
 async def ask_servers(config: RunConfig) -> list[Finding]:
     """Ask each of ``rollout.servers`` whether a trainer here could form an NCCL group with it."""
     findings = []
-    backend = load_kind(config.rollout.engine).open(config, "cpu")
+    backend = load_kind(config.rollout.engine).open(config, "cpu", awaits_weights=True)
     for address in backend.addresses():
         engine = await backend.connect(address)
         try:

@@ -97,11 +97,11 @@ class WeightSyncConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Time limit of an attempt with the servers that are there (``health.patience_s``: the wait for
     one), and of ``verify``. Servers that exceed it are taken out; the others get a new attempt."""
-    verify: Literal["none", "logprobs"] = "none"
-    """``logprobs``: after each sync, compare every server's log-probs of a probe batch with the
-    trainer's and take out servers that differ. Unless requests are ``abort``ed, and with
-    ``colocated``, tokens that such a server sampled in between stay."""
-    verify_tolerance: float = Field(0.05, gt=0)
+    verify: Literal["none", "first", "every"] = "first"
+    """Compare log-probs of a probe batch with the trainer's after the ``first`` push that a server
+    gets since it was (re)started, or after ``every`` one, and take out servers that differ. Unless
+    requests are ``abort``ed, and with ``colocated``, tokens that it sampled in between stay."""
+    verify_tolerance: float = Field(0.1, gt=0)
     """Limit of the probe's mean absolute log-prob difference; 1e-3 suits float32."""
 
 

@@ -27,8 +27,11 @@ class EngineKind(Protocol):
     def check(self, config: RunConfig) -> None:
         """Refuse by a ``ConfigError`` what this kind cannot do, before anything is started."""
 
-    def open(self, config: RunConfig, device: str) -> Backend:
-        """Prepare the engines of a run on ``cuda`` or ``cpu``; nothing is started."""
+    def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
+        """Prepare the engines of a run on ``cuda`` or ``cpu``; nothing is started.
+
+        ``awaits_weights``: they get some before they are used, and need not read ``model.path``.
+        """
 
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
         """Start servers for trainers elsewhere, and keep them until this process is ended.

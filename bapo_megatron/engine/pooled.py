@@ -71,6 +71,8 @@ class PooledEngine:
     is_paused: bool = False
     watcher: asyncio.Task[None] | None = None
     """Asks it whether it answers."""
+    is_unproven: bool = True
+    """Whether it was not checked with weights of a push since it was started, or came back."""
 
     @property
     def address(self) -> str:
@@ -257,6 +259,7 @@ class EngineStates:
             return
         _LOG.warning("%s is taken out: %s", pooled.address, reason)
         pooled.version = None
+        pooled.is_unproven = True
         pooled.is_paused = False
         pooled.num_broken = 0
         self._move(pooled, EngineState.LOST, reason)
@@ -376,7 +379,8 @@ class EngineStates:
         """Take the weights version that an admitted engine reports."""
         if pooled.state is EngineState.STALE or reported == pooled.version:
             return
-        was_starting, pooled.version = pooled.state is EngineState.STARTING, reported
+        was_starting = pooled.state is EngineState.STARTING
+        pooled.version, pooled.is_unproven = reported, True
         if pooled.is_lost:
             _LOG.warning("%s answers again and needs weights", pooled.address)
             self._move(pooled, EngineState.STALE, f"it needs weights again: {pooled.reason}")

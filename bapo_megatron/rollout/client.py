@@ -44,16 +44,23 @@ class CollectorClient:
     """
 
     def __init__(
-        self, config: RunConfig, *, on_progress: Callable[[str], None], for_training: bool = True
+        self,
+        config: RunConfig,
+        *,
+        on_progress: Callable[[str], None],
+        for_training: bool = True,
+        awaits_weights: bool = False,
     ) -> None:
         """Prepare; nothing is started.
 
+        With ``awaits_weights`` own servers read no weights: a trainer pushes some first.
         Without ``for_training`` only evaluations are made, and neither the training prompts nor the
         temperature convention matter. ``on_progress`` takes lines for people during a wait.
         """
         self._config = config
         self._on_progress = on_progress
         self._for_training = for_training
+        self._awaits_weights = awaits_weights
         self._log_path = config.run_dir / "logs" / "collector.log"
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +72,7 @@ class CollectorClient:
         self._opening: Callable[[], None] | None = None
         self._is_connected = False
         # Nobody knows what servers hold that others have started.
-        self._lacks_weights = not config.rollout.starts_servers
+        self._lacks_weights = awaits_weights or not config.rollout.starts_servers
 
     def start(self) -> None:
         """Start the collector, which starts the servers, and return at once."""
@@ -84,7 +91,12 @@ class CollectorClient:
                 start_new_session=True,
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        request = messages.Open(config=self._config, for_training=self._for_training, device=device)
+        request = messages.Open(
+            config=self._config,
+            for_training=self._for_training,
+            awaits_weights=self._awaits_weights,
+            device=device,
+        )
         self._opening = self._start(messages.OPEN, request)
 
     def wait_ready(self) -> None:

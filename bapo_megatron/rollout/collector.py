@@ -86,6 +86,8 @@ class Collector:
         self._timeline = Timeline(is_kept=False)
         self._stack = contextlib.AsyncExitStack()
         self._config: RunConfig
+        self._has_weights: bool
+        """Whether engines start with ``model.path``, not with what nobody knows, or nothing."""
         self._backend: Backend
         self._supervisor: ServerSupervisor | None = None
         self._colocated: ColocatedServers | None = None
@@ -136,7 +138,8 @@ class Collector:
         await environment.open()
         if run.rollout.timeline:
             self._timeline = Timeline()
-        self._start_servers(request.device)  # early, because they take longest
+        self._has_weights = run.rollout.starts_servers and not request.awaits_weights
+        self._start_servers(request)  # early, because they take longest
         wire_dir = tempfile.TemporaryDirectory(prefix="bapo-megatron-")
         self._wire_dir = Path(self._stack.enter_context(wire_dir))
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
@@ -172,8 +175,10 @@ class Collector:
         await rewards.start()
         return rewards
 
-    def _start_servers(self, device: str) -> None:
-        self._backend = load_kind(self._config.rollout.engine).open(self._config, device)
+    def _start_servers(self, request: messages.Open) -> None:
+        self._backend = load_kind(self._config.rollout.engine).open(
+            self._config, request.device, awaits_weights=request.awaits_weights
+        )
         if self._backend.servers or self._config.rollout.servers:
             _check_files(self._config.rollout)
         if self._backend.servers:
@@ -188,8 +193,7 @@ class Collector:
         if self._supervisor is not None:
             await self._supervisor.wait_ready(self._report)
         engines = [await self._backend.connect(each) for each in self._backend.addresses()]
-        # Nobody knows what servers hold that others have started.
-        version = START_VERSION if rollout.starts_servers else None
+        version = START_VERSION if self._has_weights else None
         self._pool = EnginePool(engines, rollout, version, self._timeline)
         states = self._pool.states
         self._stack.push_async_callback(states.close)
@@ -209,7 +213,8 @@ class Collector:
         if rollout.servers_file is not None:
             interval_s = rollout.health.interval_s
             states.run(Membership(self._backend, self._pool, weights, interval_s).follow())
-        await states.wait_for_engines(contexts, self._report)
+        # Those that have no weights yet are checked after their first push.
+        await states.wait_for_engines(contexts if self._has_weights else (), self._report)
 
     async def collect(self, step: int) -> messages.Collected:
         """Collect a batch into a file."""

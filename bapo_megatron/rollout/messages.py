@@ -65,6 +65,8 @@ class Open:
     config: RunConfig
     for_training: bool
     """Whether batches will be asked for, or evaluations only."""
+    awaits_weights: bool
+    """Whether weights are pushed before anything else is asked for."""
     device: str
     """Where servers run: ``cuda`` or ``cpu``."""
 

@@ -415,6 +415,6 @@ def _open_source(config: RunConfig, progress: ProgressLine, pulse: Pulse) -> Rol
         progress.update(text)
         pulse.beat()
 
-    source = CollectorClient(config, on_progress=on_progress)
+    source = CollectorClient(config, on_progress=on_progress, awaits_weights=True)
     source.start()
     return source

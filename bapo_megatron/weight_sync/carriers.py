@@ -12,8 +12,9 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from bapo_megatron.weight_sync.collective_group import (
 )
 
 _END = b"end"
+_EXPORT = b"export"
 _MAX_STUCK_S = 180.0
 """More than the time limit of any operation of a group that was given up."""
 _STDERR = 2
@@ -55,7 +57,7 @@ class Bucket(NamedTuple):
 
 
 class WeightBuckets:
-    """The buckets of a policy; rank 0 calls ``gather`` and ``end``, all others ``follow``."""
+    """The buckets of a policy; rank 0 calls all methods but ``follow``, all others that one."""
 
     def __init__(self, policy: MegatronPolicy, max_bytes: int) -> None:
         """Plan them, alike on all ranks; ``finish_weights`` has finished the policy's weights.
@@ -85,14 +87,22 @@ class WeightBuckets:
             target.copy_(tensor)
         return Bucket(layout, flat, is_last=number + 1 == len(self))
 
+    def export(self, directory: Path) -> None:
+        """Write all weights to a Hugging Face directory, with the ranks that ``follow``."""
+        broadcast_bytes(_EXPORT, self._policy.groups)
+        self._policy.export_hf(directory)
+
     def end(self) -> None:
         """Tell the ranks that ``follow`` that no bucket is needed any more."""
         broadcast_bytes(_END, self._policy.groups)
 
-    def follow(self) -> None:
-        """Take part in what rank 0 gathers, until it ends."""
+    def follow(self, directory: Path) -> None:
+        """Take part in what rank 0 gathers or exports, until it ends."""
         while (word := broadcast_bytes(None, self._policy.groups)) != _END:
-            if self._policy.groups.is_first_replica:
+            if word == _EXPORT:
+                with suppress(OSError):  # raised on all ranks; rank 0 decides what follows
+                    self._policy.export_hf(directory)
+            elif self._policy.groups.is_first_replica:
                 for _ in self._iterate(int(word)):
                     pass
 
@@ -102,7 +112,7 @@ class WeightBuckets:
 
 
 class AttemptFailedError(Exception):
-    """A server failed; the others get the weights in another attempt."""
+    """A server failed; the others get the weights in another attempt, first by the disk."""
 
 
 def check(outcome: messages.Outcome) -> None:

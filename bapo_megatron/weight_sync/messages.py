@@ -3,8 +3,8 @@
     begin → [join] → receive | take, bucket by bucket → finish → [verify] → resume
 
 An attempt that fails is answered with the reason as soon as one server has failed: only when rank 0
-has left the collective do the others come out of it. The next ``begin`` then takes the failed ones
-out and starts again with the rest. ``load`` is the whole push of weights on the disk.
+has left the collective do the others come out of it. The next attempt takes the failed ones out and
+starts again with the rest: first ``load``, which is the whole push of weights on the disk.
 """
 
 from dataclasses import dataclass

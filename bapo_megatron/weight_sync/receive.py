@@ -45,9 +45,10 @@ class WeightReceiver:
         """Put the parts together; nothing is sent.
 
         ``generation`` is paused during a sync; None where only evaluations are made. ``verify``
-        compares log-probs of ``probe_prompts``.
+        compares log-probs of ``probe_prompts``; the checks of new servers use them too.
         """
         self._pool = pool
+        self._temperature, self._probe_prompts = config.temperature, probe_prompts
         self._sync, self._health = config.weight_sync, config.health
         self._resumes_to_verify = self._sync.in_flight != "abort" or config.colocated
         # Requests that are paused in place still need their keys and values.
@@ -62,6 +63,9 @@ class WeightReceiver:
         self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
         """Name and members of the collective group that servers have joined."""
         self._group_is_new = True
+        """Whether all members that refuse are to blame for it, not an earlier attempt."""
+        self._group_is_broken = False
+        """Whether a step failed since the group was joined."""
         self._has_session = False
         self._is_paused = False
         self._is_idle = asyncio.Event()
@@ -92,12 +96,11 @@ class WeightReceiver:
                 refused the last attempt.
         """
         await self._pause()
-        has_failed = bool(self._calls)
         await self._take_out_failed(self._health.timeout_s)
         self._version, self._has_session = version, True
         # A server that was lost since has forgotten the group, or is another process.
         shared: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
-        is_intact = not has_failed and all(entry.is_usable for entry in shared)
+        is_intact = not self._group_is_broken and all(entry.is_usable for entry in shared)
         self._members = await self._await_members()
         share_group = is_intact and shared == tuple(self._members)
         if not share_group:
@@ -112,7 +115,7 @@ class WeightReceiver:
 
     async def join(self, place: GroupPlace) -> messages.Outcome:
         """Have all members join the trainer's group; answer when it is complete."""
-        self._group = place.name, tuple(self._members)
+        self._group, self._group_is_broken = (place.name, tuple(self._members)), False
         places = {}
         first_rank = 1
         for entry, control in self._members.items():
@@ -159,13 +162,21 @@ class WeightReceiver:
     async def load(self, request: messages.Load) -> None:
         """Have all servers load a Hugging Face directory; generation stays paused.
 
+        After another attempt that failed, those load it that come out of that one. They leave its
+        group only with the next attempt, because NCCL may hang in a broken one.
+
         Raises:
             RolloutError: As ``begin``.
         """
         await self._pause()
-        self._version, self._has_session = request.version, False
+        self._group_is_new = False  # the disk may do what a group could not, for all
         while True:
             await self._take_out_failed(self._health.timeout_s)
+            if self._has_session:
+                left = [control for e, control in self._members.items() if not e.is_lost]
+                closings = (control.close_session(self._health.timeout_s) for control in left)
+                await asyncio.gather(*closings, return_exceptions=True)  # it may have none any more
+            self._version, self._has_session, self._group_is_new = request.version, False, True
             self._members = await self._await_members()
             await self._on_all(
                 lambda _, control, limit_s: control.load(
@@ -179,26 +190,27 @@ class WeightReceiver:
                 return
 
     async def probe(self, _: None) -> messages.Probe:
-        """Return the tokens that ``verify`` compares, sequence by sequence."""
-        return self._probe
+        """Return the tokens that ``verify`` compares; none where no server must be compared."""
+        return self._probe if self._to_verify() else messages.Probe(sequences=())
 
     async def verify(self, request: messages.Verify) -> messages.Verified:
-        """Compare every member's log-probs of the probe with the trainer's.
+        """Compare members' log-probs of the probe with the trainer's: new ones', or all.
 
         A server that differs is taken out, and so is one that does not answer. Where requests are
         paused, not aborted, and where servers gave their memory away, generation continues before
         this: a paused server answers no probe. What it sampled until then is kept.
 
         Raises:
-            RolloutError: Servers answered, and all of them differ.
+            RolloutError: Servers answered and differ, and no other is left.
         """
+        compared = self._to_verify()
         if self._resumes_to_verify:
             await self._go_on()
         self._set_deadline()
         results = await asyncio.gather(
-            *(self._difference(entry, request.expected) for entry in self._members)
+            *(self._difference(entry, request.expected) for entry in compared)
         )
-        differences = {e: d for e, d in zip(self._members, results, strict=True) if d is not None}
+        differences = {e: d for e, d in zip(compared, results, strict=True) if d is not None}
         tolerance = self._sync.verify_tolerance
         bad = {entry: found for entry, found in differences.items() if not found <= tolerance}
         for entry, difference in bad.items():
@@ -208,7 +220,7 @@ class WeightReceiver:
                 f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it reports "
                 f"weights version {self._version}",
             )
-        if bad and len(bad) == len(differences):
+        if bad and all(entry.is_lost for entry in self._members):
             described = ", ".join(f"{entry.address}: {found:.3g}" for entry, found in bad.items())
             raise RolloutError(
                 f"no server computes as the trainer does with weights version {self._version} "
@@ -220,9 +232,15 @@ class WeightReceiver:
         return messages.Verified(difference=max(kept, default=None))
 
     async def resume(self, _: None) -> float:
-        """Let generation continue; do nothing if it runs."""
+        """Let generation continue, and check new servers now that they have weights.
+
+        Raises:
+            RolloutError: No server may be used as it is.
+        """
         await self._go_on()
         self._is_idle.set()
+        new = [entry for entry in self._members if entry.is_unproven and not entry.is_lost]
+        await asyncio.gather(*map(self._prove, new))
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
@@ -234,6 +252,24 @@ class WeightReceiver:
         """Have all servers leave the group that a server is in, because that one leaves the run."""
         if self._group is not None and entry in self._group[1]:
             await self._leave()
+
+    def _to_verify(self) -> list[PooledEngine]:
+        is_every = self._sync.verify == "every"
+        return [e for e in self._members if not e.is_lost and (is_every or e.is_unproven)]
+
+    async def _prove(self, entry: PooledEngine) -> None:
+        """Check a server; one that the run must not use is taken out, unless it is the last."""
+        try:
+            async with asyncio.timeout(self._health.stuck_timeout_s):
+                await entry.engine.check(
+                    self._temperature, self._sync.in_flight, self._probe_prompts
+                )
+            entry.is_unproven = entry.is_lost
+        except (TimeoutError, RolloutError) as error:
+            self._pool.mark_lost(entry, _describe(entry, error))
+            is_refused = isinstance(error, RolloutError) and not isinstance(error, ServerError)
+            if is_refused and all(member.is_lost for member in self._members):
+                raise
 
     async def close(self) -> None:
         """End what is open on the servers, also the group; none of them has to answer."""
@@ -316,6 +352,7 @@ class WeightReceiver:
         calls, self._calls = self._calls, {}
         if not calls:
             return
+        self._group_is_broken = True
         await asyncio.wait(calls, timeout=grace_s)
         gone: dict[PooledEngine, str] = {}
         refused: dict[PooledEngine, str] = {}

@@ -109,7 +109,7 @@ class WeightSync:
         started_s = time.monotonic()
         difference, pause_s = None, 0.0
         probe: bytes | None = None
-        verifies = self._config.verify == "logprobs"
+        verifies = self._config.verify != "none"
         with fail_together(policy.groups, RolloutError):
             num_bytes = self._hand_over(policy, collector, version)
             if collector is not None and verifies:
@@ -134,35 +134,48 @@ class WeightSync:
 
     def _hand_over(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
         """Give the weights to the servers; return their bytes on rank 0."""
+        target = self._root / f"version_{version:08d}"
         if self._carrier is None:
-            return self._push_files(policy, collector, version)
+            if version != self._version:
+                policy.export_hf(target)
+            return 0 if collector is None else self._load(target, collector, version)
         policy.finish_weights()
         buckets = WeightBuckets(policy, self._config.bucket_mb * _BYTES_PER_MB)
         if collector is None:
-            buckets.follow()
+            buckets.follow(target)
             return 0
         try:
-            while True:
-                try:
-                    return _attempt(buckets, collector, version, self._carrier)
-                except AttemptFailedError as failure:
-                    _LOG.warning(
-                        "weights version %d: %s; trying again without what failed", version, failure
-                    )
-                    self._carrier.give_up()
+            return self._carry(buckets, target, collector, version)
         finally:
             buckets.end()
+            shutil.rmtree(self._root, ignore_errors=True)
             if self._config.method == "tensor" and policy.device.type == "cuda":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()  # servers on the same GPU take their cache next
 
-    def _push_files(self, policy: MegatronPolicy, collector: Caller | None, version: int) -> int:
-        """Export the weights to a directory; only the newest version stays on disk."""
-        target = self._root / f"version_{version:08d}"
-        if version != self._version:
-            policy.export_hf(target)
-        if collector is None:
-            return 0
+    def _carry(self, buckets: WeightBuckets, target: Path, collector: Caller, version: int) -> int:
+        """Send the buckets; after a failure once by disk, which needs no group, then again."""
+        assert self._carrier is not None, "there are buckets"
+        is_first = True
+        while True:
+            try:
+                return _attempt(buckets, collector, version, self._carrier)
+            except AttemptFailedError as failure:
+                how = "by disk" if is_first else "again"
+                _LOG.warning(
+                    "weights version %d: %s; the others get them %s", version, failure, how
+                )
+                self._carrier.give_up()
+            if is_first:
+                is_first = False
+                try:
+                    buckets.export(target)
+                    return self._load(target, collector, version)
+                except (RolloutError, OSError) as error:
+                    _LOG.warning("weights version %d by disk: %s; trying without", version, error)
+
+    def _load(self, target: Path, collector: Caller, version: int) -> int:
+        """Have the servers load a directory; only the newest version stays on disk."""
         with handed_over():
             request = messages.Load(model_dir=target.absolute(), version=version)
             collector.start(messages.LOAD, request)()
@@ -176,6 +189,8 @@ class WeightSync:
     ) -> float | None:
         """Compare log-probs of the probe, known to rank 0; it gets the largest difference."""
         shared = json.loads(broadcast_bytes(probe, policy.groups))
+        if not shared:  # no server is new
+            return None
         expected = trainer_logprobs(shared, self._score)
         if collector is None:
             return None

@@ -66,7 +66,8 @@ def supervise(fate: Path, use: Use, *, min_ready: int | None = None, **rollout: 
     )
 
     async def run() -> None:
-        supervisor = ServerSupervisor(own_servers(config, "cpu", KEYS), config.rollout, min_ready)
+        servers = own_servers(config, "cpu", KEYS, awaits_weights=True)
+        supervisor = ServerSupervisor(servers, config.rollout, min_ready)
         try:
             supervisor.start()
             await use(supervisor)

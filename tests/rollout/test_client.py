@@ -232,7 +232,7 @@ def test_a_server_with_the_other_temperature_convention_is_refused(
     with FakeSglang(ignores_temperature=True) as fake:
         client = open_client(make_config(servers=(fake.address,), temperature=0.6))
         with pytest.raises(RolloutError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
-            client.wait_ready()
+            client.ensure_weights()
 
 
 def test_a_collector_that_dies_shows_its_last_lines(

@@ -72,7 +72,8 @@ class StubSource:
         name = call.name.removeprefix("weights.")
         self.calls.append(name)
         answers: dict[str, Any] = {
-            "begin": messages.Opened(addresses=(), num_ranks=(), share_group=False),
+            "probe": messages.Probe(sequences=()),  # no server is new
+            "begin": messages.Opened(addresses=(), num_ranks=(), gpus=(), share_group=False),
             "resume": PAUSE_S,
         }
         return lambda: answers.get(name, messages.Outcome(failed=None))

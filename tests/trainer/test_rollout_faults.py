@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.launch import run, start
+from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from tests.launch import free_port, run, start
 from tests.trainer.chaos import (
     GROUPS_PER_STEP,
     assert_balanced,
@@ -123,11 +124,19 @@ def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
     resumed = ["train", str(interrupted.config), "--resume", *alone]
     made = len(steps(run_dir))
     rare = ["checkpoint.every_steps=1000", "rollout.health.patience_s=3"]
-    process = start([*resumed, "train.steps=1000", *rare])
+    # Nobody starts a server again whose owner is killed.
+    keys = {API_KEY_VARIABLE: "user", ADMIN_API_KEY_VARIABLE: "admin"}
+    port = free_port()
+    serve = ["serve", str(interrupted.config), "rollout.server.count=1"]
+    serving = start([*serve, f"rollout.server.port={port}"], environment=keys)
+    started.append(serving)
+    served = [f"rollout.servers=[http://127.0.0.1:{port}]", "train.steps=1000", *rare]
+    assert serving.stdout is not None
+    assert f"http://127.0.0.1:{port}" in serving.stdout.readline()
+    process = start([*resumed, *served], environment=keys)
     started.append(process)
     wait_for(process, lambda: len(steps(run_dir)) >= made + 2, "steps after the resumption")
-    (server,) = servers(process)
-    signal_server(server, signal.SIGKILL)
+    serving.kill()
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
     # For 3 s, while samples or new weights waited for a server.

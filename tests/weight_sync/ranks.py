@@ -47,7 +47,7 @@ class StubPool:
         self.reasons: dict[str, str] = {}
 
     def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
-        pooled.state = EngineState.LOST
+        pooled.state, pooled.is_unproven = EngineState.LOST, True
         self.reasons[pooled.address] = reason
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:

@@ -13,7 +13,17 @@ from bapo_megatron.distributed import barrier
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.weight_sync import carriers, send
-from bapo_megatron.weight_sync.messages import BEGIN, RESUME, TAKE, Opened, Outcome
+from bapo_megatron.weight_sync.messages import (
+    BEGIN,
+    LOAD,
+    PROBE,
+    RESUME,
+    TAKE,
+    Load,
+    Opened,
+    Outcome,
+    Probe,
+)
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
 from tests.weight_sync.ranks import build_policy, layout_of
@@ -39,7 +49,9 @@ class ScriptedSource:
         self.versions: list[int] = []
         self.failing_take = -1
         """Which ``take``, counted from 0, fails."""
-        self.begin_error = self.resume_error = ""
+        self.begin_error = self.load_error = self.resume_error = ""
+        self.loaded: list[str] = []
+        """The files that servers were told to load."""
         self.num_ranks: tuple[int, ...] = ()
 
     def start(self, call: Call[Any, Any], request: Any, /) -> Callable[[], Any]:
@@ -51,6 +63,10 @@ class ScriptedSource:
             return self._begin
         if call is RESUME:
             return self._resume
+        if call is LOAD:
+            return lambda: self._load(request)
+        if call is PROBE:
+            return lambda: Probe(sequences=())  # no server is new
         fails = call is TAKE and number == self.failing_take
         return lambda: Outcome(failed="server 1 is gone" if fails else None)
 
@@ -59,6 +75,11 @@ class ScriptedSource:
             raise RolloutError(self.begin_error)
         gpus = ((),) * len(self.num_ranks)
         return Opened(addresses=(), num_ranks=self.num_ranks, gpus=gpus, share_group=False)
+
+    def _load(self, request: Load) -> None:
+        self.loaded = sorted(path.name for path in request.model_dir.glob("*.safetensors"))
+        if self.load_error:
+            raise RolloutError(self.load_error)
 
     def _resume(self) -> float:
         if self.resume_error:
@@ -95,6 +116,16 @@ def push_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
         if source is not None:
             source.failing_take = 2
         push("one fails")
+        if source is not None:
+            found["loaded"] = source.loaded
+            found["weights left"] = (directory / "weights").exists()
+            source.load_error = "no such directory"
+        policy.num_updates += 1
+        push("one fails, and no server sees the directory")
+        export = mock.patch.object(policy, "export_hf", side_effect=OSError("disk full"))
+        policy.num_updates += 1
+        with export:
+            push("one fails, and the disk is full")
         policy.num_updates += 1
         if source is not None:
             source.failing_take, source.begin_error = -1, "no server left"

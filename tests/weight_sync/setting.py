@@ -61,7 +61,9 @@ class Setting:
 async def open_setting(
     servers: list[FakeWeightServer], rollout: dict[str, Any], keys: ApiKeys
 ) -> AsyncIterator[Setting]:
-    config = RolloutConfig.model_validate({"health": {"timeout_s": 5, "patience_s": 20}, **rollout})
+    sync = {"verify": "every", **rollout.pop("weight_sync", {})}
+    health = {"timeout_s": 5, "patience_s": 20}
+    config = RolloutConfig.model_validate({"health": health, **rollout, "weight_sync": sync})
     clients = [SglangClient(server.address, keys, request_timeout_s=60) for server in servers]
     pool, generation = StubPool(clients), StubGeneration()
     service = WeightReceiver(pool, config, generation, PROBE)

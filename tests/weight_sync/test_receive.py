@@ -48,6 +48,7 @@ def test_a_sync_pauses_generation_and_labels_only_the_last_part(
             "/update_weights_from_distributed",
             "/update_weights_from_distributed",
             "/end_weight_update",
+            "/continue_generation",  # the checks of a new server
             "/destroy_weights_update_group",
         ]
         _, (_, join), (_, first), (_, last), *_ = server.calls
@@ -267,6 +268,7 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
             "/update_weights_from_disk",
             {
                 "model_path": "/weights",
+                "load_format": "auto",
                 "flush_cache": True,
                 "abort_all_requests": False,
                 "weight_version": "7",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,7 +31,7 @@ def test_weights_are_handed_over_bucket_by_bucket(ranks: tuple[dict[str, Any], .
     assert error == ""
     assert report.version == 0
     assert calls["take"] > 2
-    assert calls == {"begin": 1, "take": calls["take"], "finish": 1, "resume": 1}
+    assert calls == {"begin": 1, "take": calls["take"], "finish": 1, "probe": 1, "resume": 1}
     assert report.num_bytes > 100_000
     assert report.pause_s == PAUSE_S
     assert report.push_s > 0
@@ -61,12 +62,29 @@ def test_a_version_that_the_servers_have_is_pushed_only_if_asked(
     assert calls["begin"] == 1
 
 
-def test_after_a_failure_all_buckets_are_sent_again(ranks: tuple[dict[str, Any], ...]) -> None:
-    _, _, complete = ranks[0]["first"]
+def test_after_a_failure_the_weights_go_by_disk(ranks: tuple[dict[str, Any], ...]) -> None:
     report, error, calls = ranks[0]["one fails"]
     assert error == ""
     assert report.version == 1
-    assert calls == {"begin": 2, "take": complete["take"] + 3, "finish": 1, "resume": 1}
+    assert report.num_bytes > ranks[0]["first"][0].num_bytes  # files have headers
+    assert calls == {"begin": 1, "take": 3, "load": 1, "probe": 1, "resume": 1}
+    assert ranks[0]["loaded"] == ["model.safetensors"]
+    assert ranks[0]["weights left"] is False
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_loads", "version"),
+    [("no server sees the directory", 1, 2), ("the disk is full", 0, 3)],
+)
+def test_where_the_disk_fails_too_all_buckets_are_sent_again(
+    ranks: tuple[dict[str, Any], ...], fault: str, num_loads: int, version: int
+) -> None:
+    _, _, complete = ranks[0]["first"]
+    report, error, calls = ranks[0][f"one fails, and {fault}"]
+    assert error == ranks[1][f"one fails, and {fault}"][1] == ""
+    assert report.version == version
+    expected = {"begin": 2, "take": complete["take"] + 3, "finish": 1, "probe": 1, "resume": 1}
+    assert calls == Counter(expected | {"load": num_loads})
 
 
 def test_if_no_server_is_left_all_ranks_raise_and_stay_in_step(
@@ -77,8 +95,8 @@ def test_if_no_server_is_left_all_ranks_raise_and_stay_in_step(
     # The version was not pushed, so the next sync does it.
     report, error, _ = ranks[0]["after it"]
     assert error == ranks[1]["after it"][1] == ""
-    assert report.version == 2
-    assert ranks[0]["versions"][:6] == [0, 0, 1, 1, 2, 2]
+    assert report.version == 4
+    assert ranks[0]["versions"][:9] == [0, 0, 1, 2, 2, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.messages import (
     Load,
@@ -14,6 +15,7 @@ from bapo_megatron.weight_sync.messages import (
     Verified,
     Verify,
 )
+from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.weight_sync.setting import EXPECTED, Setting, run_sync
 
@@ -33,9 +35,16 @@ def test_servers_that_compute_as_the_trainer_does_are_kept(
     run_sync(servers, use)
 
 
-@pytest.mark.parametrize("wrong", [LOGPROB + 0.2, float("nan"), None])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (LOGPROB + 0.2, "log-probs differ"),
+        (None, "log-probs differ"),
+        (float("nan"), "unusable answer"),  # no JSON
+    ],
+)
 def test_a_server_that_computes_otherwise_serves_nobody(
-    servers: list[FakeWeightServer], wrong: float | None
+    servers: list[FakeWeightServer], wrong: float | None, reason: str
 ) -> None:
     servers[1].logprob = wrong
 
@@ -43,7 +52,7 @@ def test_a_server_that_computes_otherwise_serves_nobody(
         await setting.receive_all(7)
         assert await setting.service.verify(Verify(expected=EXPECTED)) == Verified(difference=0.0)
         assert setting.states() == ["usable", "lost"]
-        assert "log-probs differ" in setting.pool.reasons[servers[1].address]
+        assert reason in setting.pool.reasons[servers[1].address]
 
     run_sync(servers, use)
 
@@ -115,3 +124,57 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
         assert await setting.service.resume(None) == 0.0
 
     run_sync(servers, use, weight_sync={"in_flight": in_flight})
+
+
+def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
+    servers: list[FakeWeightServer],
+) -> None:
+    async def use(setting: Setting) -> None:
+        async def push(version: int) -> tuple[int, list[int]]:
+            """How many sequences are compared, and what each server had to score so far."""
+            await setting.service.load(Load(model_dir=Path("/weights"), version=version))
+            probe = await setting.service.probe(None)
+            if probe.sequences:
+                await setting.service.verify(Verify(expected=EXPECTED))
+            await setting.service.resume(None)
+            return len(probe.sequences), [s.paths.count("/generate") for s in servers]
+
+        second = setting.pool.engines[1]
+        assert await push(1) == (2, [2, 2])
+        assert await push(2) == (0, [2, 2])
+        setting.pool.mark_lost(second, "it restarts")
+        assert await push(3) == (0, [2, 2])
+        second.state = EngineState.STALE  # it answers again
+        assert await push(4) == (2, [2, 4])
+        setting.pool.mark_lost(second, "it restarts")
+        second.state, servers[1].logprob = EngineState.STALE, LOGPROB + 0.2
+        assert await push(5) == (2, [2, 6])
+        assert setting.states() == ["usable", "lost"]
+
+    run_sync(servers, use, weight_sync={"verify": "first"})
+
+
+@pytest.mark.parametrize("num_wrong", [1, 2])
+def test_what_log_probs_mean_is_checked_after_the_first_push_of_a_server(num_wrong: int) -> None:
+    """With the weights that it started with they may all be equal, and show nothing."""
+
+    async def use(setting: Setting) -> None:
+        async def push(version: int) -> None:
+            await setting.service.load(Load(model_dir=Path("/weights"), version=version))
+            await setting.service.resume(None)
+
+        if num_wrong == 2:
+            with pytest.raises(RolloutError, match="its log-probs ignore the temperature"):
+                await push(1)
+            return
+        await push(1)
+        await push(2)
+        assert setting.states() == ["usable", "lost"]
+        assert "ignore the temperature" in setting.pool.reasons[wrong.address]
+        assert len(right.requests) == 4  # of one push: two for each sequence
+
+    with (
+        FakeSglang(ignores_temperature=num_wrong == 2) as right,
+        FakeSglang(ignores_temperature=True) as wrong,
+    ):
+        run_sync([right, wrong], use, temperature=0.5)

@@ -38,7 +38,7 @@ class Kind:
                 "another rollout.engine"
             )
 
-    def open(self, config: RunConfig, device: str) -> Backend:
+    def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
         """See ``EngineKind``."""
         from bapo_megatron.engine.local.engine import LocalBackend  # imports torch
 

@@ -39,11 +39,11 @@ class Kind:
                 f"{rollout.min_servers}; lower it, or add servers"
             )
 
-    def open(self, config: RunConfig, device: str) -> Backend:
+    def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
         """See ``EngineKind``."""
         from bapo_megatron.engine.sglang.server import SglangBackend
 
-        return SglangBackend(config, device)
+        return SglangBackend(config, device, awaits_weights=awaits_weights)
 
     def serve(self, config: RunConfig, show: Callable[[str], None]) -> None:
         """See ``EngineKind``; also an ``OSError`` if ``run_dir`` cannot be written."""
@@ -117,6 +117,13 @@ def _check_own_servers(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.server.port: the last of rollout.server.count = {server.count} servers must "
             f"have at most {_MAX_PORT}, got {server.port} for the first; lower it"
+        )
+    health, restart_s = rollout.health, rollout.health.stuck_timeout_s + server.start_timeout_s
+    if rollout.starts_servers and health.patience_s <= restart_s:
+        raise ConfigError(
+            "rollout.health.patience_s: must be above rollout.health.stuck_timeout_s + "
+            f"rollout.server.start_timeout_s = {restart_s:g}, in which a stuck server is noticed "
+            f"and started again, got {health.patience_s:g}; raise it, or lower one of them"
         )
     num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
     if num_gpus and server.first_gpu + wanted > num_gpus:

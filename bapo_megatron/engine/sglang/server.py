@@ -49,6 +49,8 @@ LAUNCHER = "bapo_megatron.engine.sglang.launcher"
 LOOPBACK = "127.0.0.1"
 """Where the trainer's own servers listen."""
 
+NO_WEIGHTS = "none"
+"""Weights version that a server reports before it has got any."""
 _NUM_SEEDS = 1 << 32
 # By default the server takes its memory fraction of the machine's free memory, which the trainer
 # needs too, and the kernel ends it.
@@ -84,6 +86,8 @@ class SglangServer:
     """Address to listen on."""
     releases_memory: bool = False
     """Whether it can release its GPU memory and take it again."""
+    awaits_weights: bool = False
+    """Whether it reads no weights at its start: somebody gives it some before it is used."""
 
     def __post_init__(self) -> None:
         self._owner_pid = os.getpid()
@@ -216,7 +220,7 @@ class SglangServer:
             f"--dtype={self.model.dtype}",
             f"--tensor-parallel-size={server.tensor}",
             f"--random-seed={seed}",
-            f"--weight-version={START_VERSION}",
+            f"--weight-version={NO_WEIGHTS if self.awaits_weights else START_VERSION}",
             f"--mem-fraction-static={server.mem_fraction}",
             "--incremental-streaming-output",  # else each piece repeats all before it
             "--skip-server-warmup",
@@ -235,19 +239,21 @@ class SglangServer:
         if self.releases_memory:
             # Graphs of whole decode steps can be released, those of prefill's segments cannot.
             arguments += ["--enable-memory-saver", "--cuda-graph-backend-prefill=disabled"]
+        if self.awaits_weights:
+            arguments.append("--load-format=dummy")
         return [*arguments, *server.extra_args]
 
 
 class SglangBackend:
     """A ``Backend``."""
 
-    def __init__(self, config: RunConfig, device: str) -> None:
+    def __init__(self, config: RunConfig, device: str, *, awaits_weights: bool) -> None:
         """Prepare the servers on ``cuda`` or ``cpu``; nothing is started."""
         self._config = config
         self._own: Sequence[SglangServer] = ()
         if config.rollout.starts_servers:
             self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
-            self._own = own_servers(config, device, self._keys)
+            self._own = own_servers(config, device, self._keys, awaits_weights=awaits_weights)
         else:
             self._keys = ApiKeys.from_environment()
 
@@ -272,7 +278,12 @@ class SglangBackend:
 
 
 def own_servers(
-    config: RunConfig, device: str, keys: ApiKeys, host: str = LOOPBACK
+    config: RunConfig,
+    device: str,
+    keys: ApiKeys,
+    host: str = LOOPBACK,
+    *,
+    awaits_weights: bool,
 ) -> list[SglangServer]:
     """Prepare the ``rollout.server.count`` servers that listen on ``host``; nothing is started."""
     return [
@@ -286,6 +297,7 @@ def own_servers(
             index=index,
             host=host,
             releases_memory=config.rollout.colocated,
+            awaits_weights=awaits_weights,
         )
         for index in range(config.rollout.server.count)
     ]
@@ -316,7 +328,8 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
             variable = ApiKeys.variable(admin=name == "admin_api_key")
             exports.append(f"export {variable}=$(cat '{path}')")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    servers = own_servers(config, device, keys, host)
+    # Whoever uses them gives them weights first: a trainer, ``eval`` and ``generate`` alike.
+    servers = own_servers(config, device, keys, host, awaits_weights=True)
 
     async def run() -> None:
         supervisor = ServerSupervisor(servers, config.rollout)

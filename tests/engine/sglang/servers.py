@@ -76,7 +76,11 @@ RELEASES = [
 
 
 def make_server(
-    model_dir: Path, run_dir: Path, server_class: type[SglangServer] = SglangServer
+    model_dir: Path,
+    run_dir: Path,
+    server_class: type[SglangServer] = SglangServer,
+    *,
+    awaits_weights: bool = False,
 ) -> SglangServer:
     """Prepare a real server."""
     return server_class(
@@ -86,6 +90,7 @@ def make_server(
         seed=0,
         device="cpu",
         keys=KEYS,
+        awaits_weights=awaits_weights,
     )
 
 

@@ -88,6 +88,12 @@ def check(tmp_path, monkeypatch):
                 ("--admin-api-key=s3cret", "--admin-api-key", "BAPO_MEGATRON_ADMIN_API_KEY"),
             )
         ),
+        (
+            ["rollout.health.stuck_timeout_s=300"],
+            "rollout.health.patience_s: must be above rollout.health.stuck_timeout_s + "
+            "rollout.server.start_timeout_s = 900, in which a stuck server is noticed and started "
+            "again, got 900; raise it, or lower one of them",
+        ),
     ],
 )
 def test_servers_that_cannot_be_used_are_refused(check, overrides, message):
@@ -98,6 +104,7 @@ def test_servers_that_cannot_be_used_are_refused(check, overrides, message):
 
 def test_servers_of_others_need_not_fit_this_machine(check):
     check("rollout.servers=[http://a:1, http://a:2]", "rollout.server.tensor=4")
+    check("rollout.servers=[http://a:1]", "rollout.health.patience_s=1")  # nor its start
 
 
 @pytest.mark.parametrize(

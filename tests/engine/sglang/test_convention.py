@@ -1,4 +1,4 @@
-"""The start-up probes tell temperature conventions and models apart."""
+"""The probes of a new server tell temperature conventions and models apart."""
 
 from __future__ import annotations
 

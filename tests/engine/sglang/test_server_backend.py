@@ -15,7 +15,8 @@ def test_own_servers_share_random_keys_and_are_connected_to_where_they_listen(
     make_config: MakeConfig,
 ) -> None:
     config = make_config(server={"count": 2, "port": 30000})
-    first, second = (load_kind("sglang").open(config, "cpu") for _ in range(2))
+    kind = load_kind("sglang")
+    first, second = (kind.open(config, "cpu", awaits_weights=True) for _ in range(2))
     keys = [server.keys for backend in (first, second) for server in backend.servers]
     assert keys[0] == keys[1] != keys[2] == keys[3]
     assert [len(key) for key in (keys[0].api_key, keys[0].admin_api_key)] == [32, 32]
@@ -26,7 +27,9 @@ def test_own_servers_share_random_keys_and_are_connected_to_where_they_listen(
 
 
 def test_servers_of_others_are_connected_to_and_not_started(make_config: MakeConfig) -> None:
-    backend = load_kind("sglang").open(make_config(servers=("http://node:30000/",)), "cpu")
+    backend = load_kind("sglang").open(
+        make_config(servers=("http://node:30000/",)), "cpu", awaits_weights=True
+    )
     assert backend.servers == ()
     (address,) = backend.addresses()
     engine = asyncio.run(backend.connect(address))
