@@ -47,11 +47,15 @@ class Row:
     num_samples: int
     blocked_s: float
     """The loop takes a snapshot."""
+    blocked_cpu_s: float
+    """CPU time of it: what counts where the machine has other work."""
     write_s: float
     """The thread joins pieces, writes and flushes."""
+    write_cpu_s: float
     longest_wait_s: float
     """Longest time the loop got no turn while the thread wrote."""
     read_s: float
+    read_cpu_s: float
     bytes_per_token: float
     memory_mb: float
     """Most that the process had during the write, beyond the buffer itself."""
@@ -97,16 +101,19 @@ async def measure(num_tokens: int, path: Path) -> Row:
             waits.append(time.monotonic() - began_s - _TICK_S)
             memory.append(psutil.Process().memory_info().rss)
 
-    began_s = time.monotonic()
+    began_s, cpu_s = time.monotonic(), [time.process_time()]
     saved = SavedRollout({}, buffer.snapshot())
     taken_s = time.monotonic()
+    cpu_s.append(time.process_time())
     ticking = asyncio.create_task(tick())
     await asyncio.to_thread(write_saved, path, saved)
     written_s = time.monotonic()
+    cpu_s.append(time.process_time())
     ticking.cancel()
-    reading_s = time.monotonic()
     restored = read_saved(path)
-    read_s = time.monotonic() - reading_s
+    read_s = time.monotonic() - written_s
+    cpu_s.append(time.process_time())
+    blocked_cpu_s, write_cpu_s, read_cpu_s = np.diff(cpu_s).tolist()
     for own, read in zip(buffer, restored.buffer, strict=True):
         for pending, again in zip(own.samples, read.samples, strict=True):
             pending.settle()
@@ -117,9 +124,12 @@ async def measure(num_tokens: int, path: Path) -> Row:
         num_tokens=num_tokens,
         num_samples=len(samples),
         blocked_s=taken_s - began_s,
+        blocked_cpu_s=blocked_cpu_s,
         write_s=written_s - taken_s,
+        write_cpu_s=write_cpu_s,
         longest_wait_s=max(waits),
         read_s=read_s,
+        read_cpu_s=read_cpu_s,
         bytes_per_token=path.stat().st_size / num_tokens,
         memory_mb=(max(memory) - before) / 1e6,
     )
@@ -136,11 +146,13 @@ def _report(row: Row, machine: dict[str, Any], load: float) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| the collector's loop stands still for the snapshot | {1000 * row.blocked_s:,.0f} ms |",
-        f"| a thread writes and flushes for | {row.write_s:.1f} s |",
+        f"| the collector's loop stands still for the snapshot | {1000 * row.blocked_s:,.0f} ms, "
+        f"{1000 * row.blocked_cpu_s:,.0f} ms of CPU time |",
+        f"| a thread writes and flushes for | {row.write_s:.1f} s, {row.write_cpu_s:.1f} s of CPU "
+        "time |",
         f"| longest wait of the loop meanwhile | {1000 * row.longest_wait_s:,.0f} ms |",
         f"| memory beyond the buffer meanwhile | {row.memory_mb:,.0f} MB |",
-        f"| a resume reads for | {row.read_s:.1f} s |",
+        f"| a resume reads for | {row.read_s:.1f} s, {row.read_cpu_s:.1f} s of CPU time |",
         f"| size | {row.bytes_per_token:.2f} bytes per token |",
     ]
     return "\n".join(lines) + "\n"
