@@ -241,13 +241,14 @@ def broadcast_answer(
     answer: Callable[[], bytes] | None,
     groups: ProcessGroups,
     interval_s: float,
-    on_wait: Callable[[], None] = lambda: None,
+    on_wait: Callable[[], object] = lambda: None,
 ) -> bytes:
     """Send what ``answer`` returns on rank 0 to every rank, however long it takes.
 
     That is at least one byte. While rank 0 waits for it, a thread tells the other ranks every
-    ``interval_s`` to wait on, so that none of them runs into a time-out. ``answer`` must use no
-    collective; other ranks give None, and call ``on_wait`` whenever they are told.
+    ``interval_s`` to wait on, so that none of them runs into a time-out. All ranks call ``on_wait``
+    then, rank 0 in the thread; it may be a collective over ``groups.control``. ``answer`` must use
+    no collective; other ranks give None.
     """
     if answer is None:
         while not (payload := broadcast_bytes(None, groups)):
@@ -259,6 +260,7 @@ def broadcast_answer(
         with suppress(RuntimeError):  # the next collective of this rank fails as well, and says it
             while not ended.wait(interval_s):
                 broadcast_bytes(b"", groups)
+                on_wait()
 
     thread = threading.Thread(target=tell, name="wait-on", daemon=True)
     thread.start()

@@ -33,5 +33,9 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
+class StoppedError(Exception):
+    """A run ends early because it was asked to, and loses nothing; the message says by what."""
+
+
 class InterruptedRunError(Exception):
     """Ctrl-C ended a command that can be continued; the message says how."""

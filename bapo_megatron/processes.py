@@ -39,7 +39,7 @@ _SHARED_FILES = ("sglang_loads_*", "sem.mp-*")
 """SGLang's load metrics, and semaphores of Python's multiprocessing, in /dev/shm."""
 _MAPPED_INODE = re.compile(r" (\d+) +/dev/shm/")
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2
 _DUMP_S = 0.05
@@ -221,18 +221,19 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def end_by_exception() -> None:
-    """Have SIGINT raise ``KeyboardInterrupt`` and SIGTERM ``SystemExit``, once, in the main thread.
+    """Have the first SIGINT raise ``KeyboardInterrupt``, SIGTERM or SIGUSR1 ``SystemExit``.
 
-    Python drops an exception that is raised within a finalizer or a weak reference's callback and
-    tells ``sys.unraisablehook``; there it is raised again a moment later, until it arrives.
+    That is in the main thread. Python drops an exception that is raised within a finalizer or a
+    weak reference's callback and tells ``sys.unraisablehook``; there it is raised again a moment
+    later, until it arrives.
     """
     for number in _SIGNALS:
-        signal.signal(number, _end_once)
+        signal.signal(number, end_once)
     sys.unraisablehook = _end_later
 
 
 def run_async(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``work`` to its end; SIGINT and SIGTERM cancel it, then raise their exception.
+    """Run ``work`` to its end; a signal cancels it, then raises its exception.
 
     Otherwise the exception would be raised in whichever task happens to run.
     """
@@ -262,7 +263,8 @@ def run_async(work: Coroutine[Any, Any, _T]) -> _T:
             _raise(received[0])
 
 
-def _end_once(number: int, frame: FrameType | None) -> None:
+def end_once(number: int, frame: FrameType | None) -> None:
+    """Handle a signal as ``end_by_exception`` does."""
     _ignore_signals()
     _raise(number)
 

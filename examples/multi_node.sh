@@ -2,8 +2,8 @@
 # Trains on several machines: the same command on each, with its own NODE_RANK. Rank 0, which owns
 # data, servers and metrics, is on the machine with NODE_RANK=0, whose address is MASTER_ADDR.
 # usage: NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 [MASTER_PORT=29500] [NPROC=gpu] [PYTHON=python] \
-#            examples/multi_node.sh CONFIG [KEY=VALUE ...] [--resume]
-# In a Slurm step of one task per node NODE_RANK may be left out.
+#            examples/multi_node.sh CONFIG [KEY=VALUE ...]
+# In a Slurm step of one task per node NODE_RANK may be left out. The same command continues a run.
 set -euo pipefail
 
 : "${1:?usage: NNODES=… NODE_RANK=… MASTER_ADDR=… examples/multi_node.sh CONFIG [KEY=VALUE ...]}"
@@ -13,7 +13,12 @@ set -euo pipefail
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
+# A signal to stop: torchrun passes it on, and waits until the ranks have saved.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-1800}
+trap '' USR1 # until torchrun handles it
+
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "${NPROC:-gpu}" \
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
-    -m bapo_megatron train "$@"
+    -m bapo_megatron train "$@" --resume

@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
 # Trains on the GPUs of one machine. Rank 0 starts the SGLang server, unless rollout.servers names
 # some or replay needs none.
-# usage: [NPROC=gpu] [PYTHON=python] examples/single_node.sh CONFIG [KEY=VALUE ...] [--resume]
+# usage: [NPROC=gpu] [PYTHON=python] examples/single_node.sh CONFIG [KEY=VALUE ...]
+# The same command continues a run.
 set -euo pipefail
 
-: "${1:?usage: examples/single_node.sh CONFIG [KEY=VALUE ...] [--resume]}"
+: "${1:?usage: examples/single_node.sh CONFIG [KEY=VALUE ...]}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
+# A signal to stop: torchrun passes it on, and waits until the ranks have saved.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-1800}
+trap '' USR1 # until torchrun handles it
+
 exec "${PYTHON:-python}" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
-    --nproc-per-node "${NPROC:-gpu}" -m bapo_megatron train "$@"
+    --nproc-per-node "${NPROC:-gpu}" -m bapo_megatron train "$@" --resume

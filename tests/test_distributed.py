@@ -85,7 +85,8 @@ def answered_late() -> bytes:
         barrier(groups)  # whoever was slow to start has caught up
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
         groups = replace(groups, control=control)
-        return broadcast_answer(answer if groups.rank == 0 else None, groups, interval_s=0.5)
+        own = answer if groups.rank == 0 else None
+        return broadcast_answer(own, groups, interval_s=0.5, on_wait=lambda: barrier(groups))
 
 
 @pytest.mark.distributed

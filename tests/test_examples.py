@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from tests.launch import REPOSITORY
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests import launch
+from tests.launch import REPOSITORY, free_port
 from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
 
 EXAMPLES = REPOSITORY / "examples"
@@ -22,7 +26,7 @@ SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 KEY = "BAPO_MEGATRON_ADMIN_API_KEY"
 READ = (
     *("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("HOST", "SERVERS", "TENSOR", KEY, "BAPO_MEGATRON_API_KEY"),
+    *("HOST", "PYTHON", KEY, "BAPO_MEGATRON_API_KEY"),
 )
 
 
@@ -88,18 +92,6 @@ def run(script: str, *arguments: str, env: dict[str, str]) -> tuple[int, list[st
     return process.returncode, output.splitlines()
 
 
-@pytest.fixture(scope="module")
-def replay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps of training from dumps."""
-    folder = tmp_path_factory.mktemp("replay")
-    model = make_random_model(folder / "model")
-    dumps = write_dumps(folder / "dumps", model, steps=2)
-    settings = replay_settings(model, dumps, folder / "run")
-    settings["train"]["steps"] = 2
-    (folder / "replay.yaml").write_text(yaml.safe_dump(settings))
-    return folder / "replay.yaml"
-
-
 def test_shell_scripts_are_clean() -> None:
     scripts = [*SCRIPTS, REPOSITORY / "requirements" / "install.sh"]
     shellcheck = Path(sys.executable).parent / "shellcheck"
@@ -143,7 +135,7 @@ def test_single_node_runs_torchrun_on_every_gpu_with_megatron_s_settings(command
         0,
         [
             "1: -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node gpu "
-            "-m bapo_megatron train a.yaml x=[1, 2]"
+            "-m bapo_megatron train a.yaml x=[1, 2] --resume"
         ],
     )
 
@@ -156,7 +148,7 @@ def test_in_a_slurm_step_the_task_s_number_is_the_node_s_rank(commands: Path) ->
         0,
         [
             "-m torch.distributed.run --nnodes 4 --node-rank 3 --nproc-per-node gpu "
-            "--master-addr node7 --master-port 29500 -m bapo_megatron train a.yaml"
+            "--master-addr node7 --master-port 29500 -m bapo_megatron train a.yaml --resume"
         ],
     )
 
@@ -237,43 +229,150 @@ def of_session(session: int) -> list[list[str]]:
 
 
 def slurm_environment(
-    commands: Path, tmp_path: Path, *, servers: str, trainer: str
+    commands: Path, tmp_path: Path, *, servers: str, trainer: str, check: str = ""
 ) -> dict[str, str]:
-    """A heterogeneous job of two trainer nodes and two rollout nodes, with stand-ins for Slurm."""
-    stand_in(commands, "scontrol", 'test "$1 $2" = "show hostnames" && printf "%s1\\n%s2\\n" $3 $3')
+    """A heterogeneous job of two trainer nodes and two rollout nodes, with stand-ins for Slurm.
+
+    What is called is in ``tmp_path/calls``, what the trainer should write in ``tmp_path/run``.
+    """
+    calls = tmp_path / "calls"
+    (tmp_path / "run").mkdir()
+    stand_in(
+        commands,
+        "scontrol",
+        f'case "$1" in show) tr , "\\n" <<<"$3" ;; *) echo "scontrol $*" >> {calls} ;; esac',
+    )
     stand_in(
         commands,
         "srun",
-        f'echo "srun $* | $NNODES $MASTER_ADDR ${{#{KEY}}}" >> {tmp_path}/calls\n'
+        f'echo "srun $* | $NNODES $MASTER_ADDR ${{#{KEY}}}" >> {calls}\n'
         f'case "$1" in --het-group=1) {servers} ;; *) {trainer} ;; esac',
     )
+    stand_in(commands, "sleep", 'exec /bin/sleep "$(($1 > 100 ? $1 : 0)).1"')
+    resolved = f"run_dir: {tmp_path}/run\\nrollout:\\n  server:\\n    count: 2\\n"
+    python = stand_in(
+        commands,
+        "python",
+        f'case "$3" in config) {check} echo "$WORLD_SIZE: $*" >> {calls}; printf "{resolved}" ;;\n'
+        f'*) exec {sys.executable} "$@" ;; esac',
+    )
     return environment(
-        commands, SLURM_JOB_NODELIST_HET_GROUP_0="train", SLURM_JOB_NODELIST_HET_GROUP_1="sample"
+        commands,
+        PYTHON=str(python),
+        SLURM_JOB_ID="77",
+        SLURM_JOB_END_TIME="4000000000",
+        SLURM_GPUS_ON_NODE="8",
+        SLURM_JOB_NODELIST_HET_GROUP_0="train1,train2",
+        SLURM_JOB_NODELIST_HET_GROUP_1="sample1,sample2",
     )
 
 
 def test_the_slurm_job_starts_servers_and_trainer_and_ends_with_the_trainer(
     commands: Path, tmp_path: Path
 ) -> None:
-    env = slurm_environment(commands, tmp_path, servers="exec sleep 300", trainer="sleep 1")
-    env |= {"SERVERS": "2", "TENSOR": "4"}
+    count = f"$(grep -c nodelist=sample2 {tmp_path}/calls)"
+    env = slurm_environment(  # servers that end again and again, as those of a failed node
+        commands, tmp_path, servers="exit 7", trainer=f"until (({count} > 2)); do sleep 0; done"
+    )
     process = start("slurm.sbatch", "configs/a.yaml", "train.steps=3", env=env)
-    finish(process, timeout_s=60)
+    finish(process, timeout_s=120)
     assert process.returncode == 0
     flags = "--cpu-bind=none --kill-on-bad-exit=1"
-    assert sorted((tmp_path / "calls").read_text().splitlines()) == [
+    servers = (
+        "srun --het-group=1 --nodes=1 --ntasks=1 --nodelist={} --cpu-bind=none {} | 2 train1 32"
+    )
+    command = "examples/rollout_servers.sh configs/a.yaml train.steps=3 rollout.server.port=30000"
+    assert sorted(set((tmp_path / "calls").read_text().splitlines())) == [
+        "16: -m bapo_megatron config configs/a.yaml train.steps=3",
         f"srun --het-group=0 {flags} examples/multi_node.sh configs/a.yaml train.steps=3 "
         "rollout.servers=[http://sample1:30000,http://sample1:30001,http://sample2:30000,"
         "http://sample2:30001] | 2 train1 32",
-        f"srun --het-group=1 {flags} examples/rollout_servers.sh configs/a.yaml train.steps=3 "
-        "rollout.server.count=2 rollout.server.tensor=4 rollout.server.port=30000 | 2 train1 32",
+        servers.format("sample1", command),
+        servers.format("sample2", command),
     ]
     assert not of_session(process.pid)
 
 
-def test_the_slurm_job_ends_when_its_servers_do(commands: Path, tmp_path: Path) -> None:
-    env = slurm_environment(commands, tmp_path, servers="exit 7", trainer="exec sleep 300")
+def test_the_slurm_job_ends_where_the_configuration_does_not_fit_its_nodes(
+    commands: Path, tmp_path: Path
+) -> None:
+    check = 'echo "start a multiple of $((WORLD_SIZE * 4)) ranks" >&2; exit 2;'
+    env = slurm_environment(commands, tmp_path, servers="", trainer="", check=check)
+    status, lines = run("slurm.sbatch", "configs/a.yaml", env=env)
+    assert (status, lines) == (2, ["start a multiple of 64 ranks"])
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "is_saved", "status", "requeued"),
+    [
+        pytest.param(signal.SIGUSR1, True, 0, ["scontrol requeue 77"], id="before the limit"),
+        pytest.param(signal.SIGUSR1, False, 1, [], id="the save failed"),
+        pytest.param(signal.SIGTERM, True, 1, [], id="scancel"),
+    ],
+)
+def test_the_slurm_job_is_queued_again_when_the_run_was_saved(
+    commands: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    is_saved: bool,
+    status: int,
+    requeued: list[str],
+) -> None:
+    save = f"touch {tmp_path}/run/stopped; " * is_saved
+    wait = f"touch {tmp_path}/ready; while :; do sleep 0; done"
+    env = slurm_environment(
+        commands,
+        tmp_path,
+        servers="exec sleep 300",
+        trainer=f"trap '{save}exit 1' TERM; {wait}",
+    )
     process = start("slurm.sbatch", "configs/a.yaml", env=env)
-    finish(process, timeout_s=60)
-    assert process.returncode == 7
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    finish(process, timeout_s=120)
+    assert process.returncode == status
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call for call in calls if call.startswith("scontrol")] == requeued
     assert not of_session(process.pid)
+
+
+@pytest.mark.distributed
+def test_a_stop_goes_from_the_slurm_job_to_every_rank_and_the_job_can_go_on(
+    commands: Path, tmp_path: Path
+) -> None:
+    model = make_random_model(tmp_path / "model")
+    dumps = write_dumps(tmp_path / "dumps", model, steps=6, groups=2, samples_per_group=2)
+    settings = replay_settings(model, dumps, tmp_path / "run")
+    settings["train"]["steps"] = 6
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(settings))
+    arguments = [str(tmp_path / "replay.yaml"), "checkpoint.every_steps=9"]
+    # As srun: its first argument that is no option begins the command.
+    env = slurm_environment(
+        commands, tmp_path, servers="exec sleep 300", trainer='SLURM_PROCID=0 exec "${@:4}"'
+    )
+    env |= {"NPROC": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
+    slowly = "algorithm.advantage=tests.trainer.stub_runs:slow_advantage"
+    process = start("slurm.sbatch", *arguments, slowly, env=env)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in started if child.cmdline()[1:3] == ["-u", "-m"]]
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGUSR1)
+    for rank in ranks:  # from Slurm, which may signal all processes of a step
+        rank.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "scontrol requeue 77"
+    line = re.search(r"^stopped by \w+; the same command with --resume .*/step_\d$", output, re.M)
+    assert line is not None, output
+    assert psutil.wait_procs(started, timeout=60)[1] == []
+    rest = launch.run(["train", *arguments, "--resume"], ranks=2)
+    assert rest.returncode == 0, rest.stderr
+    assert [row["step"] for row in read_metrics(metrics)] == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / "run" / "stopped").exists()

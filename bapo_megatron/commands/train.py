@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
-from bapo_megatron.errors import InterruptedRunError
+from bapo_megatron.errors import InterruptedRunError, StoppedError
 from bapo_megatron.processes import end_with_parent
+from bapo_megatron.telemetry.console import say
+from bapo_megatron.trainer.stopping import Stopping
 
 
 def command(
@@ -24,6 +26,9 @@ def command(
         # waits in C++; what rank 0 started ends by itself once rank 0 is gone.
         end_with_parent(signal.SIGKILL)
     run_config = load(config, [*(overrides or []), *(["resume=true"] if resume else [])])
+    is_first = os.environ.get("RANK", "0") == "0"
+    stopping = Stopping(run_config.train)
+    stopping.listen(keeps_time=is_first)
     from bapo_megatron.policy.megatron_import import import_megatron
 
     import_megatron()
@@ -31,7 +36,10 @@ def command(
     from bapo_megatron.trainer.loop import train as run_training
 
     try:
-        run_training(run_config)
+        run_training(run_config, stopping)
+    except StoppedError as stopped:
+        if is_first:
+            say(f"{stopped}{how_to_continue(run_config)}")
     except KeyboardInterrupt:
         # Typer would make a status of it, after which nobody knows the run.
         raise InterruptedRunError(f"interrupted{how_to_continue(run_config)}") from None

@@ -5,10 +5,11 @@ turns validation errors into one line; ``check.check_config`` holds rules that c
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.evaluation import EvalConfig
@@ -224,6 +225,13 @@ class OpsConfig(Section):
     does not grow with the length (1024 or more keeps the speed). 0: all logits of a micro-batch."""
 
 
+def _seconds(given: Any) -> Any:
+    """Turn a number with a unit into seconds."""
+    if isinstance(given, str) and re.fullmatch(r"\d+(\.\d+)?[smhd]", given):
+        return float(given[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[given[-1]]
+    return given
+
+
 class TrainConfig(Section):
     """The loop."""
 
@@ -234,6 +242,11 @@ class TrainConfig(Section):
     dump_tokens: int = Field(0, ge=0)
     """Every N steps, write log-prob, behaviour log-prob, advantage, entropy and mask of every
     response token to ``<run_dir>/tokens``, a parquet file per update (for ``bounds``); 0: never."""
+    stop_after: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
+    """Save and end at the next safe point after this time: seconds, or such as 45m, 23h or 2d."""
+    stop_lead_s: float = Field(900.0, ge=0)
+    """How long before the end of its Slurm job the run saves and ends: at least the training on one
+    batch, a push and a save."""
 
 
 class CheckpointConfig(Section):

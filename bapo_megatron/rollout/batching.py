@@ -69,6 +69,8 @@ class BatchCollector:
     replay: ReplayConfig
     plan: BatchPlan
     report: Callable[[str], None]
+    is_interrupted: bool = False
+    """End ``collect`` at once, as if no server held the weights; the buffer keeps all."""
     _is_attached: bool = False
     _pool: EnginePool = field(init=False)
     _episodes: Episodes = field(init=False)
@@ -252,7 +254,9 @@ class BatchCollector:
             self._go_on(num_wanted)
             if choose():
                 break
-            if self._pool.states.needs_weights:
+            if self.is_interrupted:
+                await self._stop()
+            if self._pool.states.needs_weights or self.is_interrupted:
                 return None
             await self._episodes.wait_for_change()
         generation_s = time.monotonic() - self._started_s

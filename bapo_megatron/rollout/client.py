@@ -22,7 +22,7 @@ from bapo_megatron.calls import Call, Caller, RequestT, ResponseT
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.engine.base import START_VERSION
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log, tail
 from bapo_megatron.rollout import messages
 from bapo_megatron.types import EncodedBatch, EvalResult
@@ -50,17 +50,21 @@ class CollectorClient:
         on_progress: Callable[[str], None],
         for_training: bool = True,
         awaits_weights: bool = False,
+        stopped: Callable[[], StoppedError | None] = lambda: None,
     ) -> None:
         """Prepare; nothing is started.
 
         With ``awaits_weights`` own servers read no weights: a trainer pushes some first.
         Without ``for_training`` only evaluations are made, and neither the training prompts nor the
         temperature convention matter. ``on_progress`` takes lines for people during a wait.
+        ``stopped`` returns an error once the run is to stop: the start raises it, and what collects
+        or evaluates ends at once.
         """
         self._config = config
         self._on_progress = on_progress
         self._for_training = for_training
         self._awaits_weights = awaits_weights
+        self._stopped = stopped
         self._log_path = config.run_dir / "logs" / "collector.log"
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -151,16 +155,17 @@ class CollectorClient:
         if self._lacks_weights:
             self.sync_weights(self._config.model.path, START_VERSION)
 
-    def evaluate(self, step: int) -> list[EvalResult] | None:
+    def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult] | None:
         """Score every evaluation set with the weights that were pushed.
 
         Every sample is kept in ``<run_dir>/eval``, under the step, or ``start`` before training.
-        None means that no server holds the weights any more.
+        None means that no server holds the weights any more, or that the run is to stop. With
+        ``resume`` samples of an earlier process are kept, which had the same weights.
         """
         self.ensure_weights()
         moment = f"step_{step:06d}" if step else "start"
         weights = f"{moment} of {self._config.name}"
-        request = messages.Evaluate(moment=moment, weights=weights, resume=False)
+        request = messages.Evaluate(moment=moment, weights=weights, resume=resume)
         return self._call(messages.EVALUATE, request).results
 
     def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
@@ -225,17 +230,19 @@ class CollectorClient:
             self._socket.sendall(calls.encode(calls.Request(number, call.name, request)))
 
         def wait() -> ResponseT:
-            response = calls.decode(call.response, self._wait_for(number))
+            response = calls.decode(call.response, self._wait_for(number, call))
             if call is RESUME:  # the last call of every push
                 self._lacks_weights = False
             return response
 
         return wait
 
-    def _wait_for(self, number: int) -> Any:
+    def _wait_for(self, number: int, call: Call[Any, Any]) -> Any:
         """Handle messages until call ``number`` is answered."""
+        is_interrupted = False
         while True:
             while not self._lines:  # in between, a signal that another thread got is handled
+                is_interrupted = is_interrupted or self._interrupts(call)
                 if self._poll.poll(_POLL_S * 1000):
                     self._receive()
             match calls.decode_reply(self._lines.popleft()):
@@ -247,6 +254,16 @@ class CollectorClient:
                     raise RolloutError(error)
                 case calls.Result(id=id_, result=result) if id_ == number:
                     return result
+
+    def _interrupts(self, call: Call[Any, Any]) -> bool:
+        """End a long call, if the run is to stop."""
+        if (error := self._stopped()) is None:
+            return False
+        if call in (messages.OPEN, messages.CONNECT):
+            raise error
+        if call in (messages.COLLECT, messages.EVALUATE):
+            self._start(messages.INTERRUPT, None)
+        return True
 
     def _receive(self) -> None:
         """Read what the socket has; a line of many megabytes is copied once."""

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -117,6 +118,12 @@ class Collector:
                 failures = self._supervisor.describe_failures()
                 text += f"\n{failures}" if failures and failures not in text else ""
             return calls.Failure(request.id, text)
+
+    def interrupt(self) -> None:
+        """Let ``collect`` and ``evaluate`` end at once, the running call and later ones."""
+        self._evaluator.is_interrupted = True
+        if self._batches is not None:
+            self._batches.is_interrupted = True
 
     async def close(self) -> None:
         """End graders and servers, close connections, remove temporary files."""
@@ -271,6 +278,8 @@ class Collector:
         pushed the weights; without a limit that goes on for ever.
         """
         assert self._pool is not None, "connect comes first"
+        if self._evaluator.is_interrupted:
+            return
         num_results = self._evaluator.num_samples
         num_results += 0 if self._batches is None else self._batches.finished_samples
         if num_results != self._num_results:
@@ -349,7 +358,11 @@ async def serve(connection: socket.socket) -> None:
     async def read_requests() -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                requests.put_nowait(calls.decode_request(line))
+                request = calls.decode_request(line)
+                if request.call == messages.INTERRUPT.name:
+                    collector.interrupt()
+                else:
+                    requests.put_nowait(request)
 
     async def answer_requests() -> None:
         while True:
@@ -389,6 +402,8 @@ def main(file_descriptor: int) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a socket per request
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
+        signal.signal(number, lambda *_: None)
     asyncio.run(serve(socket.socket(fileno=file_descriptor)))
 
 

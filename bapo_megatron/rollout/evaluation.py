@@ -35,13 +35,15 @@ class Evaluator:
     report: Callable[[str], None]
     num_samples: int = 0
     """Samples finished so far, in all evaluations."""
+    is_interrupted: bool = False
+    """End at once, as if no server held the weights; what is finished is kept."""
     _begun: str | None = None
     """The evaluation whose files this process has begun."""
 
     async def evaluate(
         self, pool: EnginePool, moment: str, weights: str, *, resume: bool = False
     ) -> list[EvalResult] | None:
-        """Score every set with the weights that the servers hold; None where no server does.
+        """Score every set with the weights that the servers hold; None where none does any more.
 
         The sets are sampled together, in their order, so that servers do not wait for the longest
         responses of one set before they begin the next.
@@ -126,7 +128,7 @@ class Evaluator:
             try:
                 with reporting(report):
                     while num_made() < num_missing:
-                        if pool.states.needs_weights:
+                        if pool.states.needs_weights or self.is_interrupted:
                             return False
                         while waiting and num_begun - num_made() < max_underway:
                             num_begun += len(waiting[0].samples)

@@ -27,7 +27,11 @@ class RolloutSource(Protocol):
         """Answers the calls of ``weight_sync.messages``; None where there are no servers."""
 
     def wait_ready(self) -> None:
-        """Wait until batches can be asked for; weights may still have to be pushed."""
+        """Wait until batches can be asked for; weights may still have to be pushed.
+
+        This call, ``release_memory`` and ``restore`` raise ``StoppedError`` where the run is to
+        stop; then only ``close`` may follow.
+        """
 
     def release_memory(self) -> None:
         """Have servers on the trainer's GPUs give their memory away until weights are pushed."""
@@ -35,13 +39,14 @@ class RolloutSource(Protocol):
     def collect(self, step: int) -> EncodedBatch | None:
         """Return the batch of ``step`` (1, 2, …) as it was written; blocks until it is complete.
 
-        None means that no server holds the newest weights any more: push them, then ask again.
+        None means that no server holds the newest weights any more: push them, then ask again. Or
+        the run is to stop: what was sampled is in ``state``.
         """
 
-    def evaluate(self, step: int) -> list[EvalResult] | None:
+    def evaluate(self, step: int, *, resume: bool) -> list[EvalResult] | None:
         """Score every configured evaluation set with the weights the servers hold.
 
-        None means that no server holds them any more: push them, then ask again.
+        None as from ``collect``. ``resume``: continue what was interrupted with the same weights.
         """
 
     def save(self, path: Path) -> Callable[[], None]:
@@ -76,8 +81,8 @@ class Collected:
     """The response to ``COLLECT``."""
 
     path: Path | None
-    """The batch's file; None where no server holds the newest weights any more: push them, then
-    repeat the call."""
+    """The batch's file; None after ``INTERRUPT``, and where no server holds the newest weights any
+    more: push them, then repeat the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,8 @@ RELEASE_MEMORY = Call("release_memory", type(None), type(None))
 COLLECT = Call("collect", int, Collected)
 """Collect the batch of a step into a file."""
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
+INTERRUPT = Call("interrupt", type(None), type(None))
+"""End ``COLLECT`` or ``EVALUATE`` at once, as if no server held the weights; has no response."""
 SAVE = Call("save", Path, type(None))
 """Begin to write data position and unfinished samples to a file; ``RESTORE`` continues from it."""
 SAVED = Call("saved", type(None), str)

@@ -117,7 +117,7 @@ class ReplaySource:
             )
         return batch
 
-    def evaluate(self, step: int) -> list[EvalResult]:
+    def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
         """Nothing: there is no server."""
         return []
 

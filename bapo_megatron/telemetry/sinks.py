@@ -59,13 +59,13 @@ class MetricsSinks:
         run_name: str,
         config: LogConfig,
         *,
-        finished_steps: int,
+        first_step: int,
         total_steps: int,
         show_row: ShowRow | None = None,
     ) -> None:
-        """Open the sinks; drop rows of steps after ``finished_steps``.
+        """Open the sinks; drop the rows of ``first_step`` and of what comes after it.
 
-        With 0, drop all rows, including the one before training. ``show_row`` takes every row.
+        ``show_row`` takes every row.
         """
         self._show_row = show_row
         self._total_steps = total_steps
@@ -73,18 +73,16 @@ class MetricsSinks:
         self._lines = 0
         path = run_dir / "metrics.jsonl"
         kept = []
-        if finished_steps and path.exists():
+        if first_step and path.exists():
             earlier = read_metrics(path, may_be_torn=True)  # its step is made again
-            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] <= finished_steps]
+            kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
         self._tensorboard: Any = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"), purge_step=finished_steps + 1 if finished_steps else 0
-            )
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
         self._wandb: Any = None
         if config.wandb_project:
             import wandb

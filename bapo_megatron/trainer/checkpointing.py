@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
+from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
+from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
@@ -24,6 +26,7 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.trainer.stopping import STOPPED_NAME
 from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
@@ -49,6 +52,14 @@ class Progress:
     """Prompts of the first evaluation set."""
     best: BestCheckpoint | None = None
     """By ``checkpoint.best``; on rank 0."""
+    unreported: dict[str, float] | None = None
+    """Metrics of the last step, if its evaluation was interrupted and has to be made."""
+
+    @property
+    def first_unreported(self) -> int:
+        """The step whose metrics come next; 0 before the first one."""
+        steps = self.finished_steps
+        return steps + (self.unreported is None) if steps else BEFORE_TRAINING
 
     def count(self, metrics: StepMetrics, results: Sequence[UpdateResult]) -> None:
         """Add one step."""
@@ -72,6 +83,20 @@ class Progress:
             self.accuracy_after = first.avg_at_k
             self.answer_found_after = first.answer_found_share
         self.num_prompts = first.num_prompts
+
+
+def claim_run_dir(config: RunConfig) -> None:
+    """Make the run directory; refuse to overwrite an earlier run unless ``resume`` is set."""
+    run_dir = config.run_dir
+    metrics = run_dir / "metrics.jsonl"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
+        raise ValueError(
+            f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / STOPPED_NAME).unlink(missing_ok=True)
+    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
 
 
 def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:

@@ -14,25 +14,25 @@ from typing import NoReturn, Self
 import torch
 from rich.console import Console
 
-from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
     ProcessGroups,
+    any_rank,
     barrier,
     broadcast_answer,
     broadcast_buffer,
+    fail_together,
     init_distributed,
     own_store,
     record_collectives,
     shutdown_distributed,
     write_collectives,
 )
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
-from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.processes import stacks_appended_to
 from bapo_megatron.rollout.client import CollectorClient
@@ -44,13 +44,14 @@ from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer.check import check_training
-from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
+from bapo_megatron.trainer.checkpointing import Progress, claim_run_dir, load_run, take_best
 from bapo_megatron.trainer.costs import cost_metrics, find_peak_flops
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
-from bapo_megatron.trainer.summary import report_run
+from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
+from bapo_megatron.trainer.summary import report_run, show_evaluation
 from bapo_megatron.types import (
     EncodedBatch,
     EvalResult,
@@ -62,10 +63,11 @@ from bapo_megatron.types import (
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
 
 # What rank 0 has all ranks do next; the first byte of what it broadcasts.
-_BATCH, _DONE, _PUSH_WEIGHTS, _FAILED = b"B", b"D", b"W", b"F"
+_BATCH, _DONE, _PUSH_WEIGHTS, _FAILED, _STOPPED = b"B", b"D", b"W", b"F", b"S"
 
-_MAX_SILENCE_S = 60.0
-"""Rank 0 tells the others at least this often that it still waits for its source."""
+_MAX_SILENCE_S = 5.0
+"""Rank 0 tells the others at least this often that it still waits for its source, and learns
+whether one of them was asked to stop."""
 
 
 class Run:
@@ -77,6 +79,7 @@ class Run:
         groups: ProcessGroups,
         policy: MegatronPolicy,
         source: RolloutSource | None,
+        stopping: Stopping,
         stack: ExitStack,
         timer: PhaseTimer,
         show_row: ShowRow | None,
@@ -103,12 +106,13 @@ class Run:
         self.saver = CheckpointSaver(config.run_dir / "checkpoints", config.checkpoint)
         self._groups = groups
         self._source = source
+        self._stopping = stopping
         self._stack = stack
         self._sinks: MetricsSinks | None = None
         self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
         self._pushes: list[SyncReport] = []
         """Since the last report; on rank 0."""
-        self._failure: RolloutError | OSError | None = None
+        self._failure: RolloutError | OSError | StoppedError | None = None
         """Why the run ends as soon as everything is saved; known to all ranks."""
         self._sync = WeightSync(
             config.rollout.weight_sync,
@@ -119,7 +123,7 @@ class Run:
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig) -> Iterator[Self]:
+    def open(cls, config: RunConfig, stopping: Stopping) -> Iterator[Self]:
         """Check the configuration, start what generates, build the policy; end it all at exit.
 
         The server starts first and warms up while the model is built.
@@ -132,9 +136,9 @@ class Run:
             show_row: ShowRow | None = None
             if rank == 0:
                 show_row = stack.enter_context(rows_served(config.log))
-                _claim_run_dir(config)
+                claim_run_dir(config)
                 progress = stack.enter_context(ProgressLine())
-                source = _open_source(config, progress, timer.pulse)
+                source = _open_source(config, progress, timer.pulse, stopping)
                 stack.callback(source.close)
             stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{rank}.txt"))
             record_collectives(logs)
@@ -145,10 +149,12 @@ class Run:
             write_more = partial(write_collectives, logs, rank)
             watch = HangWatch(timer.pulse, store, rank, groups.world_size, hang_s, write_more)
             stack.callback(watch.start())
-            if config.rollout.colocated:  # before the policy needs the memory
-                if source is not None:
+            with fail_together(groups, StoppedError):
+                if (stopped := stopping.error()) is not None:
+                    raise stopped
+                # Before the policy needs the memory.
+                if config.rollout.colocated and source is not None:
                     source.release_memory()
-                barrier(groups)
             updates = config.algorithm.updates_per_batch * config.algorithm.epochs
             policy = MegatronPolicy.build(
                 config.model,
@@ -161,34 +167,37 @@ class Run:
                 returns_hidden_states=config.ops.logits_chunk_tokens > 0,
             )
             policy.on_micro_batch = timer.pulse.beat
-            run = cls(config, groups, policy, source, stack, timer, show_row)
+            run = cls(config, groups, policy, source, stopping, stack, timer, show_row)
             stack.callback(run.saver.close)
             stack.callback(run.close)
-            yield run
+            try:
+                yield run
+            except StoppedError:  # by all ranks alike
+                shutdown_distributed()
+                raise
             # Only after success: where this rank fails, the others learn it when the process has
             # cleaned up and said why, not while it does.
             shutdown_distributed()
 
     def begin(self) -> None:
-        """Restore a checkpoint if asked, push the weights, evaluate."""
+        """Restore a checkpoint if asked, push the weights, evaluate.
+
+        Nothing comes that could be saved, so what ends the run here is raised at once.
+        """
         if self.config.resume:
-            self.progress = load_run(self.config.run_dir / "checkpoints", self.policy, self._source)
+            root = self.config.run_dir / "checkpoints"
+            with fail_together(self._groups, StoppedError):
+                self.progress = load_run(root, self.policy, self._source)
         with self.timer.phase("server_start"):
             # Nobody waits for a server inside a collective of the model.
-            source, wait = self._source, None
-            if source is not None:
-
-                def wait() -> bytes:
-                    source.wait_ready()
-                    return _DONE
-
-            broadcast_answer(wait, self._groups, self._wait_on_s, self.timer.pulse.beat)
+            self._ask(_wait_ready)
+        self._raise_failure()
         if self._source is not None:
             self._sinks = MetricsSinks(
                 self.config.run_dir,
                 self.config.name,
                 self.config.log,
-                finished_steps=self.progress.finished_steps,
+                first_step=self.progress.first_unreported,
                 total_steps=self.config.train.steps,
                 show_row=self._show_row,
             )
@@ -201,12 +210,27 @@ class Run:
             self._pushes.clear()  # no part of a step
         if self.config.eval.at_start and self.progress.finished_steps == 0:
             with self.timer.phase("evaluation"):
-                before = self._evaluate(step=BEFORE_TRAINING)
+                before = self._evaluate(BEFORE_TRAINING)
             if self._sinks is not None and before:
                 self._sinks.write(StepMetrics(BEFORE_TRAINING, eval_metrics(before)))
-        if self._failure is not None:  # nothing was made that could be saved
-            raise self._failure
+        if self.progress.unreported is not None:
+            self._complete_step(self.progress.finished_steps, self.progress.unreported)
+        self._raise_failure()
         self.timer.end_step()
+
+    def _complete_step(self, step: int, values: dict[str, float]) -> None:
+        """Make the evaluation that a stop has interrupted, and write the step's metrics."""
+        with self.timer.phase("evaluation"):
+            evaluated = eval_metrics(self._evaluate(step, resume=True))
+        self._raise_failure()
+        self.progress.unreported = None
+        if self._sinks is not None:
+            self._sinks.write(StepMetrics(step, values | evaluated))
+        self.save_if_due(step, evaluated)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def next_batch(self, step: int) -> RolloutBatch:
         """Collect the batch of ``step`` on rank 0 and give it to every rank, in the bytes it has.
@@ -238,18 +262,31 @@ class Run:
 
             def answer() -> bytes:
                 try:
-                    return ask(source)
-                except RolloutError as error:
+                    reply = ask(source) if self._stopping.error() is None else _PUSH_WEIGHTS
+                    # A call that was interrupted returns as if weights were missing.
+                    if reply == _PUSH_WEIGHTS and (stopped := self._stopping.error()) is not None:
+                        raise stopped
+                    return reply
+                except (RolloutError, StoppedError) as error:
                     self._failure = error
-                    return _FAILED + str(error).encode()
+                    kind = _FAILED if isinstance(error, RolloutError) else _STOPPED
+                    return kind + str(error).encode()
 
-        message = broadcast_answer(answer, self._groups, self._wait_on_s, self.timer.pulse.beat)
+        message = broadcast_answer(answer, self._groups, self._wait_on_s, self._agree)
         kind, content = message[:1], message[1:]
         if kind == _FAILED and self._failure is None:
             self._failure = RolloutError(f"rank 0: {content.decode()}")
+        if kind == _STOPPED and self._failure is None:
+            self._failure = StoppedError(content.decode())
         return kind, content
 
-    def _save_and_fail(self, failure: RolloutError | OSError) -> NoReturn:
+    def _agree(self) -> StoppedError | None:
+        """Return why the run is to stop, if any rank knows; a collective over all ranks."""
+        if self._source is None:
+            self.timer.pulse.beat()
+        return self._stopping.agree(lambda flag: any_rank(flag, self._groups.control))
+
+    def _save_and_fail(self, failure: RolloutError | OSError | StoppedError) -> NoReturn:
         """Save everything, if this run saves anything, and raise ``failure``.
 
         It saves also where the newest checkpoint has the same steps: samples have come since.
@@ -257,6 +294,10 @@ class Run:
         if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
             self._save()
             self.saver.wait()
+            if isinstance(failure, StoppedError):
+                if self._source is not None:
+                    atomic_write_text(self.config.run_dir / STOPPED_NAME, f"{failure}\n")
+                barrier(self._groups)  # a launcher may end all ranks when one has ended
         raise failure
 
     def _save(self, *, is_best: bool = False) -> None:
@@ -311,10 +352,12 @@ class Run:
 
         It also saves where the step's evaluation, whose metrics rank 0 gives, is the best one by
         ``checkpoint.best``, and completes checkpoints that earlier steps began to write in the
-        background.
+        background. A run that is to stop before its last step is saved and ends.
         """
         self.saver.poll()
         self.progress.finished_steps = step
+        if self._failure is None and step < self.config.train.steps:
+            self._failure = self._agree()
         if self._failure is not None:
             self._save_and_fail(self._failure)
         checkpoint = self.config.checkpoint
@@ -328,12 +371,19 @@ class Run:
     def report(
         self, metrics: StepMetrics, evaluated: dict[str, float], results: Sequence[UpdateResult]
     ) -> None:
-        """Write the step's metrics (rank 0) and count what the summary reports; a collective."""
+        """Write the step's metrics (rank 0) and count what the summary reports; a collective.
+
+        If the evaluation was interrupted, they are part of the checkpoint instead.
+        """
         self.progress.count(metrics, results)
         costs = cost_metrics(metrics.values, self._groups, self._peak_flops)
         if self._sinks is not None:
             others = evaluated | sync_metrics(self._pushes) | costs
-            self._sinks.write(StepMetrics(metrics.step, metrics.values | others))
+            row = StepMetrics(metrics.step, metrics.values | others)
+            if isinstance(self._failure, StoppedError):
+                self.progress.unreported = dict(row.values)
+            else:
+                self._sinks.write(row)
             self._pushes.clear()
 
     def close(self) -> None:
@@ -355,14 +405,14 @@ class Run:
         if self._source is not None:
             report_run(self.config, self.progress, self.timer.total_s)
 
-    def _evaluate(self, step: int) -> list[EvalResult]:
+    def _evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
         if not self.config.eval.sets or self.config.replay.dumps is not None:
             return []
         found: list[EvalResult] = []
 
         def evaluate(source: RolloutSource) -> bytes:
-            results = source.evaluate(step)
+            results = source.evaluate(step, resume=resume)
             found.extend(results or [])
             return _PUSH_WEIGHTS if results is None else _DONE
 
@@ -372,14 +422,7 @@ class Run:
             return []
         self.progress.record_evaluation(step, found)
         if self.config.log.console:
-            for result in found:
-                Console().print(
-                    f"evaluation of {result.name}: avg@{result.samples_per_prompt} "
-                    f"{result.avg_at_k:.1%} ({result.scores[0].low:.1%} … "
-                    f"{result.scores[0].high:.1%}) on {result.num_prompts} prompts "
-                    f"({result.wall_s:.1f} s)",
-                    highlight=False,
-                )
+            show_evaluation(found)
         return found
 
 
@@ -392,20 +435,14 @@ def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
     return frozenset(reason for reason, action in asked.items() if action == "mask")
 
 
-def _claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory; refuse to overwrite an earlier run unless ``resume`` is set."""
-    run_dir = config.run_dir
-    metrics = run_dir / "metrics.jsonl"
-    has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
-        raise ValueError(
-            f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
+def _wait_ready(source: RolloutSource) -> bytes:
+    source.wait_ready()
+    return _DONE
 
 
-def _open_source(config: RunConfig, progress: ProgressLine, pulse: Pulse) -> RolloutSource:
+def _open_source(
+    config: RunConfig, progress: ProgressLine, pulse: Pulse, stopping: Stopping
+) -> RolloutSource:
     if config.replay.dumps is not None:
         if config.eval.sets:
             Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
@@ -415,6 +452,8 @@ def _open_source(config: RunConfig, progress: ProgressLine, pulse: Pulse) -> Rol
         progress.update(text)
         pulse.beat()
 
-    source = CollectorClient(config, on_progress=on_progress, awaits_weights=True)
+    source = CollectorClient(
+        config, on_progress=on_progress, awaits_weights=True, stopped=stopping.error
+    )
     source.start()
     return source

@@ -1,13 +1,16 @@
 """The closing table of a run and ``summary.json`` with the same numbers."""
 
 import json
+from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.trainer.checkpointing import Progress
+from bapo_megatron.types import EvalResult
 
 
 def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float]) -> None:
@@ -56,3 +59,14 @@ def report_run(config: RunConfig, progress: Progress, phase_s: dict[str, float])
         if round(seconds, 1):
             table.add_row(f"time: {name.replace('_', ' ')}", f"{seconds:.1f} s")
     uncut_console().print(table)
+
+
+def show_evaluation(results: Sequence[EvalResult]) -> None:
+    """Print a line for each evaluation set."""
+    for result in results:
+        low, high = result.scores[0].low, result.scores[0].high
+        Console().print(
+            f"evaluation of {result.name}: avg@{result.samples_per_prompt} {result.avg_at_k:.1%} "
+            f"({low:.1%} … {high:.1%}) on {result.num_prompts} prompts ({result.wall_s:.1f} s)",
+            highlight=False,
+        )

@@ -16,6 +16,7 @@ from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer import step as step_module
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -54,7 +55,8 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
 
     take_port()
     with _timed(current), mock.patch.object(run_module.Run, "save_if_due", end_step):
-        train(load_config(config, overrides))
+        loaded = load_config(config, overrides)
+        train(loaded, Stopping(loaded.train))
     return {"seconds": seconds}
 
 

@@ -12,6 +12,7 @@ from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.check import check_eval_config, check_generate_config
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.trainer.run import Run
+from bapo_megatron.trainer.stopping import Stopping
 
 
 @pytest.mark.usefixtures("check")
@@ -76,7 +77,7 @@ def test_a_command_refuses_what_its_engine_cannot_do_before_anything_is_started(
 
 
 def start_training(config):
-    with Run.open(config):
+    with Run.open(config, Stopping(config.train)):
         pass
 
 

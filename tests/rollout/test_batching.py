@@ -135,6 +135,26 @@ def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them
     play(scene)
 
 
+def test_an_interrupted_step_ends_at_once_and_keeps_what_was_sampled() -> None:
+    async def scene() -> None:
+        setup = Setup()
+        batch = setup.collect(1)
+        await settle()
+        await setup.give([0], 4, ends=True)
+        await setup.give([1], 7)
+        setup.batches.is_interrupted = True
+        assert await batch is None
+        assert setup.pool.requests == []
+        buffer = setup.batches.state().buffer
+        assert [[p.num_tokens for p in group.samples] for group in buffer] == [[4, 4], [7, 7]]
+        assert [[p.is_finished for p in group.samples] for group in buffer] == [
+            [True, True],
+            [False, False],
+        ]
+
+    play(scene)
+
+
 @pytest.mark.parametrize("failure", [RolloutError("the disk is full"), DumpError("not intact")])
 def test_a_batch_that_could_not_be_handed_over_changes_nothing_and_comes_again(
     failure: Exception,

@@ -19,11 +19,12 @@ import psutil
 import pytest
 
 from bapo_megatron.data.dump import decode_batch, read_batch
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.evaluation.report import read_results
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.messages import COLLECT
+from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.types import FinishReason
 from bapo_megatron.weight_sync.messages import LOAD, RESUME, Load
 from tests.engine.helpers import descendants, reference_logprobs
@@ -133,6 +134,20 @@ def test_batches_and_evaluations_from_a_model(
         client.save(config.run_dir / "none" / "again.parquet")()
     client.save(again)()
     assert again.read_bytes() == saved.read_bytes()
+
+    # The run is to stop: what takes long ends at once, and there is still all that there was.
+    client.sync_weights(model_dir, 14)
+    client._stopped = lambda: StoppedError("enough")
+    assert client.collect(3) is None
+    assert client.evaluate(4, resume=True) is None
+    client.save(again)()
+    before, after = (read_saved(path).buffer for path in (saved, again))
+    assert {group.group_id for group in before} <= {group.group_id for group in after}
+    client.close()
+    client = open_client(config)
+    client._stopped = lambda: StoppedError("enough")
+    with pytest.raises(StoppedError, match="enough"):
+        client.wait_ready()
 
 
 @pytest.mark.sglang

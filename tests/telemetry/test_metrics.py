@@ -255,9 +255,9 @@ def test_a_batch_of_empty_responses_has_no_ages() -> None:
 
 def test_sinks_drop_rows_that_a_resumed_run_makes_again(tmp_path) -> None:
     config = LogConfig(console=False, tensorboard=False)
-    for finished, reward in ((0, 0.1), (2, 0.9)):
-        sinks = MetricsSinks(tmp_path, "run", config, finished_steps=finished, total_steps=4)
-        for step in range(finished + 1, 5):
+    for first, reward in ((0, 0.1), (3, 0.9)):
+        sinks = MetricsSinks(tmp_path, "run", config, first_step=first, total_steps=4)
+        for step in range(max(first, 1), 5):
             sinks.write(StepMetrics(step, {"reward/mean": reward, "x": math.nan}))
         sinks.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -273,7 +273,7 @@ def test_sinks_drop_rows_that_a_resumed_run_makes_again(tmp_path) -> None:
 def test_a_run_that_begins_anew_drops_the_row_before_training_too(tmp_path) -> None:
     config = LogConfig(console=False, tensorboard=False)
     for reward in (0.1, 0.9):
-        sinks = MetricsSinks(tmp_path, "run", config, finished_steps=0, total_steps=4)
+        sinks = MetricsSinks(tmp_path, "run", config, first_step=0, total_steps=4)
         sinks.write(StepMetrics(BEFORE_TRAINING, {"reward/mean": reward}))
         sinks.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -284,14 +284,14 @@ def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
     config = LogConfig(console=False, tensorboard=False)
-    sinks = MetricsSinks(tmp_path, "run", config, finished_steps=1, total_steps=4)
+    sinks = MetricsSinks(tmp_path, "run", config, first_step=2, total_steps=4)
     sinks.write(StepMetrics(2, {"a": 2.0}))
     sinks.close()
     assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2.0}]
 
 
 def test_every_sink_counts_finished_steps(tmp_path, capsys) -> None:
-    sinks = MetricsSinks(tmp_path, "run", LogConfig(), finished_steps=0, total_steps=6)
+    sinks = MetricsSinks(tmp_path, "run", LogConfig(), first_step=0, total_steps=6)
     for step in (BEFORE_TRAINING, 1, 6):
         sinks.write(StepMetrics(step, {"reward/mean": 0.5}))
     sinks.close()
@@ -313,9 +313,9 @@ def test_a_resumed_run_goes_on_at_weights_and_biases_under_the_same_id(
     module = SimpleNamespace(init=lambda **options: opened.append(options) or client)
     monkeypatch.setitem(sys.modules, "wandb", module)
     config = LogConfig(console=False, tensorboard=False, wandb_project="p")
-    for finished in (0, 1):
-        sinks = MetricsSinks(tmp_path, "run", config, finished_steps=finished, total_steps=2)
-        sinks.write(StepMetrics(finished + 1, {"reward/mean": 0.5, "x": math.nan}))
+    for step in (1, 2):
+        sinks = MetricsSinks(tmp_path, "run", config, first_step=step, total_steps=2)
+        sinks.write(StepMetrics(step, {"reward/mean": 0.5, "x": math.nan}))
         sinks.close()
     assert logged == [({"reward/mean": 0.5}, 1), ({"reward/mean": 0.5}, 2)]
     assert opened[0]["project"] == "p"

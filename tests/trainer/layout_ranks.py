@@ -12,6 +12,7 @@ from torch import Tensor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
 
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
@@ -107,7 +108,8 @@ def train_in(
         overrides += [*case.overrides, *case.algorithm]
         steps = len(list(dumps[case.dumps].glob("step_*.parquet")))
         overrides += [f"train.steps={steps}", "log.console=false"]
-        train(load_config(config, overrides))
+        loaded = load_config(config, overrides)
+        train(loaded, Stopping(loaded.train))
         outcomes[case.name] = Outcome(
             rows=read_metrics(run_dir / "metrics.jsonl"),
             weights=load_file(run_dir / "hf" / "model.safetensors"),

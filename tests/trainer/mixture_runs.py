@@ -8,6 +8,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import shutdown_distributed
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def run(config: dict[str, Any], steps: int) -> None:
     shortened = {**config["train"], "steps": steps}
     take_port()
     try:
-        train(RunConfig.model_validate({**config, "train": shortened, "resume": True}))
+        resumed = RunConfig.model_validate({**config, "train": shortened, "resume": True})
+        train(resumed, Stopping(resumed.train))
     finally:
         shutdown_distributed()
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import re
 import shutil
+import signal
 import time
 import urllib.request
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.distributed import shutdown_distributed
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_latest
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
@@ -25,6 +29,8 @@ from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.trainer.step import BatchTrainer
+from bapo_megatron.trainer.stopping import Stopping
 from bapo_megatron.types import EncodedBatch
 from bapo_megatron.weight_sync import messages
 from tests.distributed_launch import take_port
@@ -33,11 +39,13 @@ from tests.launch import free_port
 from tests.trainer.dumps import replay_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from bapo_megatron.calls import Call
     from bapo_megatron.policy.checkpoint_files import BestCheckpoint
-    from bapo_megatron.types import EvalResult
+    from bapo_megatron.types import EvalResult, RolloutBatch, Sample
 
 QUIET = {"tensorboard": False, "console": False}
 PAUSE_S = 0.25
@@ -56,10 +64,14 @@ class StubSource:
     """Part of the state; grows with every collection, also with one that fails."""
     right: dict[int, int] = field(default_factory=dict)
     """By step: how many of eight problems an evaluation finds solved."""
+    at: Callable[[str], bool] = lambda _: False
+    """Told what begins; returns whether that is interrupted."""
 
     def collect(self, step: int) -> EncodedBatch | None:
         self.calls.append("collect")
         self.num_samples += 100
+        if self.at(f"rollout {step}"):
+            return None
         if step in self.on_collect and self.on_collect[step](self):
             return None
         return read_encoded(self.dumps / f"step_{step:06d}.parquet")
@@ -71,6 +83,7 @@ class StubSource:
     def start(self, call: Call[Any, Any], request: Any, /) -> Callable[[], Any]:
         name = call.name.removeprefix("weights.")
         self.calls.append(name)
+        self.at(name)
         answers: dict[str, Any] = {
             "probe": messages.Probe(sequences=()),  # no server is new
             "begin": messages.Opened(addresses=(), num_ranks=(), gpus=(), share_group=False),
@@ -82,13 +95,17 @@ class StubSource:
 
     def release_memory(self) -> None: ...
 
-    def evaluate(self, step: int) -> list[EvalResult]:
+    def evaluate(self, step: int, *, resume: bool) -> list[EvalResult] | None:
+        self.calls.append(f"evaluate {step}{' again' * resume}")
+        if self.at(f"evaluation {step}"):
+            return None
         if step not in self.right:
             return []
         answers = ["2"] * self.right[step] + ["3"] * (8 - self.right[step])
         return [result({f"sums:{row}": [answer] for row, answer in enumerate(answers)})]
 
     def save(self, path: Path) -> Callable[[], None]:
+        self.at("save")
         path.write_text(json.dumps({"num_samples": self.num_samples}))
         return lambda: None
 
@@ -116,8 +133,10 @@ class Outcome:
     """What this rank wrote of its stacks."""
     collectives: set[str]
     """The kinds of collectives that it wrote."""
-    scraped: str = ""
+    scraped: str
     """What Prometheus got."""
+    is_marked: bool
+    """Whether the run directory says that the run was stopped."""
 
 
 def _outcome(
@@ -127,6 +146,7 @@ def _outcome(
     on_collect: dict[int, Callable[[StubSource], bool]],
     weight_sync: dict[str, Any] | None = None,
     right: dict[int, int] | None = None,
+    signals: Signals | None = None,
     **changes: Any,
 ) -> Outcome:
     run_dir.mkdir(exist_ok=True, parents=True)
@@ -146,13 +166,22 @@ def _outcome(
         "log": QUIET,
         **changes,
     }
+    config = RunConfig.model_validate(settings)
+    stopping = Stopping(config.train)
     source = StubSource(dumps, on_collect, right=right or {})
     run_module._open_source = lambda *_: source
     take_port()
     error = ""
     try:
-        train(RunConfig.model_validate(settings))
-    except (RolloutError, OSError, KeyboardInterrupt) as caught:
+        with ExitStack() as stack:
+            if signals is not None:
+                stopping.listen(keeps_time=False)
+                source.at = functools.partial(signals.at, stopping)
+                stack.enter_context(mock.patch.object(run_module, "_MAX_SILENCE_S", 0.1))
+                stack.enter_context(mock.patch.object(BatchTrainer, "train", _observed(source)))
+                source.at("start")
+            train(config, stopping)
+    except (RolloutError, OSError, KeyboardInterrupt, StoppedError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     finally:
         shutdown_distributed()
@@ -168,14 +197,100 @@ def _outcome(
         read_metrics(metrics) if metrics.exists() else [],
         latest.name if latest else "",
         json.loads((latest / ROLLOUT_NAME).read_text()) if latest else {},
-        sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else [],
+        sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else [],
         find_best(checkpoints) if os.environ["RANK"] == "0" else None,
         stacks.read_text() if stacks.exists() else "",
         {e["profiling_name"] for e in pickle.loads(traced.read_bytes())["entries"]}
         if traced.exists()
         else set(),
         scraped.read_text() if scraped.exists() else "",
+        (run_dir / "stopped").exists(),
     )
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Signals that rank 0 sends to a rank, each twice, as torchrun and Slurm do."""
+
+    moments: Sequence[str]
+    rank: int
+    number: signal.Signals
+    pids: Sequence[int]
+
+    def at(self, stopping: Stopping, moment: str) -> bool:
+        if moment not in self.moments or os.environ["RANK"] != "0":
+            return False
+        for _ in range(2):
+            os.kill(self.pids[self.rank], self.number)
+        is_wait = moment.startswith(("rollout", "evaluation"))
+        while is_wait and stopping.error() is None:
+            time.sleep(0.01)
+        return is_wait
+
+
+@functools.cache
+def _ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def grpo_and_stop(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """What ``grpo`` computes; asks the run to stop while it trains its first batch."""
+    _ask_to_stop()
+    return group_advantages(rewards[None], "grpo")[0]
+
+
+def slow_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Lets a test signal a run before it ends."""
+    time.sleep(0.5)
+    return rewards - rewards.mean()
+
+
+def _observed(source: StubSource) -> Callable[..., Any]:
+    train_batch = BatchTrainer.train
+
+    def observed(trainer: BatchTrainer, batch: RolloutBatch) -> Any:
+        source.at(f"training {batch.step}")
+        return train_batch(trainer, batch)
+
+    return observed
+
+
+def stopped_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
+    """A run of three steps that is stopped again and again, and one that cannot be saved."""
+    own = root / f"pid_{os.environ['RANK']}"
+    atomic_write_text(own, str(os.getpid()))
+    while len(found := sorted(root.glob("pid_?"))) < 2:
+        time.sleep(0.01)
+    pids = [int(path.read_text()) for path in found]
+
+    def run(*moments: str, rank: int = 1, name: str = "run", **changes: Any) -> Outcome:
+        number = signal.SIGUSR1 if moments == ("start",) else signal.SIGTERM
+        return _outcome(
+            model,
+            dumps,
+            root / name,
+            {1: _occupy(root / name / "checkpoints")} if name == "full" else {},
+            right={1: 2, 2: 4, 3: 3},
+            signals=Signals(moments, rank, number, pids),
+            eval={
+                "sets": [{"path": str(root / "train.jsonl")}],
+                "every_steps": 1,
+                "at_start": False,
+                "max_response_tokens": 64,
+            },
+            resume=True,
+            **changes,
+        )
+
+    return {
+        "disk full": run("training 1", name="full"),
+        "start": run("start", rank=0),  # the other one may not listen yet
+        "rollout": run("rollout 1"),
+        "save": run("save", rank=0),
+        "updates": run("training 2", "finish"),
+        "evaluation": run("evaluation 3"),
+        "rest": run(),
+    }
 
 
 def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
@@ -322,6 +437,11 @@ def _fail(_: StubSource) -> bool:
 def _lacks_weights_once() -> Callable[[StubSource], bool]:
     answers = iter((True, False))
     return lambda _: next(answers)
+
+
+def _occupy(directory: Path) -> Callable[[StubSource], bool]:
+    """No directory can be made where a file is."""
+    return lambda _: bool(directory.write_text(""))
 
 
 def _block(directory: Path) -> Callable[[StubSource], bool]:

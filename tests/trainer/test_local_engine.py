@@ -110,10 +110,16 @@ def finished(configs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {mode: root / mode for mode in MODES}
 
 
-def test_two_runs_are_equal_bit_for_bit(
+def test_a_run_that_was_stopped_twice_equals_another_one_bit_for_bit(
     configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path
 ) -> None:
-    _train(configs, "ahead", tmp_path / "again")
+    stops = "algorithm.advantage=tests.trainer.stub_runs:grpo_and_stop"
+    for resume in ("resume=false", "resume=true"):
+        _train(configs, "ahead", tmp_path / "again", stops, resume)
+        assert (tmp_path / "again" / "stopped").read_text() == "stopped by SIGTERM\n"
+    # The second stop came before the evaluation of its step.
+    assert [row["step"] for row in steps(tmp_path / "again")] == [1]
+    _train(configs, "ahead", tmp_path / "again", "resume=true")
     _assert_equal_runs(tmp_path / "again", finished["ahead"])
 
 

@@ -1,0 +1,103 @@
+"""When a run is to stop: after a signal to any of its ranks, at a time, before its job ends.
+
+A rank only notes that; all ranks act on it together, at the safe points of ``Run``.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from types import FrameType
+
+from bapo_megatron.config.schema import TrainConfig
+from bapo_megatron.errors import StoppedError
+from bapo_megatron.processes import end_once
+from bapo_megatron.telemetry.console import say
+
+STOPPED_NAME = "stopped"
+"""File of a run directory: the run was stopped and saved, and ``resume`` continues it."""
+
+_SAME_SIGNAL_S = 5.0
+"""Signals within this time count as one: torchrun and Slurm both pass the same one on."""
+_ASK_AGAIN_S = 600.0
+_ANSWER_LIMIT_S = 60.0
+
+
+class Stopping:
+    """Whether this rank knows that the run is to stop."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Nothing stops the run before ``listen``."""
+        self._config = config
+        self._error: StoppedError | None = None
+        self._signalled_s: float | None = None
+        self._stop_at_s = self._job_end_s = math.inf
+
+    def listen(self, *, keeps_time: bool) -> None:
+        """Note SIGTERM and SIGUSR1 from now on; a second signal ends the process at once.
+
+        With ``keeps_time`` (rank 0) also watch the clock.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+        if keeps_time and self._config.stop_after is not None:
+            self._stop_at_s = time.time() + self._config.stop_after
+        if keeps_time and "SLURM_JOB_ID" in os.environ:
+            self._job_end_s = float(os.environ.get("SLURM_JOB_END_TIME", math.inf))
+            threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
+
+    def error(self) -> StoppedError | None:
+        """Return what the run is to end with; None while it is to go on."""
+        now_s, lead_s = time.time(), self._config.stop_lead_s
+        if self._error is None and now_s >= self._stop_at_s:
+            self._error = StoppedError("stopped by train.stop_after")
+        if self._error is None and now_s >= self._job_end_s - lead_s:
+            end = datetime.fromtimestamp(self._job_end_s).isoformat(" ", "seconds")
+            self._error = StoppedError(
+                f"stopped by train.stop_lead_s = {lead_s:g}: the Slurm job ends at {end}"
+            )
+        return self._error
+
+    def agree(self, any_rank: Callable[[bool], bool]) -> StoppedError | None:
+        """Return ``error()``, on all ranks if one has it; ``any_rank`` is a collective."""
+        if any_rank(self.error() is not None) and self._error is None:
+            self._error = StoppedError("stopped by a signal to another rank")
+        return self._error
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = now_s
+            name = signal.Signals(number).name
+            self._error = self._error or StoppedError(f"stopped by {name}")
+        elif now_s - self._signalled_s > _SAME_SIGNAL_S:
+            end_once(number, frame)
+
+    def _follow_job(self) -> None:
+        """Keep up with the end of the Slurm job, which may be changed while it runs."""
+        if self._job_end_s < math.inf:
+            time.sleep(_ASK_AGAIN_S)
+        while True:
+            try:
+                self._job_end_s = _job_end_s()
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                if self._job_end_s == math.inf:
+                    say(f"squeue tells no end of this job ({error}); the run does not stop for it")
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _job_end_s() -> float:
+    """Ask Slurm when the first component of this job ends, in seconds since 1970."""
+    done = subprocess.run(
+        ["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%e"],
+        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+        capture_output=True,
+        text=True,
+        timeout=_ANSWER_LIMIT_S,
+        check=True,
+    )
+    return min(datetime.fromisoformat(line).timestamp() for line in done.stdout.split())
