@@ -426,6 +426,13 @@ def _check_best(config: RunConfig) -> None:
             "checkpoint.best: needs evaluations after steps, got eval.every_steps = 0 and "
             "eval.at_end = false; set eval.every_steps, or leave it empty"
         )
+    saves = config.checkpoint.every_steps
+    if evaluation.overlap and evaluation.every_steps % (saves or evaluation.every_steps + 1):
+        raise ConfigError(
+            "checkpoint.best: with eval.overlap a step is saved before its score is known, so "
+            "eval.every_steps must be a multiple of checkpoint.every_steps, got "
+            f"{evaluation.every_steps} with {saves}; change one of them, or set eval.overlap=false"
+        )
     if config.replay.dumps is not None:
         raise ConfigError(
             f"checkpoint.best: needs evaluations, and a replay has no server, got '{best}'; leave "

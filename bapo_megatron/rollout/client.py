@@ -163,10 +163,17 @@ class CollectorClient:
         ``resume`` samples of an earlier process are kept, which had the same weights.
         """
         self.ensure_weights()
+        return self._call(messages.EVALUATE, self._evaluation_of(step, resume=resume)).results
+
+    def begin_evaluation(self, step: int) -> None:
+        """Begin an evaluation beside the next batch; ``evaluate`` returns its results."""
+        self.ensure_weights()
+        self._call(messages.BEGIN_EVALUATION, self._evaluation_of(step))
+
+    def _evaluation_of(self, step: int, *, resume: bool = False) -> messages.Evaluate:
         moment = f"step_{step:06d}" if step else "start"
         weights = f"{moment} of {self._config.name}"
-        request = messages.Evaluate(moment=moment, weights=weights, resume=resume)
-        return self._call(messages.EVALUATE, request).results
+        return messages.Evaluate(moment=moment, weights=weights, resume=resume)
 
     def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
         """Score every evaluation set with ``model.path``, which ``weights`` names.

@@ -51,7 +51,7 @@ from bapo_megatron.rollout.replay import remove_dumps, write_samples, write_time
 from bapo_megatron.rollout.saved import read_saved, write_saved
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.rollout.timeline import Timeline
-from bapo_megatron.types import Prompt, RolloutBatch, SampleText
+from bapo_megatron.types import EvalResult, Prompt, RolloutBatch, SampleText
 from bapo_megatron.weight_sync.receive import WeightReceiver
 
 _LOG = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Collector:
         self.answers.bind(messages.CONNECT, self.connect)
         self.answers.bind(messages.COLLECT, self.collect)
         self.answers.bind(messages.RELEASE_MEMORY, self.release_memory)
+        self.answers.bind(messages.BEGIN_EVALUATION, self.begin_evaluation)
         self.answers.bind(messages.EVALUATE, self.evaluate)
         self.answers.bind(messages.SAVE, self.save)
         self.answers.bind(messages.SAVED, self.saved)
@@ -96,6 +97,8 @@ class Collector:
         self._probe_prompts: tuple[Prompt, ...] = ()
         self._batches: BatchCollector | None = None
         self._evaluator: Evaluator
+        self._beside: asyncio.Task[list[EvalResult] | None] | None = None
+        """The evaluation that runs beside the rollout."""
         self._wire_dir: Path
         self._writing: asyncio.Task[None] | None = None
         """Of the newest state that was to be saved."""
@@ -204,6 +207,12 @@ class Collector:
         self._pool = EnginePool(engines, rollout, version, self._timeline)
         states = self._pool.states
         self._stack.push_async_callback(states.close)
+        self._stack.push_async_callback(self._give_up_evaluation)
+        if self._config.eval.overlap and self._pool.stepper is not None:
+            raise RolloutError(
+                f"eval.overlap: must be false with rollout.engine={rollout.engine}, whose decode "
+                "steps belong to the rollout or to the evaluation; leave it out"
+            )
         if self._batches is not None:
             self._batches.attach(self._pool)
             self._stack.push_async_callback(self._batches.close)
@@ -236,17 +245,38 @@ class Collector:
         assert self._colocated is not None, "rollout.colocated"
         await self._colocated.release()
 
+    async def begin_evaluation(self, request: messages.Evaluate) -> None:
+        """Begin to score the evaluation sets, beside the next rollout."""
+        self._evaluator.runs_beside = True
+        self._beside = asyncio.create_task(self._evaluate(request))
+
     async def evaluate(self, request: messages.Evaluate) -> messages.Evaluated:
-        """Score the evaluation sets."""
-        assert self._pool is not None, "connect comes first"
+        """Score the evaluation sets, or return what was begun beside the rollout."""
         if self._batches is not None:
             await self._batches.wait_for_ahead()
-        results = await self._evaluator.evaluate(
-            self._pool, request.moment, request.weights, resume=request.resume
-        )
+        await self._finish_evaluation()
+        begun, self._beside = self._beside, None
+        results = await self._evaluate(request) if begun is None else begun.result()
         if results is None:
             self._count_push()
         return messages.Evaluated(results)
+
+    async def _evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
+        assert self._pool is not None, "connect comes first"
+        return await self._evaluator.evaluate(
+            self._pool, request.moment, request.weights, resume=request.resume
+        )
+
+    async def _finish_evaluation(self) -> None:
+        """Wait for what runs beside the rollout; from now on nobody pushes weights for it."""
+        self._evaluator.runs_beside = False
+        if self._beside is not None:
+            await asyncio.wait([self._beside])
+
+    async def _give_up_evaluation(self) -> None:
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
 
     async def save(self, path: Path) -> None:
         """Begin to write data position and buffer; a thread does, and generation goes on."""
@@ -311,6 +341,7 @@ class Collector:
             path = self._config.run_dir / "timeline" / f"step_{batch.step:06d}.json"
             await write_timeline(path, batch.step, content)
         if self._colocated is not None:
+            await self._finish_evaluation()  # its servers go away
             await self._colocated.release()
 
     def _batch_path(self, step: int) -> Path:

@@ -37,6 +37,9 @@ class Evaluator:
     """Samples finished so far, in all evaluations."""
     is_interrupted: bool = False
     """End at once, as if no server held the weights; what is finished is kept."""
+    runs_beside: bool = False
+    """Beside a rollout: it shows no progress, and waits where no server holds the weights, which
+    the rollout asks for."""
     _begun: str | None = None
     """The evaluation whose files this process has begun."""
 
@@ -93,6 +96,8 @@ class Evaluator:
 
     async def _sample(self, pool: EnginePool, journals: Sequence[SampleJournal]) -> bool:
         """Make every sample that its journal lacks; returns whether servers had the weights."""
+        version = pool.states.version
+        assert version is not None, "weights come before an evaluation"
         began_s, num_before = time.monotonic(), sum(len(journal.samples) for journal in journals)
         started_s = began_s - max((j.elapsed_s for j in journals), default=0.0)
         waiting, places = self._missing(journals)
@@ -100,8 +105,9 @@ class Evaluator:
 
         async def keep(pending: PendingSample) -> None:
             _, journal = places[pending.sample.group_id]
-            assert pool.states.version is not None, "a generated answer implies a version"
-            sample = _eval_sample(pending, pool.states.version, time.monotonic() - started_s)
+            spans = pending.sample.versions
+            assert all(span.version == version for span in spans), f"{spans} are not of {version}"
+            sample = _eval_sample(pending, version, time.monotonic() - started_s)
             with _write_errors(journal.path):
                 await journal.append(sample)
             self.num_samples += 1
@@ -117,26 +123,27 @@ class Evaluator:
         def report() -> None:
             done, total = num_before + num_made(), num_before + num_missing
             rate = describe_rate(episodes.generated_tokens, began_s)
-            self.report(f"evaluation: {done}/{total} samples{rate}")
+            if not self.runs_beside:
+                self.report(f"evaluation: {done}/{total} samples{rate}")
 
         # While some are graded or answered, others are sampled.
         max_underway = 2 * (self.config.rollout.max_connections or num_missing)
         if pool.stepper is not None:  # gets all: what it samples next must not depend on graders
             max_underway = num_missing
         num_begun = 0
-        with pool.losses_uncounted():
-            try:
-                with reporting(report):
-                    while num_made() < num_missing:
-                        if pool.states.needs_weights or self.is_interrupted:
-                            return False
-                        while waiting and num_begun - num_made() < max_underway:
-                            num_begun += len(waiting[0].samples)
-                            episodes.advance([waiting.popleft()])
-                        await episodes.wait_for_change()
-                return True
-            finally:
-                await episodes.close()
+        try:
+            with reporting(report):
+                while num_made() < num_missing:
+                    lacks_weights = pool.states.needs_weights and not self.runs_beside
+                    if lacks_weights or self.is_interrupted:
+                        return False
+                    while waiting and num_begun - num_made() < max_underway:
+                        num_begun += len(waiting[0].samples)
+                        episodes.advance([waiting.popleft()])
+                    await episodes.wait_for_change()
+            return True
+        finally:
+            await episodes.close()
 
     def _missing(
         self, journals: Sequence[SampleJournal]
@@ -146,7 +153,7 @@ class Evaluator:
         places: dict[int, tuple[EvalSet, SampleJournal]] = {}
         for eval_set, journal in zip(self.sets, journals, strict=True):
             for prompt in eval_set.prompts:
-                # Negative: groups of training may be in flight under ids from 0.
+                # Negative: see ``EnginePool.generate``.
                 group_id = -1 - len(places)
                 group = PendingGroup.start(group_id, prompt, eval_set.sampling.samples_per_prompt)
                 group.samples = [

@@ -49,6 +49,13 @@ class RolloutSource(Protocol):
         None as from ``collect``. ``resume``: continue what was interrupted with the same weights.
         """
 
+    def begin_evaluation(self, step: int) -> None:
+        """Begin an evaluation that runs beside the next batch; ``evaluate`` returns its results.
+
+        It must be asked for them before other weights are pushed. There they are None where no
+        server holds the weights any more: then they cannot be had.
+        """
+
     def save(self, path: Path) -> Callable[[], None]:
         """Begin to write data position and unfinished samples, as they are now, for a checkpoint.
 
@@ -111,6 +118,8 @@ RELEASE_MEMORY = Call("release_memory", type(None), type(None))
 COLLECT = Call("collect", int, Collected)
 """Collect the batch of a step into a file."""
 EVALUATE = Call("evaluate", Evaluate, Evaluated)
+BEGIN_EVALUATION = Call("begin_evaluation", Evaluate, type(None))
+"""Begin it beside the next batch; ``EVALUATE`` answers with its results."""
 INTERRUPT = Call("interrupt", type(None), type(None))
 """End ``COLLECT`` or ``EVALUATE`` at once, as if no server held the weights; has no response."""
 SAVE = Call("save", Path, type(None))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import RolloutConfig
@@ -54,7 +54,7 @@ class EnginePool:
         """Makes the engine sample, if it does not by itself."""
         assert len(engines) == 1 or all(engine.stepper is None for engine in engines)
         self.num_lost_requests = 0
-        """How often a request was continued because its engine was lost."""
+        """How often a batch's request was continued because its engine was lost."""
         self.num_unusable = 0
         """Unusable answers since the last token of any server."""
         self.num_retractions = 0
@@ -69,20 +69,19 @@ class EnginePool:
         self._num_calls: Counter[int] = Counter()
         """Calls of ``generate`` that have not returned, by affinity."""
         self._is_draining = False
+        self.num_drains = 0
+        self._is_drained = asyncio.Event()
+        """Whether no drain is under way."""
+        self._is_drained.set()
 
     @property
     def num_in_flight(self) -> int:
         """Requests that engines have got and that have not ended."""
         return sum(pooled.engine.num_in_flight for pooled in self.states.engines)
 
-    @contextlib.contextmanager
-    def losses_uncounted(self) -> Iterator[None]:
-        """Lost requests do not count meanwhile: those of an evaluation are not a batch's."""
-        num_before = self.num_lost_requests
-        try:
-            yield
-        finally:
-            self.num_lost_requests = num_before
+    def _has_calls(self) -> bool:
+        """Whether calls of ``generate`` for a batch have not returned."""
+        return any(affinity >= 0 for affinity in self._num_calls)
 
     async def generate(
         self, request: GenerateRequest, on_part: Callable[[Completion], None], affinity: int
@@ -92,7 +91,9 @@ class EnginePool:
         The pool sets ``version`` and ``stream_tokens`` of the request. ``on_part`` takes each piece
         as soon as tokens, log-probs and versions are certain; the finish reason is ABORT until the
         last one. Requests of one ``affinity`` go to the same engine as long as one of them is on
-        its way, because it has their common prompt in its cache.
+        its way, because it has their common prompt in its cache. Affinities below 0 are those of an
+        evaluation: ``drain`` interrupts its requests, which then go on, and those that are lost are
+        not counted.
 
         Returns all of it, ABORT where ``drain`` came first; none where nothing was sent before.
 
@@ -125,20 +126,23 @@ class EnginePool:
         return job.completion() if job.was_sent else None
 
     async def drain(self) -> None:
-        """Abort everything; returns when every ``generate`` has returned what there was.
+        """Abort everything; returns when ``generate`` has returned a batch's requests as they are.
 
         Raises:
             RolloutError: An engine refuses the call.
         """
         self._is_draining = True
+        self.num_drains += 1
+        self._is_drained.clear()
         self.states.wake()
-        await self.resume()
-        await asyncio.gather(
-            *(
-                self._abort_until_quiet(pooled, lambda: bool(self._num_calls))
-                for pooled in self.states.engines
+        try:
+            await self.resume()
+            engines = self.states.engines
+            await asyncio.gather(
+                *(self._abort_until_quiet(pooled, self._has_calls) for pooled in engines)
             )
-        )
+        finally:
+            self._is_drained.set()
 
     async def take_away(self, pooled: PooledEngine) -> None:
         """Have an engine's requests go on elsewhere with what they have; it gets no others.
@@ -177,15 +181,22 @@ class EnginePool:
         """Wait until an engine takes a job, and return it; none while draining.
 
         What has lost its engine goes on at once, and a stepper is driven only when all requests are
-        inside its engine.
+        inside its engine. A drain has the jobs of an evaluation wait for its end.
         """
-        is_due = job.was_sent or self.stepper is not None
-        async with contextlib.nullcontext() if is_due else self._turn:
-            while usable := await self.states.wait_usable(lambda: self._is_draining):
-                if pooled := self._admission.choose(usable, job.claim, is_due=is_due):
-                    return pooled
-                await self.states.wait_for_news()
-        return None
+        is_due, is_batch = job.was_sent or self.stepper is not None, job.affinity >= 0
+
+        def is_over() -> bool:
+            return self._is_draining if is_batch else not self._is_drained.is_set()
+
+        while True:
+            async with contextlib.nullcontext() if is_due else self._turn:
+                while usable := await self.states.wait_usable(is_over):
+                    if pooled := self._admission.choose(usable, job.claim, is_due=is_due):
+                        return pooled
+                    await self.states.wait_for_news()
+            if is_batch:
+                return None
+            await self._is_drained.wait()
 
     async def _try(self, job: "_Job", pooled: PooledEngine) -> bool:
         """Let one engine go on with a job; returns whether the job has ended."""
@@ -199,7 +210,7 @@ class EnginePool:
         try:
             await pooled.engine.stream(job.start(pooled, version), job)
             reason = job.finish_reason
-            if reason is FinishReason.ABORT and not self._is_draining:
+            if reason is FinishReason.ABORT and job.num_drains == self.num_drains:
                 if pooled.state is EngineState.LEAVING:
                     job.trace.ended("lost", job.num_received)
                     return False
@@ -214,8 +225,9 @@ class EnginePool:
                 pooled.num_broken += 1
             await self._after_failure(job, pooled, error)
             return False
-        job.trace.ended(reason.value, job.num_received)
-        return True
+        goes_on = reason is FinishReason.ABORT and job.affinity < 0
+        job.trace.ended("drained" if goes_on else reason.value, job.num_received)
+        return not goes_on
 
     async def _after_failure(self, job: "_Job", pooled: PooledEngine, error: ServerError) -> None:
         """Take the engine out, unless only the connection broke; raise after too many failures."""
@@ -228,7 +240,7 @@ class EnginePool:
                 self.num_unusable += not isinstance(error, ServerGoneError)
                 times = f" ({pooled.num_broken} in a row)" if pooled.num_broken > 1 else ""
                 self.states.mark_lost(pooled, f"{error}{times}")
-        self.num_lost_requests += not pooled.is_answering
+        self.num_lost_requests += not pooled.is_answering and job.affinity >= 0
         if self.num_unusable >= _MAX_UNUSABLE_ANSWERS:
             raise RolloutError(
                 f"{error}; {self.num_unusable} answers in a row are unusable, so the fault is "
@@ -283,6 +295,8 @@ class _Job(CompletionSink):
     """Tokens since it was sent the last time."""
     was_sent: bool = False
     """Whether any server got it."""
+    num_drains: int = 0
+    """Those of the pool when it was sent the last time."""
     num_failures: int = 0
     """How often a server failed it since the last token came."""
     _num_before: int = 0
@@ -315,7 +329,7 @@ class _Job(CompletionSink):
         self._pooled = pooled
         self._oldest_version = version
         self._num_before, self.num_received = self._num_before + self.num_received, 0
-        self.was_sent = True
+        self.was_sent, self.num_drains = True, self.pool.num_drains
         self.trace.sent(pooled.address, self._num_before)
         request = self.request
         return replace(

@@ -117,6 +117,9 @@ class ReplaySource:
             )
         return batch
 
+    def begin_evaluation(self, step: int) -> None:
+        """Nothing: there is no server."""
+
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
         """Nothing: there is no server."""
         return []

@@ -154,10 +154,11 @@ class RequestTrace:
     def ended(self, reason: str, num_tokens: int) -> None:
         """The request ended, in whichever phase, ``num_tokens`` after it was last sent.
 
-        ``lost`` with its server, it waits in the queue again and may be ``sent`` once more.
+        ``lost`` with its server, or ``drained``, it waits in the queue again and may be ``sent``
+        once more.
         """
         self._block.end(self.timeline.clock(), reason, tokens=num_tokens)
-        if reason == "lost":
+        if reason in ("lost", "drained"):
             self._block = self.timeline.begin(_QUEUE_ROW, "queued", label=self.label)
 
 

@@ -24,6 +24,8 @@ def train(config: RunConfig, stopping: Stopping) -> None:
             lr = run.policy.lr
             with run.timer.phase("training"):
                 results = run.trainer.train(batch)
+            with run.timer.phase("evaluation"):
+                run.complete_evaluation()
             with run.timer.phase("weight_sync"):
                 run.push_weights()
             with run.timer.phase("evaluation"):

@@ -33,12 +33,13 @@ from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
+from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.processes import stacks_appended_to
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse, say
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
@@ -114,6 +115,8 @@ class Run:
         """Since the last report; on rank 0."""
         self._failure: RolloutError | OSError | StoppedError | None = None
         """Why the run ends as soon as everything is saved; known to all ranks."""
+        self._evaluating = 0
+        """The step whose evaluation runs beside the next one; 0: none."""
         self._sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
@@ -202,6 +205,7 @@ class Run:
                 show_row=self._show_row,
             )
             self._stack.callback(self._sinks.close)
+            self._stack.callback(self._write_late, {})  # where the run ends before
             if self.config.log.console:
                 kernels = self.trainer.output.kernels.name
                 Console().print(f"loss stage: {kernels} kernels", highlight=False)
@@ -219,7 +223,7 @@ class Run:
         self.timer.end_step()
 
     def _complete_step(self, step: int, values: dict[str, float]) -> None:
-        """Make the evaluation that a stop has interrupted, and write the step's metrics."""
+        """Make the evaluation that was interrupted, and write the step's metrics."""
         with self.timer.phase("evaluation"):
             evaluated = eval_metrics(self._evaluate(step, resume=True))
         self._raise_failure()
@@ -320,7 +324,7 @@ class Run:
         A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first. With
         ``again`` servers get them also where they have them already.
         """
-        if self.config.replay.dumps is not None:
+        if self.config.replay.dumps is not None or self._failure is not None:
             return
         if self.config.rollout.colocated:
             # What the allocator of any rank keeps is missing where servers take their memory again.
@@ -337,11 +341,54 @@ class Run:
                 self._pushes.append(report)
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
-        """Evaluate if ``step`` is due: a collective over all ranks, with the results on rank 0."""
-        return self._evaluate(step) if self._must_evaluate(step) else []
+        """Evaluate if ``step`` is due: a collective over all ranks, with the results on rank 0.
+
+        With ``eval.overlap`` the evaluation only begins, except that of the last step; see
+        ``complete_evaluation``.
+        """
+        if not self._must_evaluate(step):
+            return []
+        if not self.config.eval.overlap or step == self.config.train.steps:
+            return self._evaluate(step)
+
+        def begin(source: RolloutSource) -> bytes:
+            source.begin_evaluation(step)
+            return _DONE
+
+        if self._failure is None and self._ask(begin)[0] == _DONE:
+            self._evaluating = step
+        return []
+
+    def complete_evaluation(self) -> None:
+        """Wait for the evaluation that runs beside this step, and write the metrics of its own.
+
+        A collective over all ranks, before new weights are pushed: those that it needs are still in
+        the servers, but no longer in the policy. Where no server has them any more, it is given up.
+        """
+        if not self._evaluating:
+            return
+        metric = self.config.checkpoint.best
+        evaluated = eval_metrics(self._evaluate(self._evaluating, pushes=False))
+        self._write_late(evaluated)
+        if metric and take_best(self.progress, metric, evaluated, self._groups):
+            self.saver.wait()  # its checkpoint may still be written
+            with fail_together(self._groups):
+                if self.progress.best is not None and self._source is not None:
+                    name_best(self.config.run_dir / "checkpoints", self.progress.best)
+
+    def _write_late(self, evaluated: dict[str, float]) -> None:
+        """Write the metrics of the step whose evaluation runs beside the next one."""
+        step, values = self._evaluating, self.progress.unreported
+        self._evaluating, self.progress.unreported = 0, None
+        if step and values is not None and self._sinks is not None:
+            if not evaluated:
+                say(f"the evaluation of step {step} is given up; what it sampled is in eval/")
+            self._sinks.write(StepMetrics(step, values | evaluated))
 
     def _must_evaluate(self, step: int) -> bool:
-        return self._is_due(step, self.config.eval.every_steps, self.config.eval.at_end)
+        evaluation, has_servers = self.config.eval, self.config.replay.dumps is None
+        is_due = self._is_due(step, evaluation.every_steps, evaluation.at_end)
+        return bool(evaluation.sets) and has_servers and is_due
 
     def _is_due(self, step: int, every_steps: int, at_end: bool) -> bool:
         is_last = step == self.config.train.steps
@@ -363,7 +410,7 @@ class Run:
         checkpoint = self.config.checkpoint
         due = self._is_due(step, checkpoint.every_steps, checkpoint.at_end)
         is_best = False
-        if checkpoint.best and self._must_evaluate(step):
+        if checkpoint.best and self._must_evaluate(step) and not self._evaluating:
             is_best = take_best(self.progress, checkpoint.best, evaluated, self._groups)
         if due or is_best:
             self._save(is_best=is_best)
@@ -373,14 +420,18 @@ class Run:
     ) -> None:
         """Write the step's metrics (rank 0) and count what the summary reports; a collective.
 
-        If the evaluation was interrupted, they are part of the checkpoint instead.
+        If its evaluation was interrupted, or runs beside the next step, they are part of the
+        checkpoint instead.
         """
         self.progress.count(metrics, results)
         costs = cost_metrics(metrics.values, self._groups, self._peak_flops)
         if self._sinks is not None:
             others = evaluated | sync_metrics(self._pushes) | costs
             row = StepMetrics(metrics.step, metrics.values | others)
-            if isinstance(self._failure, StoppedError):
+            is_interrupted = isinstance(self._failure, StoppedError) and self._must_evaluate(
+                row.step
+            )
+            if self._evaluating or is_interrupted:
                 self.progress.unreported = dict(row.values)
             else:
                 self._sinks.write(row)
@@ -405,7 +456,9 @@ class Run:
         if self._source is not None:
             report_run(self.config, self.progress, self.timer.total_s)
 
-    def _evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult]:
+    def _evaluate(
+        self, step: int, *, resume: bool = False, pushes: bool = True
+    ) -> list[EvalResult]:
         """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
         if not self.config.eval.sets or self.config.replay.dumps is not None:
             return []
@@ -416,7 +469,7 @@ class Run:
             found.extend(results or [])
             return _PUSH_WEIGHTS if results is None else _DONE
 
-        while self._failure is None and self._ask(evaluate)[0] == _PUSH_WEIGHTS:
+        while self._failure is None and self._ask(evaluate)[0] == _PUSH_WEIGHTS and pushes:
             self.push_weights(again=True)
         if not found:
             return []

@@ -256,6 +256,18 @@ def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
             "eval.at_end = false; set eval.every_steps, or leave it empty",
         ),
         (
+            [
+                "checkpoint.best=eval/train/avg_at_k",
+                "checkpoint.every_steps=8",
+                "eval.every_steps=20",
+                "eval.overlap=true",
+            ],
+            1,
+            "checkpoint.best: with eval.overlap a step is saved before its score is known, so "
+            "eval.every_steps must be a multiple of checkpoint.every_steps, got 20 with 8; change "
+            "one of them, or set eval.overlap=false",
+        ),
+        (
             ["checkpoint.best=eval/train/avg_at_k", "replay=dumps", "train.steps=2"],
             1,
             "checkpoint.best: needs evaluations, and a replay has no server, got "

@@ -13,7 +13,6 @@ import numpy as np
 
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Completion
-from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 
 if TYPE_CHECKING:
@@ -82,8 +81,6 @@ class FakePool:
     def states(self) -> Self:
         """Its own: there is one engine."""
         return self
-
-    losses_uncounted = EnginePool.losses_uncounted
 
     def take_load(self) -> dict[str, float]:
         return {}

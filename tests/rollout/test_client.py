@@ -18,9 +18,12 @@ import numpy as np
 import psutil
 import pytest
 
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import decode_batch, read_batch
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.evaluation.report import read_results
+from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.collector import _send, _WarningsToClient
 from bapo_megatron.rollout.messages import COLLECT
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Protocol
 
-    from bapo_megatron.config.schema import RunConfig
     from tests.engine.helpers import MakeConfig
 
     class Open(Protocol):
@@ -317,6 +319,80 @@ def test_a_disk_that_is_full_is_named_and_nothing_half_written_is_left(
     assert str(caught.value).startswith(f"cannot write the samples of step 1 to {path}: ")
     assert "free space, or set rollout.dump=false" in str(caught.value)
     assert not any(entry.is_file() for entry in path.parent.rglob("*"))
+
+
+def test_an_evaluation_beside_rollouts_has_one_version_whatever_becomes_of_its_servers(
+    make_config: MakeConfig, open_client: Open, tmp_path: Path
+) -> None:
+    with FakeSglang(stop_at=60) as first, FakeSglang(stop_at=60) as second:
+        config = make_config(servers=(first.address, second.address), health={"interval_s": 0.1})
+        questions = tmp_path / "questions.jsonl"
+        rows = [{"prompt": f"{100 + row}+100=?", "answer": str(200 + row)} for row in range(5)]
+        questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        evaluation = config.eval.model_dump(mode="json") | {
+            "sets": [{"path": str(questions), "name": "sums"}],
+            "overlap": True,
+        }
+        config = RunConfig.model_validate({**config.model_dump(mode="json"), "eval": evaluation})
+        renderer = ChatRenderer(load_tokenizer(config.model.path), config.data)
+        (found,) = load_sets(config.eval, renderer, 32, warns=False)
+        # Evaluations stand still until they are let go.
+        length = len(found.prompts[0].token_ids)
+        first.stalls = second.stalls = stalls = {length: 3}
+        client = open_client(config)
+
+        def num_requests(num_tokens: int) -> int:
+            return sum(len(request["input_ids"]) == num_tokens for request in second.requests)
+
+        def begin(step: int, version: int, num_sent: int) -> None:
+            stalls[length] = 3
+            second.requests.clear()
+            client.sync_weights(tmp_path, version)
+            client.begin_evaluation(step)
+            while num_requests(length) < num_sent:
+                time.sleep(0.01)
+
+        def restart() -> None:
+            second.crash()
+            second.version = "0"
+            second.start()
+
+        # One server dies: its requests go on at the other.
+        begin(1, 11, num_sent=4)
+        first.crash()
+        while len(second.requests) < 10:
+            time.sleep(0.01)
+        batch = decode_batch(client.collect(2))
+        stalls.clear()
+        (result,) = client.evaluate(1)
+        assert (result.version, result.truncated_share) == (11, 1.0)
+        assert result.generated_tokens == 5 * 2 * 12
+        assert batch.stats.lost_requests == 0
+        # All servers lose the weights: the rollout asks for them, and both go on.
+        begin(2, 12, num_sent=10)
+        restart()
+        assert client.collect(3) is None
+        client.sync_weights(tmp_path, 12)
+        assert client.collect(3) is not None
+        stalls.clear()
+        (result,) = client.evaluate(2)
+        assert (result.version, result.generated_tokens) == (12, 5 * 2 * 12)
+        # Nobody pushes them any more.
+        begin(3, 13, num_sent=10)
+        restart()
+        assert client.evaluate(3) is None
+
+
+def test_an_engine_that_is_driven_refuses_evaluations_beside_rollouts(
+    make_config: MakeConfig, open_client: Open
+) -> None:
+    content = make_config(engine="local").model_dump(mode="json")
+    content["eval"]["overlap"] = True
+    client = open_client(RunConfig.model_validate(content))
+    with pytest.raises(
+        RolloutError, match=r"eval\.overlap: must be false with rollout\.engine=local"
+    ):
+        client.wait_ready()
 
 
 def test_without_dumps_batches_leave_no_file(

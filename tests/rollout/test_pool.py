@@ -375,6 +375,44 @@ def test_drain_ends_every_request_with_what_it_has() -> None:
     asyncio.run(run())
 
 
+def test_a_drain_interrupts_an_evaluation_which_then_goes_on_where_it_stopped() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 7}) as one, FakeSglang(stalls={3: 7}) as two:
+            async with pool_of(one, two, max_connections=4) as pool:
+                await pool.states.wait_for_engines()
+                evaluated = [Response(pool, affinity=-1 - number) for number in range(3)]
+                batch = Response(pool)
+                waiting = [Response(pool, affinity=-4), Response(pool)]
+                await until(lambda: all(len(r.token_ids) == 5 for r in [batch, *evaluated]))
+                await pool.drain()
+                await batch.check(7, FinishReason.ABORT)
+                assert await waiting[1].task is None
+                one.stalls.clear()
+                two.stalls.clear()
+                for response in [*evaluated, waiting[0]]:  # nobody has reopened the pool
+                    await response.check(20, FinishReason.LENGTH)
+        lengths = sorted(len(r["input_ids"]) for fake in (one, two) for r in fake.requests)
+        assert lengths == [3, 3, 3, 3, 3, 10, 10, 10]  # those interrupted had seven tokens
+
+    asyncio.run(run())
+
+
+def test_requests_that_an_evaluation_lost_are_not_those_of_a_batch() -> None:
+    async def run() -> None:
+        with FakeSglang(stalls={3: 5}) as dying, FakeSglang() as other:
+            async with pool_of(dying, other) as pool:
+                await pool.states.wait_for_engines()
+                responses = [Response(pool, affinity=affinity) for affinity in (-1, -1)]
+                await until(lambda: all(len(r.token_ids) == 5 for r in responses))
+                dying.crash()
+                for response in responses:
+                    await response.check(20, FinishReason.LENGTH)
+                assert len(other.requests) == 2
+                assert pool.num_lost_requests == 0
+
+    asyncio.run(run())
+
+
 def test_drain_ends_although_a_server_hangs_or_ignores_aborts() -> None:
     async def run() -> None:
         with FakeSglang(stalls={3: 5}) as hanging, FakeSglang(stalls={3: 5}) as deaf:

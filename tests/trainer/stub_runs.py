@@ -66,6 +66,8 @@ class StubSource:
     """By step: how many of eight problems an evaluation finds solved."""
     at: Callable[[str], bool] = lambda _: False
     """Told what begins; returns whether that is interrupted."""
+    loses_weights_in: int = 0
+    """Step whose evaluation beside the next one finds no server with its weights any more."""
 
     def collect(self, step: int) -> EncodedBatch | None:
         self.calls.append("collect")
@@ -95,9 +97,14 @@ class StubSource:
 
     def release_memory(self) -> None: ...
 
+    def begin_evaluation(self, step: int) -> None:
+        self.calls.append(f"begin evaluation {step}")
+
     def evaluate(self, step: int, *, resume: bool) -> list[EvalResult] | None:
         self.calls.append(f"evaluate {step}{' again' * resume}")
         if self.at(f"evaluation {step}"):
+            return None
+        if f"begin evaluation {step}" in self.calls and step == self.loses_weights_in:
             return None
         if step not in self.right:
             return []
@@ -147,6 +154,7 @@ def _outcome(
     weight_sync: dict[str, Any] | None = None,
     right: dict[int, int] | None = None,
     signals: Signals | None = None,
+    loses_weights_in: int = 0,
     **changes: Any,
 ) -> Outcome:
     run_dir.mkdir(exist_ok=True, parents=True)
@@ -168,7 +176,7 @@ def _outcome(
     }
     config = RunConfig.model_validate(settings)
     stopping = Stopping(config.train)
-    source = StubSource(dumps, on_collect, right=right or {})
+    source = StubSource(dumps, on_collect, right=right or {}, loses_weights_in=loses_weights_in)
     run_module._open_source = lambda *_: source
     take_port()
     error = ""
@@ -298,6 +306,34 @@ def one_rank(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
     return {
         "interrupted": _outcome(model, dumps, root / "interrupted", {2: _interrupt}),
         "weights lost": _outcome(model, dumps, root / "weights", {2: _lacks_weights_once()}),
+    }
+
+
+def beside_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
+    """Evaluations beside the next step, one of them given up; and a run that ends, and goes on."""
+    data = root / "sums.jsonl"
+    data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    settings: dict[str, Any] = {
+        "right": {1: 2, 2: 6, 3: 4, 4: 3},
+        "train": {"steps": 4, "max_tokens_per_micro_batch": 128},
+        "eval": {
+            "sets": [{"path": str(data)}],
+            "every_steps": 1,
+            "at_start": False,
+            "max_response_tokens": 64,
+            "overlap": True,
+        },
+        "checkpoint": {
+            "best": "eval/sums/avg_at_k",
+            "keep_last": 1,
+            "every_steps": 1,
+            "asynchronous": True,
+        },
+    }
+    return {
+        "whole": _outcome(model, dumps, root / "whole", {}, loses_weights_in=3, **settings),
+        "failed": _outcome(model, dumps, root / "failed", {3: _fail}, **settings),
+        "resumed": _outcome(model, dumps, root / "failed", {}, resume=True, **settings),
     }
 
 

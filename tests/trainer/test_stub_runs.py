@@ -168,3 +168,49 @@ def test_going_back_forgets_what_was_better_later(best: dict[str, Outcome]) -> N
     assert best["again"].checkpoint == "step_6"
     assert best["again"].best == BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.625)
     assert best["again"].kept == ["best", "latest", "step_6"]
+
+
+@pytest.fixture(scope="module")
+def beside(
+    random_model: Path, mixed_dumps: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    root = tmp_path_factory.mktemp("beside")
+    first, _ = run_ranks(stub_runs.beside_runs, 2, random_model, mixed_dumps, root)
+    return first
+
+
+def test_an_evaluation_beside_the_next_step_ends_before_new_weights_are_pushed(
+    beside: dict[str, Outcome],
+) -> None:
+    calls = [call for call in beside["whole"].calls if call in ("begin", "collect") or " " in call]
+    assert calls == [
+        *("begin", "collect", "begin", "begin evaluation 1"),
+        *("collect", "evaluate 1", "begin", "begin evaluation 2"),
+        *("collect", "evaluate 2", "begin", "begin evaluation 3"),
+        *("collect", "evaluate 3", "begin", "evaluate 4"),  # that of the last step runs alone
+    ]
+
+
+def test_late_results_are_in_the_row_of_their_step_and_name_the_best_checkpoint(
+    beside: dict[str, Outcome],
+) -> None:
+    whole = beside["whole"]
+    assert [row["step"] for row in whole.rows] == [1, 2, 3, 4]
+    scores = [row.get("eval/sums/avg_at_k") for row in whole.rows]
+    assert scores == [0.25, 0.75, None, 0.375]  # all servers lost the weights of the third step
+    assert all("reward/mean" in row for row in whole.rows)
+    assert whole.best == BestCheckpoint("step_2", "eval/sums/avg_at_k", 0.75)
+    assert whole.kept == ["best", "latest", "step_2", "step_4"]
+
+
+def test_an_evaluation_that_a_failure_interrupted_is_made_after_the_resume(
+    beside: dict[str, Outcome],
+) -> None:
+    failed, resumed = beside["failed"], beside["resumed"]
+    assert failed.error == "RolloutError: no server left"
+    assert "evaluate 2" not in failed.calls
+    assert [row.get("eval/sums/avg_at_k") for row in failed.rows] == [0.25, None]
+    assert [row["step"] for row in resumed.rows] == [1, 2, 3, 4]
+    scores = [row["eval/sums/avg_at_k"] for row in resumed.rows]
+    assert scores == [0.25, 0.75, 0.5, 0.375]
+    assert resumed.best == BestCheckpoint("step_2", "eval/sums/avg_at_k", 0.75)
