@@ -1,0 +1,133 @@
+"""Stands in for SGLang's launcher: one scheduler, which takes weights through a real gloo group.
+
+It works at one call at a time; HTTP goes on meanwhile, behind the launcher's ``InfoAnswers``. With
+``--hangs`` it does not come out of a broken broadcast, of which NCCL need not tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
+from bapo_megatron.engine.collective import join_group, tensor_sizes
+from bapo_megatron.engine.sglang.questions import InfoAnswers
+
+HANG_S = 1800.0
+"""How long a broadcast may hang."""
+INFO = {
+    "version": "0.5.21",
+    "model_path": "",
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "enable_dp_attention": False,
+    "incremental_streaming_output": True,
+    "max_total_num_tokens": 1000,
+}
+
+
+class Server:
+    """The application behind ``InfoAnswers``."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self._hangs = hangs
+        self._scheduler = ThreadPoolExecutor(1)
+        self._version = "none"
+        self._group: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path, body = scope["path"], json.loads((await receive())["body"] or b"{}")
+        status, answer = 200, {"weight_version": self._version}
+        if path != "/model_info":
+            loop = asyncio.get_running_loop()
+            try:
+                answer = await loop.run_in_executor(self._scheduler, self._act, path, body)
+            except RuntimeError as error:  # of a collective
+                status, answer = 400, {"message": str(error)}
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    def _act(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/init_weights_update_group":
+            place = GroupPlace(
+                body["group_name"],
+                body["master_address"],
+                body["master_port"],
+                body["backend"],
+                body["rank_offset"],
+                body["world_size"],
+            )
+            self._group = join_group(place, 60.0, HANG_S)
+        elif path == "/update_weights_from_distributed":
+            layout = BucketLayout(*(tuple(body[name]) for name in ("names", "dtypes", "shapes")))
+            flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8)
+            try:
+                self._group.broadcast(flat, root=0).wait()
+            except RuntimeError:
+                time.sleep(HANG_S if self._hangs else 0.0)
+                raise
+        self._version = body.get("weight_version", self._version)
+        return INFO if path == "/server_info" else {}
+
+
+async def serve(host: str, port: int, *, hangs: bool) -> None:
+    app = InfoAnswers(Server(hangs=hangs))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, path, _ = (await reader.readline()).decode().split()
+        length = 0
+        while header := (await reader.readline()).strip():
+            name, _, value = header.decode().partition(":")
+            length = int(value) if name.lower() == "content-length" else length
+        body = [{"type": "http.request", "body": await reader.readexactly(length)}]
+
+        async def receive() -> dict[str, Any]:
+            if body:
+                return body.pop()
+            await reader.read()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                writer.write(b"HTTP/1.1 %d -\r\nConnection: close\r\n" % message["status"])
+                for name, value in message["headers"]:
+                    writer.write(name + b": " + value + b"\r\n")
+            else:
+                size = len(message["body"])
+                writer.write(b"Content-Length: %d\r\n\r\n" % size + message["body"])
+
+        await app({"type": "http", "path": path, "headers": []}, receive, send)
+        writer.close()
+
+    async with await asyncio.start_server(answer, host, port) as server:
+        await server.serve_forever()
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--hangs", action="store_true")
+    options, _ = parser.parse_known_args(arguments)
+    sys.stdin.readline()  # the keys
+
+    def end_with_owner() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_owner, daemon=True).start()
+    asyncio.run(serve(options.host, options.port, hangs=options.hangs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,150 @@
+"""A server freezes in the middle of a broadcast, and another one hangs in it: the push goes on.
+
+Real processes and a real gloo group; three servers, whose schedulers are fakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bapo_megatron.calls import Answers, Request
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.sglang import server as sglang_server
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.server import own_servers
+from bapo_megatron.engine.supervisor import ServerSupervisor
+from bapo_megatron.rollout.pool import EnginePool
+from bapo_megatron.weight_sync.carriers import Bucket
+from bapo_megatron.weight_sync.receive import WeightReceiver
+from bapo_megatron.weight_sync.send import WeightSync
+from tests.launch import REPOSITORY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bapo_megatron.calls import Call
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+LAYOUT = BucketLayout(names=("w",), dtypes=("float32",), shapes=((1 << 20,),))
+"""Larger than what sockets hold, so that a frozen member stops those behind it."""
+LIMIT_S = 120
+
+
+class TwoBuckets:
+    """Weights of a policy."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def gather(self, number: int) -> Bucket:
+        return Bucket(LAYOUT, torch.zeros(4 << 20, dtype=torch.uint8), is_last=number == 1)
+
+    def export(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(b"12345")
+
+
+class LoopCaller:
+    """Rank 0's calls, answered by a receiver in the event loop.
+
+    ``before_last`` is called before the second bucket.
+    """
+
+    def __init__(self, answers: Answers, before_last: Callable[[], None] = lambda: None) -> None:
+        self._answers = answers
+        self._before_last = before_last
+        self._loop = asyncio.get_running_loop()
+        self.calls: list[str] = []
+
+    def start(self, call: Call[Any, Any], request: Any, /) -> Callable[[], Any]:
+        self.calls.append(call.name.removeprefix("weights."))
+        if self.calls.count("receive") == 2:
+            self._before_last()
+        answer = self._answers.answer(Request(0, call.name, request))
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result
+
+
+def test_who_hangs_in_a_broadcast_that_others_left_is_restarted_and_the_rest_reads_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sglang_server, "LAUNCHER", "tests.weight_sync.broadcast_server")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    config = RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": tmp_path,
+            "model": {"path": tmp_path},
+            "rollout": {
+                "server": {"count": 3},
+                "health": {"interval_s": 0.5, "timeout_s": 3, "stuck_timeout_s": 4},
+                "weight_sync": {"timeout_s": 12, "verify": "none"},
+            },
+        }
+    )
+    rollout, keys = config.rollout, ApiKeys()
+    servers = own_servers(config, "cpu", keys, awaits_weights=True)
+    frozen, _, hanging = servers  # in gloo's tree the last one gets what the first one got
+    arguments = hanging.arguments
+    monkeypatch.setattr(hanging, "arguments", lambda: [*arguments(), "--hangs"])
+
+    def freeze() -> None:
+        assert frozen._process is not None
+        os.killpg(frozen._process.pid, signal.SIGSTOP)
+
+    async def run() -> None:
+        supervisor = ServerSupervisor(servers, rollout)
+        supervisor.start()
+        clients = [SglangClient(s.address, keys, request_timeout_s=60) for s in servers]
+        pool = EnginePool(clients, rollout, version=None)
+        receiver = WeightReceiver(pool.states, rollout, None)
+        answers = Answers()
+        receiver.bind_to(answers)
+        sync = WeightSync(rollout.weight_sync, tmp_path, lambda _: None, torch.device("cpu"))
+
+        async def push(version: int, before_last: Callable[[], None] = lambda: None) -> list[str]:
+            caller, directory = LoopCaller(answers, before_last), tmp_path / "weights" / "1"
+            await asyncio.to_thread(sync._carry, TwoBuckets(), directory, caller, version)
+            return caller.calls
+
+        try:
+            await supervisor.wait_ready(lambda line: None)
+            await pool.states.wait_for_engines()
+            states = pool.states.engines
+            assert await push(1, freeze) == ["begin", "join", "receive", "receive", "load"]
+            assert [pooled.is_usable for pooled in states] == [False, True, False]
+
+            while [s.num_starts for s in servers] != [2, 1, 2] or not all(
+                pooled.is_answering for pooled in states
+            ):
+                await asyncio.sleep(0.1)
+            assert await push(2) == ["begin", "join", "receive", "receive", "finish"]
+            assert [await client.version(10.0) for client in clients] == ["2", "2", "2"]
+            assert [server.num_starts for server in servers] == [2, 1, 2]
+        finally:
+            assert sync._carrier is not None
+            sync._carrier.close()
+            await receiver.close()
+            await pool.states.close()
+            await supervisor.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await run()
+
+    asyncio.run(bounded())
+    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    for server in (frozen, hanging):
+        assert any(f"{server.address} is taken out" in line for line in told)
+    restarted = [line.partition(" gave no answer for 4 s ")[0] for line in told if "again" in line]
+    assert {f"the SGLang server at {s.address}" for s in (frozen, hanging)} <= set(restarted)
