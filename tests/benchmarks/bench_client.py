@@ -67,7 +67,11 @@ class Client:
 
     def __init__(self, addresses: Sequence[str], case: Case, load: Load) -> None:
         config = RolloutConfig.model_validate(
-            {"max_connections": load.requests, "stream_tokens": case.stream_tokens}
+            {
+                "max_connections": load.requests,
+                "stream_tokens": case.stream_tokens,
+                "health": {"timeout_s": 600.0},  # a busy machine is no fault of the servers
+            }
         )
         clients = [
             SglangClient(address, ApiKeys(), request_timeout_s=config.request_timeout_s)
