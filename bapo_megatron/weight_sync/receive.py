@@ -68,6 +68,7 @@ class WeightReceiver:
         """Whether a step failed since the group was joined."""
         self._has_session = False
         self._is_paused = False
+        self._leaving = asyncio.Lock()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._paused_at_s: float | None = None
@@ -246,7 +247,8 @@ class WeightReceiver:
 
     async def wait_idle(self) -> None:
         """Wait until no push is in progress."""
-        await self._is_idle.wait()
+        while not self._is_idle.is_set():
+            await self._is_idle.wait()
 
     async def forget(self, entry: PooledEngine) -> None:
         """Have all servers leave the group that a server is in, because that one leaves the run."""
@@ -409,18 +411,17 @@ class WeightReceiver:
 
     async def _leave(self) -> None:
         """Have all servers forget the group, so that the next trainer finds none."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        name, entries = group
-        await asyncio.gather(
-            *(
-                control.leave_group(name, self._health.timeout_s)
-                for entry, control in self._members.items()
-                if entry in entries and not entry.is_lost
-            ),
-            return_exceptions=True,  # it restarted meanwhile, or ends now
-        )
+        async with self._leaving:  # nobody joins another group meanwhile
+            group, self._group = self._group, None
+            name, entries = group or ("", ())
+            await asyncio.gather(
+                *(
+                    control.leave_group(name, self._health.timeout_s)
+                    for entry, control in self._members.items()
+                    if entry in entries and not entry.is_lost
+                ),
+                return_exceptions=True,  # it restarted meanwhile, or ends now
+            )
 
     async def _difference(
         self, entry: PooledEngine, expected: Sequence[Sequence[float]]

@@ -36,7 +36,7 @@ class Run:
     """A rollout as the collector puts it together."""
 
     def __init__(self, config: RunConfig, path: Path) -> None:
-        self.backend = load_kind("sglang").open(config, "cpu")
+        self.backend = load_kind("sglang").open(config, "cpu", awaits_weights=False)
         self.config, self.path = config.rollout, path
         plan = BatchPlan(seed=0, total_steps=2, updates_per_batch=1)
         prompts = PromptStream(PROMPTS, seed=0, shuffle=False)

@@ -30,7 +30,7 @@ from bapo_megatron.weight_sync.send import SyncReport, WeightSync
 from tests.distributed_launch import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from bapo_megatron.calls import Call, ResponseT
     from bapo_megatron.distributed import ProcessGroups
@@ -123,6 +123,20 @@ class ThreadSource:
         self.calls.append(name)
         return future.result
 
+    def choose(self, numbers: Sequence[int]) -> None:
+        """Let these servers be those of the run, as ``Membership`` does."""
+        self._run(self._choose([self._clients[number] for number in numbers]))
+
+    async def _choose(self, clients: list[SglangClient]) -> None:
+        present = {entry.engine: entry for entry in self.pool.engines}
+        self.pool.engines = [
+            present.get(client) or PooledEngine(client, EngineState.STALE) for client in clients
+        ]
+        for client, entry in present.items():
+            if client not in clients:
+                entry.state = EngineState.LEAVING
+                await self.service.forget(entry)
+
     async def _open(self) -> None:
         rollout = self._config
         self._clients = [
@@ -166,6 +180,7 @@ def push_changed(
     directory: Path,
     *,
     factors: tuple[float, ...] = (1.5,),
+    members: tuple[tuple[int, ...], ...] = (),
     layout: dict[str, int] | None = None,
     fault: Fault | None = None,
     bytes_per_mb: int = 20_000,
@@ -173,7 +188,7 @@ def push_changed(
     """Push the model's weights once for each factor, by which some of them are multiplied before.
 
     The weights of push n are exported to ``<directory>/<n>``; versions are 100 + n. The model has
-    131 kB, hence "megabytes" of another size.
+    131 kB, hence "megabytes" of another size. ``members``: which servers the run has at each push.
     """
     send._BYTES_PER_MB = bytes_per_mb
     config = RolloutConfig.model_validate(rollout)
@@ -189,6 +204,8 @@ def push_changed(
             for number, factor in enumerate(factors):
                 _multiply(policy, factor)
                 policy.num_updates = 100 + number
+                if source is not None and members:
+                    source.choose(members[number])
                 outcomes.append(_push(sync, policy, source))
                 policy.export_hf(directory / str(number))
         finally:

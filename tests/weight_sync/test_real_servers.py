@@ -121,6 +121,21 @@ def test_without_weights_a_server_computes_nothing_that_could_be_mistaken_for_th
     assert np.abs(np.array(scores[-2:]) - expected).max() > 0.1
 
 
+def test_servers_join_and_leave_between_two_broadcasts(
+    pair: list[SglangServer], model_dir: Path, tmp_path: Path
+) -> None:
+    members = ((1,), (0, 1), (1,))
+    push = functools.partial(push_changed, factors=(1.5, 0.7, 1.2), members=members)
+    rollout = {"weight_sync": {**VERIFIED, "method": "broadcast", "bucket_mb": 2}}
+    servers = Servers(tuple(server.address for server in pair), KEYS)
+    (pushes,) = run_ranks(push, 1, model_dir, servers, rollout, tmp_path)
+    assert [(pushed.error, pushed.lost) for pushed in pushes] == [("", {})] * 3
+    assert [pushed.calls.count("begin") for pushed in pushes] == [1, 2, 3]
+    assert [pushed.calls.count("join") for pushed in pushes] == [1, 2, 3]
+    _assert_computes(pair[0].address, KEYS, 101, tmp_path / "1")
+    _assert_computes(pair[1].address, KEYS, 102, tmp_path / "2")
+
+
 def test_a_server_that_is_killed_in_the_middle_of_a_broadcast_is_left_out_and_the_rest_reads_files(
     pair: list[SglangServer], model_dir: Path, tmp_path: Path
 ) -> None:
