@@ -5,7 +5,7 @@ other ranks take part in the collectives.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -15,13 +15,9 @@ import torch
 from rich.console import Console
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.distributed import (
     ProcessGroups,
-    any_rank,
     barrier,
-    broadcast_answer,
-    broadcast_buffer,
     fail_together,
     init_distributed,
     own_store,
@@ -29,17 +25,15 @@ from bapo_megatron.distributed import (
     shutdown_distributed,
     write_collectives,
 )
-from bapo_megatron.errors import RolloutError, StoppedError
+from bapo_megatron.errors import StoppedError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy import cpu_compat
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.processes import stacks_appended_to
-from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
-from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse, say
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, say
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
@@ -47,6 +41,7 @@ from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer.check import check_training
 from bapo_megatron.trainer.checkpointing import Progress, claim_run_dir, load_run, take_best
 from bapo_megatron.trainer.costs import cost_metrics, find_peak_flops
+from bapo_megatron.trainer.generation import Generation, open_source
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import split_shape
@@ -54,21 +49,13 @@ from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
 from bapo_megatron.trainer.summary import report_run, show_evaluation
 from bapo_megatron.types import (
-    EncodedBatch,
     EvalResult,
     FinishReason,
     RolloutBatch,
     StepMetrics,
     UpdateResult,
 )
-from bapo_megatron.weight_sync.send import SyncReport, WeightSync, sync_metrics
-
-# What rank 0 has all ranks do next; the first byte of what it broadcasts.
-_BATCH, _DONE, _PUSH_WEIGHTS, _FAILED, _STOPPED = b"B", b"D", b"W", b"F", b"S"
-
-_MAX_SILENCE_S = 5.0
-"""Rank 0 tells the others at least this often that it still waits for its source, and learns
-whether one of them was asked to stop."""
+from bapo_megatron.weight_sync.send import WeightSync, sync_metrics
 
 
 class Run:
@@ -106,23 +93,17 @@ class Run:
         self.progress = Progress()
         self.saver = CheckpointSaver(config.run_dir / "checkpoints", config.checkpoint)
         self._groups = groups
-        self._source = source
-        self._stopping = stopping
         self._stack = stack
         self._sinks: MetricsSinks | None = None
-        self._wait_on_s = min(_MAX_SILENCE_S, config.parallel.timeout_s / 4)
-        self._pushes: list[SyncReport] = []
-        """Since the last report; on rank 0."""
-        self._failure: RolloutError | OSError | StoppedError | None = None
-        """Why the run ends as soon as everything is saved; known to all ranks."""
         self._evaluating = 0
         """The step whose evaluation runs beside the next one; 0: none."""
-        self._sync = WeightSync(
+        sync = WeightSync(
             config.rollout.weight_sync,
             config.run_dir,
             ProbeScorer(policy, config.ops, shape).score,
             groups.device,
         )
+        self._generation = Generation(config, groups, policy, source, sync, stopping, timer.pulse)
 
     @classmethod
     @contextmanager
@@ -141,7 +122,7 @@ class Run:
                 show_row = stack.enter_context(rows_served(config.log))
                 claim_run_dir(config)
                 progress = stack.enter_context(ProgressLine())
-                source = _open_source(config, progress, timer.pulse, stopping)
+                source = open_source(config, progress, timer.pulse, stopping)
                 stack.callback(source.close)
             stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{rank}.txt"))
             record_collectives(logs)
@@ -172,7 +153,7 @@ class Run:
             policy.on_micro_batch = timer.pulse.beat
             run = cls(config, groups, policy, source, stopping, stack, timer, show_row)
             stack.callback(run.saver.close)
-            stack.callback(run.close)
+            stack.callback(run._generation.close)
             try:
                 yield run
             except StoppedError:  # by all ranks alike
@@ -190,12 +171,11 @@ class Run:
         if self.config.resume:
             root = self.config.run_dir / "checkpoints"
             with fail_together(self._groups, StoppedError):
-                self.progress = load_run(root, self.policy, self._source)
+                self.progress = load_run(root, self.policy, self._generation.source)
         with self.timer.phase("server_start"):
-            # Nobody waits for a server inside a collective of the model.
-            self._ask(_wait_ready)
+            self._generation.wait_ready()
         self._raise_failure()
-        if self._source is not None:
+        if self._generation.source is not None:
             self._sinks = MetricsSinks(
                 self.config.run_dir,
                 self.config.name,
@@ -211,7 +191,7 @@ class Run:
                 Console().print(f"loss stage: {kernels} kernels", highlight=False)
         with self.timer.phase("weight_sync"):
             self.push_weights()
-            self._pushes.clear()  # no part of a step
+            self._generation.pushes.clear()  # no part of a step
         if self.config.eval.at_start and self.progress.finished_steps == 0:
             with self.timer.phase("evaluation"):
                 before = self._evaluate(BEFORE_TRAINING)
@@ -233,73 +213,31 @@ class Run:
         self.save_if_due(step, evaluated)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self._generation.failure is not None:
+            raise self._generation.failure
 
     def next_batch(self, step: int) -> RolloutBatch:
-        """Collect the batch of ``step`` on rank 0 and give it to every rank, in the bytes it has.
+        """Collect the batch of ``step``.
 
-        Where no server holds the newest weights any more, all ranks push them again. Where
-        generation fails for good, everything is saved before all ranks raise.
+        Where generation fails for good, everything is saved before all ranks raise.
         """
-        own: EncodedBatch | None = None
+        batch = self._generation.next_batch(step)
+        if batch is None:
+            self._save_and_fail()
+        return batch
 
-        def collect(source: RolloutSource) -> bytes:
-            nonlocal own
-            own = source.collect(step)
-            return _PUSH_WEIGHTS if own is None else _BATCH + own.name.encode()
-
-        while True:
-            kind, name = self._ask(collect)
-            if kind == _BATCH:
-                content = broadcast_buffer(None if own is None else own.content, self._groups)
-                return decode_batch(EncodedBatch(name.decode(), content))
-            if kind == _PUSH_WEIGHTS:
-                self.push_weights(again=True)
-            if self._failure is not None:
-                self._save_and_fail(self._failure)
-
-    def _ask(self, ask: Callable[[RolloutSource], bytes]) -> tuple[bytes, bytes]:
-        """Return what all ranks do next, and what belongs to it, from the source of rank 0."""
-        source, answer = self._source, None
-        if source is not None:
-
-            def answer() -> bytes:
-                try:
-                    reply = ask(source) if self._stopping.error() is None else _PUSH_WEIGHTS
-                    # A call that was interrupted returns as if weights were missing.
-                    if reply == _PUSH_WEIGHTS and (stopped := self._stopping.error()) is not None:
-                        raise stopped
-                    return reply
-                except (RolloutError, StoppedError) as error:
-                    self._failure = error
-                    kind = _FAILED if isinstance(error, RolloutError) else _STOPPED
-                    return kind + str(error).encode()
-
-        message = broadcast_answer(answer, self._groups, self._wait_on_s, self._agree)
-        kind, content = message[:1], message[1:]
-        if kind == _FAILED and self._failure is None:
-            self._failure = RolloutError(f"rank 0: {content.decode()}")
-        if kind == _STOPPED and self._failure is None:
-            self._failure = StoppedError(content.decode())
-        return kind, content
-
-    def _agree(self) -> StoppedError | None:
-        """Return why the run is to stop, if any rank knows; a collective over all ranks."""
-        if self._source is None:
-            self.timer.pulse.beat()
-        return self._stopping.agree(lambda flag: any_rank(flag, self._groups.control))
-
-    def _save_and_fail(self, failure: RolloutError | OSError | StoppedError) -> NoReturn:
-        """Save everything, if this run saves anything, and raise ``failure``.
+    def _save_and_fail(self) -> NoReturn:
+        """Save everything, if this run saves anything, and raise why generation ends.
 
         It saves also where the newest checkpoint has the same steps: samples have come since.
         """
+        failure = self._generation.failure
+        assert failure is not None
         if self.config.checkpoint.every_steps or self.config.checkpoint.at_end:
             self._save()
             self.saver.wait()
             if isinstance(failure, StoppedError):
-                if self._source is not None:
+                if self._generation.source is not None:
                     atomic_write_text(self.config.run_dir / STOPPED_NAME, f"{failure}\n")
                 barrier(self._groups)  # a launcher may end all ranks when one has ended
         raise failure
@@ -310,35 +248,21 @@ class Run:
         A collective over all ranks; complete or absent, whenever it is interrupted. ``is_best``
         makes it the one that ``progress.best`` names.
         """
+        source = self._generation.source
         self.saver.save(
             self.progress.finished_steps,
             self.policy,
             {"progress": asdict(self.progress)},
             self.progress.best if is_best else None,
-            save_rollout=None if self._source is None else self._source.save,
+            save_rollout=None if source is None else source.save,
         )
 
-    def push_weights(self, *, again: bool = False) -> None:
+    def push_weights(self) -> None:
         """Give the current weights to the servers, if there are any.
 
-        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first. With
-        ``again`` servers get them also where they have them already.
+        A failure ends the run at the next ``next_batch`` or ``save_if_due``, which save first.
         """
-        if self.config.replay.dumps is not None or self._failure is not None:
-            return
-        if self.config.rollout.colocated:
-            # What the allocator of any rank keeps is missing where servers take their memory again.
-            torch.cuda.empty_cache()
-            barrier(self._groups)
-            again = True  # released weights are lost, whether or not there are newer ones
-        try:
-            collector = None if self._source is None else self._source.weights
-            report = self._sync.push(self.policy, collector, again=again)
-        except (RolloutError, OSError) as error:
-            self._failure = error
-        else:
-            if report is not None:
-                self._pushes.append(report)
+        self._generation.push_weights()
 
     def evaluate_if_due(self, step: int) -> list[EvalResult]:
         """Evaluate if ``step`` is due: a collective over all ranks, with the results on rank 0.
@@ -351,11 +275,7 @@ class Run:
         if not self.config.eval.overlap or step == self.config.train.steps:
             return self._evaluate(step)
 
-        def begin(source: RolloutSource) -> bytes:
-            source.begin_evaluation(step)
-            return _DONE
-
-        if self._failure is None and self._ask(begin)[0] == _DONE:
+        if self._generation.begin_evaluation(step):
             self._evaluating = step
         return []
 
@@ -373,7 +293,7 @@ class Run:
         if metric and take_best(self.progress, metric, evaluated, self._groups):
             self.saver.wait()  # its checkpoint may still be written
             with fail_together(self._groups):
-                if self.progress.best is not None and self._source is not None:
+                if self.progress.best is not None and self._generation.source is not None:
                     name_best(self.config.run_dir / "checkpoints", self.progress.best)
 
     def _write_late(self, evaluated: dict[str, float]) -> None:
@@ -386,7 +306,7 @@ class Run:
             self._sinks.write(StepMetrics(step, values | evaluated))
 
     def _must_evaluate(self, step: int) -> bool:
-        evaluation, has_servers = self.config.eval, self.config.replay.dumps is None
+        evaluation, has_servers = self.config.eval, self._generation.has_servers
         is_due = self._is_due(step, evaluation.every_steps, evaluation.at_end)
         return bool(evaluation.sets) and has_servers and is_due
 
@@ -403,10 +323,11 @@ class Run:
         """
         self.saver.poll()
         self.progress.finished_steps = step
-        if self._failure is None and step < self.config.train.steps:
-            self._failure = self._agree()
-        if self._failure is not None:
-            self._save_and_fail(self._failure)
+        generation = self._generation
+        if generation.failure is None and step < self.config.train.steps:
+            generation.failure = generation.agree_to_stop()
+        if generation.failure is not None:
+            self._save_and_fail()
         checkpoint = self.config.checkpoint
         due = self._is_due(step, checkpoint.every_steps, checkpoint.at_end)
         is_best = False
@@ -426,25 +347,14 @@ class Run:
         self.progress.count(metrics, results)
         costs = cost_metrics(metrics.values, self._groups, self._peak_flops)
         if self._sinks is not None:
-            others = evaluated | sync_metrics(self._pushes) | costs
+            others = evaluated | sync_metrics(self._generation.pushes) | costs
             row = StepMetrics(metrics.step, metrics.values | others)
-            is_interrupted = isinstance(self._failure, StoppedError) and self._must_evaluate(
-                row.step
-            )
-            if self._evaluating or is_interrupted:
+            is_stopped = isinstance(self._generation.failure, StoppedError)
+            if self._evaluating or (is_stopped and self._must_evaluate(row.step)):
                 self.progress.unreported = dict(row.values)
             else:
                 self._sinks.write(row)
-            self._pushes.clear()
-
-    def close(self) -> None:
-        """Stop what generates, leave the weights' group, delete weights pushed by disk.
-
-        The order matters: servers that are gone cannot hold rank 0 in a collective.
-        """
-        if self._source is not None:
-            self._source.close()
-            self._sync.close()
+            self._generation.pushes.clear()
 
     def finish(self) -> None:
         """Complete the last checkpoint, export the trained model and print the summary."""
@@ -453,24 +363,16 @@ class Run:
         if self.config.checkpoint.at_end:
             with self.timer.phase("export"):
                 self.policy.export_hf(self.config.run_dir / "hf")
-        if self._source is not None:
+        if self._generation.source is not None:
             report_run(self.config, self.progress, self.timer.total_s)
 
     def _evaluate(
         self, step: int, *, resume: bool = False, pushes: bool = True
     ) -> list[EvalResult]:
-        """Evaluate on rank 0; where no server holds the weights any more, all ranks push them."""
-        if not self.config.eval.sets or self.config.replay.dumps is not None:
+        """Evaluate, and say and note how good the policy is; see ``Generation.evaluate``."""
+        if not self.config.eval.sets or not self._generation.has_servers:
             return []
-        found: list[EvalResult] = []
-
-        def evaluate(source: RolloutSource) -> bytes:
-            results = source.evaluate(step, resume=resume)
-            found.extend(results or [])
-            return _PUSH_WEIGHTS if results is None else _DONE
-
-        while self._failure is None and self._ask(evaluate)[0] == _PUSH_WEIGHTS and pushes:
-            self.push_weights(again=True)
+        found = self._generation.evaluate(step, resume=resume, pushes=pushes)
         if not found:
             return []
         self.progress.record_evaluation(step, found)
@@ -486,27 +388,3 @@ def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:
         FinishReason.ENVIRONMENT: config.rollout.episodes.on_error,
     }
     return frozenset(reason for reason, action in asked.items() if action == "mask")
-
-
-def _wait_ready(source: RolloutSource) -> bytes:
-    source.wait_ready()
-    return _DONE
-
-
-def _open_source(
-    config: RunConfig, progress: ProgressLine, pulse: Pulse, stopping: Stopping
-) -> RolloutSource:
-    if config.replay.dumps is not None:
-        if config.eval.sets:
-            Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
-        return ReplaySource(config.replay.dumps)
-
-    def on_progress(text: str) -> None:
-        progress.update(text)
-        pulse.beat()
-
-    source = CollectorClient(
-        config, on_progress=on_progress, awaits_weights=True, stopped=stopping.error
-    )
-    source.start()
-    return source

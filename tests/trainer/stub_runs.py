@@ -27,6 +27,7 @@ from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.trainer import generation
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer.loop import train
 from bapo_megatron.trainer.step import BatchTrainer
@@ -177,7 +178,7 @@ def _outcome(
     config = RunConfig.model_validate(settings)
     stopping = Stopping(config.train)
     source = StubSource(dumps, on_collect, right=right or {}, loses_weights_in=loses_weights_in)
-    run_module._open_source = lambda *_: source
+    run_module.open_source = lambda *_: source
     take_port()
     error = ""
     try:
@@ -185,7 +186,7 @@ def _outcome(
             if signals is not None:
                 stopping.listen(keeps_time=False)
                 source.at = functools.partial(signals.at, stopping)
-                stack.enter_context(mock.patch.object(run_module, "_MAX_SILENCE_S", 0.1))
+                stack.enter_context(mock.patch.object(generation, "_MAX_SILENCE_S", 0.1))
                 stack.enter_context(mock.patch.object(BatchTrainer, "train", _observed(source)))
                 source.at("start")
             train(config, stopping)
