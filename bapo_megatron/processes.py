@@ -290,5 +290,15 @@ def _end_later(unraisable: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
         return
     number = signal.SIGINT if isinstance(dropped, KeyboardInterrupt) else signal.SIGTERM
-    signal.signal(signal.SIGALRM, lambda alarm, frame: _raise(number))
+
+    def try_again(alarm: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is _end_later.__code__:
+                # The hook has not returned yet, and what is raised in it is dropped, too.
+                signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+                return
+            frame = frame.f_back
+        _raise(number)
+
+    signal.signal(signal.SIGALRM, try_again)
     signal.setitimer(signal.ITIMER_REAL, _RETRY_S)

@@ -13,7 +13,7 @@ from bapo_megatron.processes import run_async
 
 PROGRAM = textwrap.dedent(
     """
-    import sys, time, weakref
+    import signal, sys, time, weakref
     from bapo_megatron.processes import end_by_exception
 
     class Anything:
@@ -22,6 +22,14 @@ PROGRAM = textwrap.dedent(
     def wait_for_signal(_):
         print("in the callback", flush=True)
         time.sleep(60)
+
+    def set_slowly(*arguments, set_timer=signal.setitimer):
+        signal.setitimer = set_timer
+        set_timer(*arguments)
+        time.sleep(0.1)
+
+    if {is_slow}:  # as where another process gets the core
+        signal.setitimer = set_slowly
 
     end_by_exception()
     try:
@@ -38,12 +46,14 @@ PROGRAM = textwrap.dedent(
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("num_callbacks", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("num_callbacks", "is_slow"), [(0, False), (1, False), (1, True), (3, False)]
+)
 def test_a_signal_ends_the_process_wherever_it_arrives(
-    number: signal.Signals, status: int, num_callbacks: int
+    number: signal.Signals, status: int, num_callbacks: int, is_slow: bool
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(num_callbacks=num_callbacks)],
+        [sys.executable, "-c", PROGRAM.format(num_callbacks=num_callbacks, is_slow=is_slow)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -115,7 +125,7 @@ def test_asynchronous_work_that_ends_leaves_the_handlers_as_they_were() -> None:
 
 
 def test_other_dropped_exceptions_are_still_shown() -> None:
-    program = PROGRAM.format(num_callbacks=1).replace("time.sleep(60)", "1 / 0")
+    program = PROGRAM.format(num_callbacks=1, is_slow=False).replace("time.sleep(60)", "1 / 0")
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )

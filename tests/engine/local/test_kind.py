@@ -95,7 +95,7 @@ def test_it_serves_nobody(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_opening_it_starts_no_server(model_dir: Path, tmp_path: Path) -> None:
-    backend = load_kind("local").open(_config(model_dir, tmp_path, {}), "cpu")
+    backend = load_kind("local").open(_config(model_dir, tmp_path, {}), "cpu", awaits_weights=False)
     assert list(backend.servers) == []
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_lacks_a_weight_is_not_made_up(model_dir: Path, tmp_path: P
     tensors = load_file(other / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    backend = load_kind("local").open(_config(other, tmp_path, {}), "cpu")
+    backend = load_kind("local").open(_config(other, tmp_path, {}), "cpu", awaits_weights=False)
     with pytest.raises(RolloutError, match=r"^model\.path: .* lacks model\.norm\.weight"):
         asyncio.run(backend.connect("local"))
 
