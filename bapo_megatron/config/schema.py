@@ -284,8 +284,9 @@ class LogConfig(Section):
     """10^12 operations per second of one GPU in the run's number format, for the MFU; null: from
     the data sheet, where the GPU is known (docs/runtime.md)."""
     hang_s: float = Field(300.0, gt=0)
-    """When a rank has not got on for this long, all ranks write their stacks to ``<run_dir>/logs``
-    and rank 0 says which rank does what; the run goes on. Must be below ``parallel.timeout_s``."""
+    """When a rank has made no progress for this long, all ranks write their stacks to
+    ``<run_dir>/logs`` and rank 0 says which rank does what; the run goes on. Must be below
+    ``parallel.timeout_s``."""
 
 
 class RunConfig(Section):

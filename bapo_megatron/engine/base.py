@@ -276,7 +276,7 @@ class LoadReport:
     waiting: int
     """Requests that it has not begun, or took out of a full cache."""
     cache_used_share: float
-    """Of its fullest rank's cache."""
+    """Use of its fullest rank's cache."""
 
 
 @runtime_checkable

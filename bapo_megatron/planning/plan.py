@@ -86,7 +86,7 @@ class Plan:
     steps: int
     """Steps of the whole run."""
     disk: list[DiskUse]
-    """Of the whole run, at the most."""
+    """At most, over the whole run."""
     bubble_share: float
     layouts: list[LayoutEstimate]
     """Those that fit first, each group from the fastest; the configured one is among them."""

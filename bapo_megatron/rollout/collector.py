@@ -101,7 +101,7 @@ class Collector:
         """The evaluation that runs beside the rollout."""
         self._wire_dir: Path
         self._writing: asyncio.Task[None] | None = None
-        """Of the newest state that was to be saved."""
+        """Newest state that was to be saved."""
         self._num_pushes = 0
         self._num_results = -1
 

@@ -77,7 +77,7 @@ def describe_rate(num_tokens: int, began_s: float) -> str:
 
 
 class Pulse:
-    """What a process does, and when it last got on; to tell it takes less than a microsecond."""
+    """What a process does, and its last sign of progress; noting one takes under a microsecond."""
 
     def __init__(self) -> None:
         self.note("start")
@@ -87,7 +87,7 @@ class Pulse:
         self.doing, self.num_beats, self.beat_s = doing, 0, time.monotonic()
 
     def beat(self) -> None:
-        """Say that it goes on: with a micro-batch, or because who is waited for is alive."""
+        """Note progress: a micro-batch, or a sign that whoever is waited for is alive."""
         self.num_beats += 1
         self.beat_s = time.monotonic()
 

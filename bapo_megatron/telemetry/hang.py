@@ -32,7 +32,7 @@ class Told(NamedTuple):
 
 
 class HangWatch:
-    """Has all ranks write their stacks, and more, where one does not get on for ``hang_s``.
+    """Has all ranks write their stacks, and more, where one makes no progress for ``hang_s``.
 
     Rank 0 then says in one line which rank does what, and for how long.
     """

@@ -35,7 +35,7 @@ _VOCAB_SIZE = 151_936
 _GROUP_SIZE = 16
 _RESPONSE_TOKENS = 24_000
 _PIECES, _PIECE_TOKENS = 20, 256
-"""Of each response: what came since the newest checkpoint."""
+"""Part of each response that came since the newest checkpoint."""
 _TICK_S = 0.005
 
 

@@ -99,7 +99,7 @@ class Cluster:
     """Half of the GPUs train; the batch grows with them."""
 
     gpus: int
-    """Of each half."""
+    """GPUs of each half."""
 
     @property
     def groups(self) -> int:
@@ -108,7 +108,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Of each half."""
+        """Nodes of each half."""
         return self.gpus // 8
 
     @property
