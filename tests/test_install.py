@@ -48,6 +48,19 @@ def test_what_is_missing_is_named_in_one_line(
     assert not (tmp_path / "venv").exists()
 
 
+def build(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Build the extension in a folder, with these environment variables."""
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "-t", folder, "-b", folder],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -76,15 +89,7 @@ def test_what_is_missing_is_named_in_one_line(
 def test_a_build_that_cannot_be_made_says_why_in_one_line(
     tmp_path: Path, variables: dict[str, str], expected: str
 ) -> None:
-    result = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "-t", tmp_path, "-b", tmp_path],
-        cwd=REPOSITORY,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = build(tmp_path, variables)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert expected in result.stderr.splitlines()[-1]
@@ -101,15 +106,7 @@ def test_warnings_of_nvcc_fail_only_a_build_that_asks_for_it(tmp_path: Path, str
     )
     nvcc.chmod(0o755)
     variables = {"CUDA_HOME": str(tmp_path), "BAPO_CUDA_ARCHS": "90", "BAPO_STRICT_BUILD": strict}
-    result = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "-t", tmp_path, "-b", tmp_path],
-        cwd=REPOSITORY,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = build(tmp_path, variables)
     assert "nvcc failed on csrc/cuda/" in result.stderr
     calls = (tmp_path / "calls").read_text()
     assert "compute_90" in calls

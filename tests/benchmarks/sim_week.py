@@ -92,6 +92,8 @@ AFTER = Case(
     checkpoint_steps=20,
 )
 OFTEN = replace(AFTER, name="after, saving every 5 steps", checkpoint_steps=5)
+SAME_STEP = {OFTEN.name: AFTER.name}
+"""Cases whose steps are those of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,11 @@ def lost_hours(case: Case, cluster: Cluster, step_s: float, rng: np.random.Gener
     return lost_s / 3600
 
 
+def mean_step_s(steps: dict[tuple[int, str], list[Step]], gpus: int, case: str) -> float:
+    """Mean over the seeds."""
+    return statistics.fmean(step.total for step in steps[gpus, SAME_STEP.get(case, case)])
+
+
 def report(
     steps: dict[tuple[int, str], list[Step]], lost: dict[tuple[int, str], list[float]]
 ) -> str:
@@ -247,8 +254,6 @@ def report(
         "|---" * 10 + "|",
     ]
     for (gpus, name), found in steps.items():
-        if name == OFTEN.name:
-            continue
         mean = {
             part: statistics.fmean(getattr(step, part) for step in found)
             for part in (
@@ -271,7 +276,7 @@ def report(
         "|---" * 5 + "|",
     ]
     for (gpus, name), hours in lost.items():
-        step_s = statistics.fmean(step.total for step in steps[gpus, name])
+        step_s = mean_step_s(steps, gpus, name)
         low, high = np.quantile(hours, [0.05, 0.95])
         mean_lost = statistics.fmean(hours)
         kept = (168 - mean_lost) * 3600 / step_s
@@ -333,8 +338,7 @@ def main() -> None:
     lost = {}
     for gpus, cluster in clusters.items():
         for case in (BEFORE, AFTER, OFTEN):
-            steps.setdefault((gpus, case.name), steps.get((gpus, AFTER.name), []))
-            step_s = statistics.fmean(step.total for step in steps[gpus, case.name])
+            step_s = mean_step_s(steps, gpus, case.name)
             rng = np.random.default_rng(0)
             lost[gpus, case.name] = [
                 lost_hours(case, cluster, step_s, rng) for _ in range(options.weeks)

@@ -157,13 +157,19 @@ class Soak:
         own = [line for line in lines if "bapo-megatron:" in line]
         return (own or lines or [""])[-1]
 
-    def note(self, what: str, at_s: float, *, ended: bool = False) -> None:
-        """Wait for the next step and record what was done."""
-        assert self.job is not None
-        code, line, before = None, "", len(steps(self.run_dir))
-        if ended:
+    def do(self, share: float, what: str, act: Callable[[], object], *, ends: bool = False) -> None:
+        """Do something to the run at this share of the time; wait for its next step.
+
+        A job that ``ends`` by it is started again.
+        """
+        self.wait_until(share)
+        at_s, code, line, before = self.elapsed_s, None, "", len(steps(self.run_dir))
+        act()
+        if ends:
+            assert self.job is not None
             code, line = self.job.wait(600), self.last_line()
             self.start_job()
+            before = len(steps(self.run_dir))
         waited_s = self.wait_for(lambda: len(steps(self.run_dir)) > before, "a step")
         self.events.append(Event(at_s, what, before, waited_s, code, line))
         print(self.events[-1], file=sys.stderr, flush=True)  # noqa: T201
@@ -175,11 +181,10 @@ class Soak:
                 return os.getpgid(child.pid)
         raise AssertionError(f"{address} does not run")
 
-    def end_job(self, number: signal.Signals) -> int:
-        """Signal the job as Slurm does: the launcher and, through its session, every rank."""
+    def end_job(self, number: signal.Signals) -> None:
+        """Signal the job as Slurm does: the launcher, which passes it on to the ranks."""
         assert self.job is not None
         os.killpg(self.job.pid, number)
-        return self.job.pid
 
     def rank_zero(self) -> psutil.Process:
         """The process of rank 0."""
@@ -213,63 +218,43 @@ def run_soak(soak: Soak) -> None:
     soak.start_job()
     soak.wait_for(lambda: len(steps(soak.run_dir)) >= 2, "the first steps")
 
-    soak.wait_until(0.10)
-    at_s = soak.elapsed_s
-    freeze(soak, first)
-    soak.note("a server of two freezes", at_s)
+    third = ""
 
-    soak.wait_until(0.22)
-    at_s = soak.elapsed_s
-    third = soak.start_server("server3")
-    soak.list_servers([first, second, third])
-    soak.note("a third server is added", at_s)
+    def add_third() -> None:
+        nonlocal third
+        third = soak.start_server("server3")
+        soak.list_servers([first, second, third])
 
-    soak.wait_until(0.32)
-    at_s = soak.elapsed_s
-    soak.end_job(signal.SIGTERM)
-    soak.note("TERM", at_s, ended=True)
+    def stop_job() -> None:
+        soak.end_job(signal.SIGTERM)
 
-    soak.wait_until(0.42)
-    at_s = soak.elapsed_s
-    end_for_good(soak, second)
-    soak.note("a server ends for good", at_s)
-
-    soak.wait_until(0.52)
-    at_s = soak.elapsed_s
-    freeze(soak, third)
-    soak.note("the third server freezes", at_s)
-
-    soak.wait_until(0.64)
-    at_s = soak.elapsed_s
-    soak.rank_zero().kill()
-    soak.note("kill -9 of rank 0", at_s, ended=True)
-
-    soak.wait_until(0.76)
-    at_s = soak.elapsed_s
-    ballast = soak.run_dir.parent / "ballast"
-    fill(ballast)
-    assert soak.job is not None
-    soak.job.wait(600)
-    ballast.unlink()
-    soak.note("the disk is full", at_s, ended=True)
-
-    soak.wait_until(0.88)
-    at_s = soak.elapsed_s
-    soak.end_job(signal.SIGTERM)
-    soak.note("TERM", at_s, ended=True)
+    soak.do(0.10, "a server of two freezes", lambda: freeze(soak, first))
+    soak.do(0.22, "a third server is added", add_third)
+    soak.do(0.32, "TERM", stop_job, ends=True)
+    soak.do(0.42, "a server ends for good", lambda: end_for_good(soak, second))
+    soak.do(0.52, "the third server freezes", lambda: freeze(soak, third))
+    soak.do(0.64, "kill -9 of rank 0", lambda: soak.rank_zero().kill(), ends=True)
+    soak.do(0.76, "the disk is full", lambda: fill_until_the_end(soak), ends=True)
+    soak.do(0.88, "TERM", stop_job, ends=True)
 
     soak.wait_until(1.0)
-    soak.end_job(signal.SIGTERM)
-    assert soak.job.wait(600) == 0, soak.last_line()
+    stop_job()
+    assert soak.job is not None
+    soak.job.wait(600)  # torchrun's status after TERM is 1
+    assert (soak.run_dir / "stopped").exists(), soak.last_line()
     soak.start_job(f"train.steps={len(steps(soak.run_dir)) + LAST_STEPS}")
     assert soak.job.wait(900) == 0, soak.last_line()
 
 
-def fill(ballast: Path) -> None:
-    """Leave no byte on the disk."""
+def fill_until_the_end(soak: Soak) -> None:
+    """Leave no byte on the disk until the job has ended."""
+    ballast = soak.run_dir.parent / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
+    assert soak.job is not None
+    soak.job.wait(600)
+    ballast.unlink()
 
 
 @contextlib.contextmanager

@@ -39,18 +39,17 @@ MANY_STEPS = 60
 """Steps of the fixture ``many_dumps``."""
 
 
-def make_random_model(directory: Path) -> Path:
+def make_random_model(directory: Path, **changes: Any) -> Path:
     """Write a random Qwen2 of four layers with the tiny tokenizer; returns the directory."""
     tokenizer = build_tokenizer()
-    make_model(
-        "qwen2",
-        directory,
-        num_hidden_layers=4,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    settings = {
+        "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 2048,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    make_model("qwen2", directory, **settings | changes)
     tokenizer.save_pretrained(directory)
     return directory
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.tiny.model import build_tokenizer
 from tests.launch import run
-from tests.policy.tiny_models import make_model
-from tests.trainer.dumps import write_dumps
+from tests.trainer.dumps import make_random_model, write_dumps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,30 +21,12 @@ CONFIG = "configs/bp-math-32b-64k.yaml"
 ONE_RANK = ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1")
 
 
-@pytest.fixture(scope="module")
-def thin_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 with as many key/value heads as the 32B model, and four thin layers."""
-    directory = tmp_path_factory.mktemp("thin") / "model"
-    tokenizer = build_tokenizer()
-    make_model(
-        "qwen2",
-        directory,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=131072,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 def test_tensor_8_by_pipeline_2_of_the_32b_file_trains_as_one_rank_does(
-    thin_model: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    # Its context size, 4, would take 64 ranks.
+    # Its context size, 4, would take 64 ranks. As many key/value heads as the 32B model has.
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    thin_model = make_random_model(tmp_path / "model", **heads, max_position_embeddings=131072)
     dumps = write_dumps(tmp_path / "dumps", thin_model, steps=3)
     rows = {}
     for ranks, layout in ((16, ()), (1, ONE_RANK)):
