@@ -9,6 +9,7 @@ ends when the socket closes.
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import resource
@@ -45,6 +46,7 @@ from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.loop_lag import collect_garbage_rarely
 from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import remove_dumps, write_samples, write_timeline
@@ -235,6 +237,7 @@ class Collector:
     async def collect(self, step: int) -> messages.Collected:
         """Collect a batch into a file."""
         assert self._batches is not None, "opened for training"
+        gc.collect()  # of the last batch: see ``collect_garbage_rarely``
         if await self._batches.collect(step, self._hand_over) is None:
             self._count_push()
             return messages.Collected(None)
@@ -429,6 +432,7 @@ async def _wait_for_owner_to_go() -> None:
 def main(file_descriptor: int) -> None:
     """Run the collector on an open socket."""
     write_stacks_on_signal()
+    collect_garbage_rarely()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)

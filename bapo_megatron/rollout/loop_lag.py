@@ -1,8 +1,21 @@
 """How late an event loop runs what is due: the sign of a process that has too much to do."""
 
 import asyncio
+import gc
 
 _INTERVAL_S = 0.1
+_GARBAGE_THRESHOLDS = (50_000, 50, 50)
+
+
+def collect_garbage_rarely() -> None:
+    """Keep the garbage collector from stopping the event loop; ``gc.collect`` is then due at times.
+
+    The answers of SGLang are nested lists, so that Python's defaults search all objects for garbage
+    again and again: with 8,192 requests in flight for up to 1.5 s at a time, which made the loop
+    9 s late (docs/benchmarks/connections_cpu_202611.md).
+    """
+    gc.freeze()
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 class LoopLag:

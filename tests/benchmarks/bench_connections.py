@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import torch
 
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.rollout.loop_lag import LoopLag
+from bapo_megatron.rollout.loop_lag import LoopLag, collect_garbage_rarely
 from tests.benchmarks import harness
 from tests.benchmarks.bench_client import Case, Client
 from tests.benchmarks.stream_server import Load, serve
@@ -188,11 +189,13 @@ def main() -> None:
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     rows = []
+    collect_garbage_rarely()
     for pieces, requests in itertools.product(options.pieces, options.requests):
         rate = requests * _TOKENS_PER_S_OF_A_REQUEST
         load = Load(requests, 256, options.response_tokens, rate)
         with servers(load, options.processes, options.engines) as addresses:
             rows.append(asyncio.run(measure(addresses, load, pieces, options.seconds)))
+        gc.collect()
     waves = {size: asyncio.run(time_waves(size, 2)) for size in options.waves}
     machine = harness.machine(torch.device("cpu"))
     text = report_of(rows, waves, machine, options)
