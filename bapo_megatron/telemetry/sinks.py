@@ -30,17 +30,16 @@ _COLUMNS = (
 """Heading, metric and format of the terminal's columns."""
 
 
-def read_metrics(path: Path, *, may_be_torn: bool = False) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a ``metrics.jsonl``; ``step`` is the number of finished steps, 0 before training.
 
-    ``may_be_torn``: a kill may have cut the last line, which is left out unless it has its end.
+    A last line without its end is left out: a kill or a full disk has cut it, or it is being
+    written.
 
     Raises:
         ValueError: A line is not a JSON object; the message names file and line.
     """
-    text = path.read_text()
-    if may_be_torn:
-        text = text.rpartition("\n")[0]
+    text, _, _ = path.read_text().rpartition("\n")
     rows: list[dict[str, float]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -74,7 +73,7 @@ class MetricsSinks:
         path = run_dir / "metrics.jsonl"
         kept = []
         if first_step and path.exists():
-            earlier = read_metrics(path, may_be_torn=True)  # its step is made again
+            earlier = read_metrics(path)  # its step is made again
             kept = [json.dumps(row) + "\n" for row in earlier if row["step"] < first_step]
         atomic_write_text(path, "".join(kept))
         self._file = path.open("a")
