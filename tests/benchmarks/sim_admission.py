@@ -125,6 +125,7 @@ def simulate(
 def report(results: dict[tuple[str, str], list[dict[int | None, Result]]], steps: int) -> str:
     """The section of the page; ``results`` by schedule and distribution, for each seed by limit."""
     seeds = len(next(iter(results.values())))
+    walls_s = {name: [0.0, 0.0] for _, name in results}
     lines = [
         TITLE,
         "",
@@ -160,6 +161,10 @@ def report(results: dict[tuple[str, str], list[dict[int | None, Result]]], steps
             *(f"{number:,}" for number in retractions),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+        for number, limit in enumerate((None, best)):
+            walls_s[name][number] += totals[limit]
+    both = (f"{name}: {own / others:.3f}" for name, (own, others) in walls_s.items())
+    lines += ["", f"Both schedules together: {'; '.join(both)}."]
     return "\n".join(lines) + "\n"
 
 

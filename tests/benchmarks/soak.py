@@ -202,13 +202,21 @@ def freeze(soak: Soak, address: str) -> None:
 
 
 def end_for_good(soak: Soak, address: str) -> None:
-    """End a server and what would start it again; it stays in the servers file."""
+    """Kill what watches a server and would start it again; the server ends with its owner."""
     group = soak.engine_group(address)
     supervisor = soak.servers.pop(address)
     os.killpg(supervisor.pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # it ends with its owner
-        os.killpg(group, signal.SIGKILL)
     supervisor.wait()
+    soak.wait_for(lambda: not is_alive(group), "the end of the server without an owner", 60)
+
+
+def is_alive(group: int) -> bool:
+    """Whether a process group has members."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def run_soak(soak: Soak) -> None:
@@ -279,9 +287,13 @@ def survivors() -> list[list[str]]:
     return found
 
 
-def shared_memory() -> set[Path]:
-    """What is under /dev/shm."""
-    return set(Path("/dev/shm").iterdir())
+def unused_shared_memory() -> set[Path]:
+    """What is under /dev/shm, but in no living process."""
+    used = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            used |= {Path(part.path) for part in process.memory_maps()}
+    return {path for path in Path("/dev/shm").iterdir() if path not in used}
 
 
 def report(soak: Soak, account: dict[str, int], command: str) -> str:
@@ -321,7 +333,7 @@ def main() -> None:
     options = parser.parse_args()
     command = f"python -m tests.benchmarks.soak --minutes {options.minutes:g}"
     end_by_exception()
-    memory_before = shared_memory()
+    memory_before = unused_shared_memory()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         directory = Path(name)
         stack.enter_context(small_disk(directory / "disk"))
@@ -344,7 +356,7 @@ def main() -> None:
             raise
         events = [asdict(event) for event in soak.events]
         options.out.with_suffix(".json").write_text(json.dumps(events, indent=2) + "\n")
-    left, memory = survivors(), shared_memory() - memory_before
+    left, memory = survivors(), unused_shared_memory() - memory_before
     assert not left, left
     assert not memory, memory
     options.out.with_suffix(".md").write_text(text)

@@ -4,7 +4,7 @@ What it does is read from the file in its argument ``--fate=FILE`` each time it 
 ``exit`` with status 3 at once, or ``load`` for ever without ever getting ready. ``stuck`` takes
 effect also while it runs: what a scheduler would answer gets no answer. Several words are those of
 several servers: each takes the one that its seed counts to. Like SGLang, it maps a file in /dev/shm
-whose name has its process id.
+whose name has its process id; like the launcher, it removes it when its owner is gone.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=http.serve_forever, daemon=True).start()
     sys.stdin.read()  # until the owner is gone
     mapped.close()
+    shared_file(os.getpid()).unlink()
     os._exit(0)
 
 
