@@ -1,7 +1,7 @@
 """What the last pipeline stage does with the model's output for a micro-batch.
 
-The output is the logits [N, V], or with ``ops.logits_chunk_tokens`` the hidden states [N, H] from
-which logits are made chunk by chunk. With compiled kernels nothing here waits for the device.
+The output is logits [N, V] or hidden states [N, H] (``output``). With compiled kernels nothing here
+waits for the device.
 
 Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens,
 C = response tokens of a chunk, B = samples of the step's batch, D = entries of a decision.
@@ -27,20 +27,14 @@ from bapo_megatron.algorithm.objective import (
     is_finite,
     response_sums,
 )
-from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups
-from bapo_megatron.ops.backend import Kernels, select_kernels
-from bapo_megatron.ops.chunked import (
-    LossGradient,
-    OutputHead,
-    apply_token_loss,
-    chunked_logprobs,
-    chunked_loss,
-)
-from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from bapo_megatron.ops.backend import Kernels
+from bapo_megatron.ops.chunked import LossGradient, apply_token_loss, chunked_loss
+from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.ops.ratio import importance_ratio
-from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
 from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch
@@ -68,72 +62,6 @@ class UpdateContext:
     rollout_version: int | None
     """While the policy still has the weights that the engines held, their version: its tokens are
     compared with the trainer's log-probs. None once the weights have moved."""
-
-
-class PolicyOutput:
-    """Log-probs and entropies of the response tokens from the model's output."""
-
-    def __init__(
-        self,
-        ops: OpsConfig,
-        *,
-        vocab_size: int,
-        temperature: float,
-        groups: ProcessGroups,
-        head: OutputHead | None,
-    ) -> None:
-        """Choose the kernels; ``head`` is given where the model returns hidden states.
-
-        Raises:
-            ValueError: ``ops.backend`` names kernels that this machine does not have.
-        """
-        self.kernels = select_kernels(ops.backend, groups.device)
-        self.head = head
-        self.chunk_tokens = ops.logits_chunk_tokens
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        """That of the sampling, by which logits are divided."""
-        self._tensor_group = groups.tensor
-
-    @classmethod
-    def of(cls, policy: MegatronPolicy, ops: OpsConfig, temperature: float) -> PolicyOutput:
-        """Return the output of a policy, which was built with the same ops section."""
-        return cls(
-            ops,
-            vocab_size=policy.vocab_size,
-            temperature=temperature,
-            groups=policy.groups,
-            head=policy.head,
-        )
-
-    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Return ℓ and H [T] of the response tokens, without gradient."""
-        if self.head is None:
-            with torch.no_grad():
-                return self.differentiable(output, micro_batch)
-        return chunked_logprobs(
-            output,
-            self.head,
-            micro_batch.target_T,
-            rows_T=micro_batch.rows_T,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            kernels=self.kernels,
-        )
-
-    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
-        return vocab_parallel_logprobs(
-            logits_NV,
-            micro_batch.target_T,
-            vocab_size=self.vocab_size,
-            rows_T=micro_batch.rows_T,
-            temperature=self.temperature,
-            group=self._tensor_group,
-            kernels=self.kernels,
-            overwrite_logits=True,
-        )
 
 
 class LossStage:

@@ -17,7 +17,7 @@ from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.distributed import gather_objects
 from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.trainer.loss import PolicyOutput
+from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import MicroBatch, Sample
 from bapo_megatron.weight_sync.verify import TEMPERATURE, TokenScores

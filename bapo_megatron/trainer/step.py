@@ -25,7 +25,8 @@ from bapo_megatron.distributed import ProcessGroups, fail_together, first_messag
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import OptimizerStep
-from bapo_megatron.trainer.loss import Collected, LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.loss import Collected, LossStage, UpdateContext
+from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.records import TokenDump, TokenReport
 from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step

@@ -14,7 +14,8 @@ import torch
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs
-from bapo_megatron.trainer.loss import Collected, LossStage, PolicyOutput
+from bapo_megatron.trainer.loss import Collected, LossStage
+from bapo_megatron.trainer.output import PolicyOutput
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
 
 if TYPE_CHECKING:

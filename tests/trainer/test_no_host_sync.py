@@ -18,7 +18,8 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.chunked import OutputHead
-from bapo_megatron.trainer.loss import LossStage, PolicyOutput, UpdateContext
+from bapo_megatron.trainer.loss import LossStage, UpdateContext
+from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.split import split_step
 from bapo_megatron.trainer.step import find_faults, reduce_reports
 from tests.trainer.dumps import ONE_RANK

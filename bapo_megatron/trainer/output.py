@@ -1,0 +1,86 @@
+"""Log-probs and entropies of the response tokens, from what the model returns for a micro-batch.
+
+That is the logits [N, V], or with ``ops.logits_chunk_tokens`` the hidden states [N, H] from which
+logits are made chunk by chunk.
+
+Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, T = response tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.schema import OpsConfig
+from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.ops.backend import select_kernels
+from bapo_megatron.ops.chunked import OutputHead, chunked_logprobs
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
+from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.types import MicroBatch
+
+
+class PolicyOutput:
+    """The model's output as log-probs, with the kernels of this run."""
+
+    def __init__(
+        self,
+        ops: OpsConfig,
+        *,
+        vocab_size: int,
+        temperature: float,
+        groups: ProcessGroups,
+        head: OutputHead | None,
+    ) -> None:
+        """Choose the kernels; ``head`` is given where the model returns hidden states.
+
+        Raises:
+            ValueError: ``ops.backend`` names kernels that this machine does not have.
+        """
+        self.kernels = select_kernels(ops.backend, groups.device)
+        self.head = head
+        self.chunk_tokens = ops.logits_chunk_tokens
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        """That of the sampling, by which logits are divided."""
+        self._tensor_group = groups.tensor
+
+    @classmethod
+    def of(cls, policy: MegatronPolicy, ops: OpsConfig, temperature: float) -> PolicyOutput:
+        """Return the output of a policy, which was built with the same ops section."""
+        return cls(
+            ops,
+            vocab_size=policy.vocab_size,
+            temperature=temperature,
+            groups=policy.groups,
+            head=policy.head,
+        )
+
+    def read(self, output: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Return ℓ and H [T] of the response tokens, without gradient."""
+        if self.head is None:
+            with torch.no_grad():
+                return self.differentiable(output, micro_batch)
+        return chunked_logprobs(
+            output,
+            self.head,
+            micro_batch.target_T,
+            rows_T=micro_batch.rows_T,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            kernels=self.kernels,
+        )
+
+    def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
+        return vocab_parallel_logprobs(
+            logits_NV,
+            micro_batch.target_T,
+            vocab_size=self.vocab_size,
+            rows_T=micro_batch.rows_T,
+            temperature=self.temperature,
+            group=self._tensor_group,
+            kernels=self.kernels,
+            overwrite_logits=True,
+        )
