@@ -65,3 +65,10 @@ class FakeEngine:
     async def close(self) -> None:
         for flight in self.flights:
             flight.ended.cancel()
+
+
+class NoStepper:
+    """A ``Stepper`` of an engine that never samples."""
+
+    async def decode(self, max_steps: int) -> int:
+        return 0
