@@ -34,7 +34,13 @@ class FailingRewards(Rewards):
 
     failing: int | None = None
 
+    def __init__(self) -> None:
+        super().__init__(equal=())
+        self.asked: set[int] = set()
+        """Groups of which a score was asked."""
+
     async def score(self, pending: PendingSample, group: PendingGroup) -> None:
+        self.asked.add(pending.sample.group_id)
         if pending.sample.group_id == self.failing:
             raise RewardError("the grader is gone")
         await super().score(pending, group)
@@ -46,7 +52,7 @@ class Setup:
     def __init__(self, **rollout: Any) -> None:
         config = {"groups_per_step": 2, "samples_per_group": 2, "max_response_tokens": 100}
         self.pool = SteppedPool()
-        self.rewards = FailingRewards(equal=())
+        self.rewards = FailingRewards()
         self.lines: list[str] = []
         self.batches = BatchCollector(
             single_turn(),
@@ -138,9 +144,10 @@ def test_while_a_grader_is_slow_nothing_is_sampled() -> None:
         setup = Setup()
         setup.rewards.held[0] = asyncio.Event()
         collecting = asyncio.create_task(setup.batches.collect(1, deliver))
-        await asyncio.sleep(0.05)
+        while setup.pool.requests or setup.rewards.asked != {0, 1}:
+            await asyncio.sleep(0)
         num_bursts = len(setup.pool.bursts)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.6)  # longer than between two lines of progress
         assert len(setup.pool.bursts) == num_bursts
         assert not collecting.done()
         setup.rewards.held[0].set()
