@@ -5,7 +5,6 @@ Rank 0 drives it (``send``); each public method but ``bind_to`` and ``close`` an
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,10 +15,9 @@ from bapo_megatron.engine.base import GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.weight_sync import messages
+from bapo_megatron.weight_sync.proof import Proof
 
 _POLL_S = 0.2
-_MAX_PROBE = 256
-"""Tokens of a prompt that are compared."""
 
 
 class Pausable(Protocol):
@@ -44,18 +42,16 @@ class WeightReceiver:
     ) -> None:
         """Put the parts together; nothing is sent.
 
-        ``generation`` is paused during a sync; None where only evaluations are made. ``verify``
-        compares log-probs of ``probe_prompts``; the checks of new servers use them too.
+        ``generation`` is paused during a sync; None where only evaluations are made. Servers are
+        compared with the trainer on ``probe_prompts``.
         """
         self._pool = pool
-        self._temperature, self._probe_prompts = config.temperature, probe_prompts
         self._sync, self._health = config.weight_sync, config.health
         self._resumes_to_verify = self._sync.in_flight != "abort" or config.colocated
         # Requests that are paused in place still need their keys and values.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
-        prompts = (tuple(prompt[:_MAX_PROBE]) for prompt in probe_prompts if len(prompt) > 1)
-        self._probe = messages.Probe(sequences=tuple(prompts))
+        self._proof = Proof(pool, config, probe_prompts)
         self._members: dict[PooledEngine, WeightControl] = {}
         """The servers that take part, in the order of their ranks."""
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
@@ -192,56 +188,27 @@ class WeightReceiver:
 
     async def probe(self, _: None) -> messages.Probe:
         """Return the tokens that ``verify`` compares; none where no server must be compared."""
-        return self._probe if self._to_verify() else messages.Probe(sequences=())
+        return self._proof.probe(self._members)
 
     async def verify(self, request: messages.Verify) -> messages.Verified:
-        """Compare members' log-probs of the probe with the trainer's: new ones', or all.
+        """Compare log-probs of the probe as ``Proof.compare``.
 
-        A server that differs is taken out, and so is one that does not answer. Where requests are
-        paused, not aborted, and where servers gave their memory away, generation continues before
-        this: a paused server answers no probe. What it sampled until then is kept.
-
-        Raises:
-            RolloutError: Servers answered and differ, and no other is left.
+        Where requests are paused, not aborted, and where servers gave their memory away, generation
+        continues before this: a paused server answers no probe. What it samples until then is kept.
         """
-        compared = self._to_verify()
         if self._resumes_to_verify:
             await self._go_on()
-        self._set_deadline()
-        results = await asyncio.gather(
-            *(self._difference(entry, request.expected) for entry in compared)
-        )
-        differences = {e: d for e, d in zip(compared, results, strict=True) if d is not None}
-        tolerance = self._sync.verify_tolerance
-        bad = {entry: found for entry, found in differences.items() if not found <= tolerance}
-        for entry, difference in bad.items():
-            self._pool.mark_lost(
-                entry,
-                f"its log-probs differ from the trainer's by {difference:.3g} on average, more "
-                f"than rollout.weight_sync.verify_tolerance ({tolerance:g}), although it reports "
-                f"weights version {self._version}",
-            )
-        if bad and all(entry.is_lost for entry in self._members):
-            described = ", ".join(f"{entry.address}: {found:.3g}" for entry, found in bad.items())
-            raise RolloutError(
-                f"no server computes as the trainer does with weights version {self._version} "
-                f"(mean differences of log-probs: {described}; allowed: {tolerance:g}); check the "
-                "dtype, quantization and model of the servers, or raise "
-                "rollout.weight_sync.verify_tolerance"
-            )
-        kept = (found for entry, found in differences.items() if entry not in bad)
-        return messages.Verified(difference=max(kept, default=None))
+        return await self._proof.compare(tuple(self._members), request.expected, self._version)
 
     async def resume(self, _: None) -> float:
-        """Let generation continue, and check new servers now that they have weights.
+        """Let generation continue, and check new servers; return for how long it stood still.
 
         Raises:
             RolloutError: No server may be used as it is.
         """
         await self._go_on()
         self._is_idle.set()
-        new = [entry for entry in self._members if entry.is_unproven and not entry.is_lost]
-        await asyncio.gather(*map(self._prove, new))
+        await self._proof.check(tuple(self._members))
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
@@ -254,24 +221,6 @@ class WeightReceiver:
         """Have all servers leave the group that a server is in, because that one leaves the run."""
         if self._group is not None and entry in self._group[1]:
             await self._leave()
-
-    def _to_verify(self) -> list[PooledEngine]:
-        is_every = self._sync.verify == "every"
-        return [e for e in self._members if not e.is_lost and (is_every or e.is_unproven)]
-
-    async def _prove(self, entry: PooledEngine) -> None:
-        """Check a server; one that the run must not use is taken out, unless it is the last."""
-        try:
-            async with asyncio.timeout(self._health.stuck_timeout_s):
-                await entry.engine.check(
-                    self._temperature, self._sync.in_flight, self._probe_prompts
-                )
-            entry.is_unproven = entry.is_lost
-        except (TimeoutError, RolloutError) as error:
-            self._pool.mark_lost(entry, _describe(entry, error))
-            is_refused = isinstance(error, RolloutError) and not isinstance(error, ServerError)
-            if is_refused and all(member.is_lost for member in self._members):
-                raise
 
     async def close(self) -> None:
         """End what is open on the servers, also the group; none of them has to answer."""
@@ -422,25 +371,6 @@ class WeightReceiver:
                 ),
                 return_exceptions=True,  # it restarted meanwhile, or ends now
             )
-
-    async def _difference(
-        self, entry: PooledEngine, expected: Sequence[Sequence[float]]
-    ) -> float | None:
-        """Mean |log-prob of the server − expected| over all tokens, infinite if not finite.
-
-        None if the server does not answer, or not as documented: then it is taken out.
-        """
-        differences: list[float] = []
-        limit_s = self._remaining_s()
-        try:
-            for token_ids, expected_row in zip(self._probe.sequences, expected, strict=True):
-                found = await entry.engine.score(token_ids, limit_s)
-                differences += [abs(a - b) for a, b in zip(found, expected_row, strict=True)]
-        except RolloutError as error:
-            self._pool.mark_lost(entry, f"it does not answer the probe: {error}")
-            return None
-        mean = sum(differences) / len(differences) if differences else 0.0
-        return mean if math.isfinite(mean) else math.inf
 
 
 def _describe(entry: PooledEngine, error: BaseException) -> str:

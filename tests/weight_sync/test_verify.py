@@ -116,8 +116,8 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
         await setting.service.verify(Verify(expected=EXPECTED))
         pause_s = await setting.service.resume(None)
         assert 0.3 <= pause_s <= clock_s() - started_s
-        if in_flight == "retract":  # it goes on before the probe
-            assert pause_s == pytest.approx(loaded_s, abs=0.05)
+        if in_flight == "retract":  # it goes on before the probe, which takes 0.3 s and more
+            assert pause_s < loaded_s + 0.3
         assert await setting.service.resume(None) == 0.0
         setting.generation.is_running = False
         await setting.service.load(Load(model_dir=Path("/weights"), version=8))
