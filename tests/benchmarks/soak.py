@@ -154,7 +154,12 @@ class Soak:
     def last_line(self) -> str:
         """What the job said last; torchrun's report of a rank that was killed comes after it."""
         lines = self.log.read_text(errors="replace").splitlines()
-        own = [line for line in lines if "bapo-megatron:" in line or line.startswith("stopped by")]
+        own = [
+            line
+            for line in lines
+            if line.startswith("stopped by")
+            or ("bapo-megatron:" in line and "another rank" not in line)
+        ]
         return (own or lines or [""])[-1]
 
     def do(self, share: float, what: str, act: Callable[[], object], *, ends: bool = False) -> None:
