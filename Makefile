@@ -31,7 +31,7 @@ demo: setup
 	@examples/demo.sh $(PY) $(SEED)
 
 test: setup
-	@requirements/older_sglang.sh $(VENV)
+	@requirements/beside.sh $(VENV)
 	@$(PY) -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-quick: setup

@@ -271,8 +271,9 @@ def _first_error(place: str) -> Iterator[None]:
 def _empty_states(hf: HfConfig) -> Iterable[str]:
     """Return the keys of the 8-bit states that models ask for, whether they use them or not.
 
-    A model with Transformer Engine has them in every module below, one of Megatron's own layers in
-    the linear ones, and a missing one is an error when loading.
+    A model with Transformer Engine has them in every module below but attention, for which other
+    releases of Megatron ask; one of Megatron's own layers has them in the linear modules. A missing
+    one is an error when loading, a superfluous one is not.
     """
     states: dict[str, None] = {}
     for weight in hf_weights.weight_table(hf):

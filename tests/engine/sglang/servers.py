@@ -38,7 +38,7 @@ class SglangRelease:
 
     version: str
     is_installed: bool = True
-    """It is the environment's own; else it has a folder there (requirements/older_sglang.sh)."""
+    """It is the environment's own; else it has a folder there (requirements/beside.sh)."""
     is_incremental: bool = True
 
     @property
@@ -53,7 +53,7 @@ class SglangRelease:
             if not self.is_installed:
                 folder = Path(sys.prefix) / f"sglang-{self.version}"
                 if not (folder / ".complete").exists():
-                    pytest.skip(f"no {folder}; run requirements/older_sglang.sh {sys.prefix}")
+                    pytest.skip(f"no {folder}; run requirements/beside.sh {sys.prefix}")
                 patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
             server_class = SglangServer if self.is_incremental else CumulativeServer
             with running(make_server(model_dir, run_dir, server_class)) as server:

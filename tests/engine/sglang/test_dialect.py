@@ -1,6 +1,6 @@
 """Real servers of every supported SGLang version: the contract of engines, and SGLang's own calls.
 
-SGLang is tested as it is installed, and in an older version where ``requirements/older_sglang.sh``
+SGLang is tested as it is installed, and in an older version where ``requirements/beside.sh``
 has put it into a folder of its own, so that one environment serves both. Whatever needs a server of
 each version is in this module, because a start takes long.
 """
