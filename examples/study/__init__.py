@@ -1,0 +1,1 @@
+"""What BAPO's adaptive bounds are worth, with seeds, intervals and controls (docs/study.md)."""

@@ -1,0 +1,38 @@
+"""Yoked BAPO: the bounds that another run's search has found, in a random order.
+
+The control that separates how wide BAPO's bounds are from when they are wide. With the bounds of a
+run on the same task with another sampling seed, shuffled over all updates, their distribution is
+BAPO's, but they say nothing of the update at hand. A gain of BAPO over it is one of adaptivity.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bapo_megatron.algorithm.clip import Clip
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bapo_megatron.algorithm.objective import TokenBatch
+
+
+class Yoked(Clip):
+    """Fixed bounds that change from update to update."""
+
+    def __init__(
+        self, bounds: Sequence[tuple[float, float]], seed: int, dual_clip: float | None = None
+    ) -> None:
+        """``bounds``: (c_low, c_high) of every update of the other run, in its order."""
+        order = np.random.default_rng(seed).permutation(len(bounds))
+        self._bounds = [bounds[number] for number in order]
+        self.dual_clip = dual_clip
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return those of the update."""
+        low, high = self._bounds[tokens.update % len(self._bounds)]
+        return tokens.ratio.new_full((), low), tokens.ratio.new_full((), high)

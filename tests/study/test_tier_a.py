@@ -1,0 +1,178 @@
+"""Tier A of the study: the task's exact values, the update's gradient, shards and statistics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from examples.study import tier_a, tier_a_run
+from examples.study.report import Results, final, tables
+from examples.study.shards import read_shards
+from examples.study.statistics import estimate, holm
+from examples.study.task import LONGEST, PROMPTS, RIGHT, SLOPPY, STAGES, Task, make_task
+from examples.study.tier_a_run import Run, Setting, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_expected_reward_is_that_of_many_samples():
+    task = make_task(3)
+    log_policy = task.log_policy(task.start_DKA)
+    rewards = task.sample(log_policy, 1000, np.random.default_rng(0)).reward_B
+    error = rewards.std() / len(rewards) ** 0.5
+    assert abs(task.expected_reward(log_policy) - rewards.mean()) < 4 * error
+
+
+def test_the_expected_reward_by_hand():
+    """Only right actions of probability p: P(at least D of T draws) of a binomial."""
+    task = make_task(0)
+    probability = 0.25
+    policy = np.where(task.kind_CDA == RIGHT, probability, 0.0)
+    idle = (task.kind_CDA == 0).sum(-1, keepdims=True)
+    policy += np.where(task.kind_CDA == 0, (1 - probability) / idle, 0.0)
+    with np.errstate(divide="ignore"):
+        found = task.expected_reward(np.log(policy))
+    n, p = LONGEST, probability
+    below = sum(
+        float(np.prod([(n - i) / (i + 1) for i in range(k)])) * p**k * (1 - p) ** (n - k)
+        for k in range(STAGES)
+    )
+    assert found == pytest.approx(1 - below, rel=1e-12)
+    sloppy = np.where(task.kind_CDA == SLOPPY, 1.0, 0.0)
+    with np.errstate(divide="ignore"):
+        assert task.expected_reward(np.log(sloppy)) == 0
+
+
+def test_wrong_responses_are_longer():
+    for seed in range(4):
+        task = make_task(seed)
+        samples = task.sample(task.log_policy(task.start_DKA), 50, np.random.default_rng(0))
+        is_right = samples.reward_B > 0
+        assert samples.length_B[~is_right].mean() > 1.15 * samples.length_B[is_right].mean()
+
+
+def test_the_gradient_of_an_update_is_autograd_s():
+    """Of PPO's clipped loss over all tokens of the update, written out with torch."""
+    task, run = make_task(1), Run()
+    behaviour = task.log_policy(task.start_DKA)
+    samples = task.sample(behaviour, tier_a_run.GROUP_SIZE, np.random.default_rng(5))
+    (batch,) = tier_a_run._batches(samples, behaviour, 1)
+    moved = task.start_DKA + np.random.default_rng(6).normal(0, 0.3, task.start_DKA.shape)
+
+    class Keep(tier_a_run.Adam):
+        def step(self, gradient_DKA):
+            self.gradient = gradient_DKA
+            return 0.0
+
+    keep = Keep(moved, 0.1)
+    objective = tier_a_run.load_objective(Setting("grpo").algorithm()).objective
+    tier_a_run._update(batch, objective, Setting("grpo"), task.features_CK, keep, run)
+
+    weight = torch.tensor(moved, requires_grad=True)
+    logits = torch.einsum("ck,dka->cda", torch.tensor(task.features_CK), weight)
+    prompt = torch.tensor(batch.prompts[batch.prompt_T])
+    logprob = logits.log_softmax(-1)[prompt, batch.stage_T, batch.action_T]
+    ratio, advantage = (logprob - torch.tensor(batch.behaviour_T)).exp(), batch.advantage_T
+    advantage = torch.tensor(advantage)
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    (-surrogate.sum() / samples.length_B.sum()).backward()
+    assert 0.01 < float((ratio > 1.2).double().mean()) < 0.9
+    np.testing.assert_allclose(keep.gradient, weight.grad.numpy(), rtol=1e-4, atol=1e-7)
+
+
+def test_with_one_fresh_update_per_step_bounds_do_not_matter():
+    arms = [train(Setting(arm, updates=1, steps=8), 0, 0) for arm in ("grpo", "start", "corner")]
+    arms.append(train(Setting("bapo", updates=1, steps=8), 0, 0))
+    assert len({tuple(run.expected_reward) for run in arms}) == 1
+    assert arms[0].expected_reward[-1] > arms[0].expected_reward[0]
+
+
+def test_yoked_bounds_are_another_seed_s_in_another_order():
+    setting = Setting("bapo", lag=2, steps=4)
+    own, other = (train(setting, 0, seed).bounds for seed in (0, 1))
+    yoked = train(replace(setting, arm="yoked"), 0, 0).bounds
+    assert set(yoked) <= set(other)
+    assert yoked != other
+    assert not set(yoked) <= set(own)
+
+
+def test_a_run_repeats_bit_for_bit_and_its_lag_is_of_whole_steps():
+    stale = [train(Setting("bapo", lag=2, steps=5), 0, 0) for _ in range(2)]
+    assert stale[0] == stale[1]
+    fresh = train(Setting("bapo", lag=0, steps=5), 0, 0)
+    assert fresh.expected_reward[1] == stale[0].expected_reward[1]
+    assert fresh.expected_reward[3] != stale[0].expected_reward[3]
+
+
+def test_micro_batches_have_bounds_of_their_own():
+    run = train(Setting("bapo", lag=2, steps=3, micro_batches=4), 0, 0)
+    assert run.num_searches > 2 * run.num_updates
+    assert len(run.bounds) == run.num_searches
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tier_a")
+    tier_a.run_plan(tier_a.SMALL, out, jobs=2)
+    return out
+
+
+def test_a_lost_shard_comes_again(small: Path, capsys: pytest.CaptureFixture[str]):
+    path = small / "report" / "bapo_lag2_updates16_lr0.1.parquet"
+    before, others = pq.read_table(path), len(read_shards(small / "report"))
+    path.unlink()
+    tier_a.run_plan(tier_a.SMALL, small, jobs=1)
+    assert "1 to compute" in capsys.readouterr().out
+    assert pq.read_table(path).equals(before)
+    assert len(read_shards(small / "report")) == others
+    manifest = json.loads((small / "manifest.json").read_text())
+    assert manifest["plan"]["tuning_tasks"] == [100]
+    assert manifest["made_with"][0]["torch"] == torch.__version__
+
+
+def test_the_report_tells_the_contrasts(small: Path):
+    results = Results(small)
+    text = tables(results)
+    bapo = results.values(results.rows("bapo", 2), final)
+    yoked = results.values(results.rows("yoked", 2), final)
+    assert bapo.shape == (2, 2)
+    assert f"| yoked BAPO | {(bapo - yoked).mean():+.3f} |" in text
+    assert "GRPO [0.8, 1.2], dual clip 3" in text
+
+
+def test_intervals_cover_tasks_and_seeds():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(60):
+        value = rng.normal(size=(8, 1)) + 0.5 * rng.normal(size=(8, 4))
+        each = estimate(value)
+        covered += each.low <= 0 <= each.high
+    assert 49 <= covered <= 60
+    shifted = estimate(5 + rng.normal(size=(8, 4)))
+    assert shifted.p_value < 0.001
+    assert not shifted.is_within(0.02)
+    assert estimate(0.001 * rng.normal(size=(8, 4))).is_within(0.02)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_prompts_of_an_update_are_whole_groups():
+    task = make_task(0)
+    behaviour = task.log_policy(task.start_DKA)
+    samples = task.sample(behaviour, tier_a_run.GROUP_SIZE, np.random.default_rng(0))
+    batches = list(tier_a_run._batches(samples, behaviour, 16))
+    assert sorted(np.concatenate([batch.prompts for batch in batches])) == list(range(PROMPTS))
+    assert sum(batch.num_tokens for batch in batches) == samples.length_B.sum()
+    for batch in batches:
+        policy = Task.log_policy(task, task.start_DKA)[batch.prompts]
+        found = policy[batch.prompt_T, batch.stage_T, batch.action_T]
+        np.testing.assert_array_equal(found, batch.behaviour_T)
