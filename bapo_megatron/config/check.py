@@ -5,7 +5,6 @@ was there from the beginning. Rules about one kind of engine are with the engine
 ``ConfigError`` for the first broken rule: key, rule, value and remedy on one line.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -31,23 +30,11 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     ``owns_files``: whether this process reads prompts and batches (rank 0); the other ranks need
     the model only, and may be on nodes without the rest.
     """
-    # Megatron takes any package of this name for NVIDIA's.
-    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
-        raise ConfigError(
-            "apex: the installed package is not NVIDIA's (the package index has an unrelated one "
-            "of this name), or lacks its CUDA extensions, got no module 'amp_C'; pip uninstall "
-            "apex, or build NVIDIA's (docs/launch.md)"
-        )
     hf_config = check_model(config.model)
     _check_layout(hf_config, config, world_size)
     _check_updates(config)
     if not owns_files:
         return
-    if config.log.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"log.wandb_project: is '{config.log.wandb_project}' but wandb is not installed; "
-            "pip install wandb, or leave the project empty"
-        )
     if config.log.hang_s >= config.parallel.timeout_s:
         raise ConfigError(
             f"log.hang_s: must be below parallel.timeout_s = {config.parallel.timeout_s:g}, got "

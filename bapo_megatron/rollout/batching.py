@@ -24,7 +24,7 @@ from bapo_megatron.rollout.buffer import (
 )
 from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.loop_lag import LoopLag
+from bapo_megatron.rollout.limits import LoopLag
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge

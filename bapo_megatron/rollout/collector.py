@@ -12,7 +12,6 @@ import functools
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 from bapo_megatron import calls
 from bapo_megatron.config.evaluation import eval_reward
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.overlap import find_overlaps
@@ -40,13 +38,12 @@ from bapo_megatron.processes import OWNER_PID_VARIABLE, write_stacks_on_signal
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
-from bapo_megatron.rollout import messages
+from bapo_megatron.rollout import limits, messages
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.colocated import ColocatedServers
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.loop_lag import collect_garbage_rarely
 from bapo_megatron.rollout.membership import Membership
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.replay import remove_dumps, write_samples, write_timeline
@@ -59,8 +56,6 @@ from bapo_megatron.weight_sync.receive import WeightReceiver
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 """Limit of one line."""
-_OTHER_FILES = 256
-"""Open files beside the connections of requests: logs, graders, control calls."""
 _MAX_PUSHES = 5
 """In a row, of weights that servers have lost, without a result in between."""
 
@@ -192,7 +187,7 @@ class Collector:
             self._config, request.device, awaits_weights=request.awaits_weights
         )
         if self._backend.servers or self._config.rollout.servers:
-            _check_files(self._config.rollout)
+            limits.check_files(self._config.rollout)
         if self._backend.servers:
             rollout = self._config.rollout
             self._supervisor = ServerSupervisor(self._backend.servers, rollout, rollout.min_servers)
@@ -356,20 +351,6 @@ class Collector:
         self._send(calls.Progress(text))
 
 
-def _check_files(rollout: RolloutConfig) -> None:
-    """Refuse more requests in flight than this process may have connections."""
-    num_groups = rollout.groups_per_step * (1 + rollout.steps_ahead) + rollout.oversample_groups
-    num_samples = num_groups * rollout.samples_per_group
-    needed = _OTHER_FILES + min(rollout.max_connections or num_samples, num_samples)
-    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if needed > available:
-        raise RolloutError(
-            f"rollout.max_connections: a connection per request needs {needed} open files, got a "
-            f"limit of {available} (ulimit -Hn); raise it, or set rollout.max_connections to at "
-            f"most {max(available - _OTHER_FILES, 1)}"
-        )
-
-
 class _WarningsToClient(logging.Handler):
     """Shows warnings where the user looks, not only in the collector's log."""
 
@@ -432,11 +413,10 @@ async def _wait_for_owner_to_go() -> None:
 def main(file_descriptor: int) -> None:
     """Run the collector on an open socket."""
     write_stacks_on_signal()
-    collect_garbage_rarely()
+    limits.raise_file_limit()
+    limits.collect_garbage_rarely()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a socket per request
     for number in (signal.SIGTERM, signal.SIGUSR1):  # to all of a Slurm step: the owner decides
         signal.signal(number, lambda *_: None)
     asyncio.run(serve(socket.socket(fileno=file_descriptor)))

@@ -1,5 +1,6 @@
 """What training needs, checked before anything is started; imports neither torch nor Megatron."""
 
+import importlib.util
 import os
 
 from bapo_megatron.config.check import check_config
@@ -10,7 +11,7 @@ from bapo_megatron.engine.load import load_kind
 
 
 def check_training(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
-    """Check configuration, engine, objective and advantage; arguments as of ``check_config``.
+    """Check packages, configuration, engine, objective and advantage; see ``check_config``.
 
     Raises:
         ConfigError: A rule is broken, or the engine cannot do what is asked.
@@ -19,6 +20,7 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
     from bapo_megatron.algorithm.advantage import Advantages  # imports torch
     from bapo_megatron.algorithm.load_objective import load_objective
 
+    _check_packages(config.log.wandb_project if owns_files else "")
     check_config(config, world_size, owns_files=owns_files)
     if owns_files and config.replay.dumps is None:
         load_kind(config.rollout.engine).check(config)
@@ -26,6 +28,22 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
     # ``LossStage`` loads the objective again, for its device and kernels.
     load_objective(config.algorithm)
     Advantages(config.algorithm.advantage)
+
+
+def _check_packages(wandb_project: str) -> None:
+    """Apex is what Megatron takes it for, and Weights & Biases is installed if it is used."""
+    # Megatron takes any package of this name for NVIDIA's.
+    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
+        raise ConfigError(
+            "apex: the installed package is not NVIDIA's (the package index has an unrelated one "
+            "of this name), or lacks its CUDA extensions, got no module 'amp_C'; pip uninstall "
+            "apex, or build NVIDIA's (docs/launch.md)"
+        )
+    if wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"log.wandb_project: is '{wandb_project}' but wandb is not installed; "
+            "pip install wandb, or leave the project empty"
+        )
 
 
 def _check_gpus(rollout: RolloutConfig) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.rollout.loop_lag import LoopLag, collect_garbage_rarely
+from bapo_megatron.rollout.limits import LoopLag, collect_garbage_rarely
 from tests.benchmarks import harness
 from tests.benchmarks.bench_client import Case, Client
 from tests.benchmarks.stream_server import Load, serve

@@ -39,23 +39,6 @@ def test_ranks_that_read_no_files_need_the_model_only(check, monkeypatch):
         check_config(config, world_size=1)
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
-def test_an_apex_without_nvidias_kernels_is_refused(check, monkeypatch, has_kernels):
-    installed = {"apex", "amp_C"} if has_kernels else {"apex"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
-    if has_kernels:
-        check()
-        return
-    with pytest.raises(ConfigError, match=r"^apex: the installed package is not NVIDIA's"):
-        check()
-
-
-def test_a_project_at_wandb_needs_wandb(check, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"log\.wandb_project: is 'p' but wandb is not installed"):
-        check("log.wandb_project=p")
-
-
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [

@@ -9,26 +9,26 @@ import pytest
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout import collector
-from bapo_megatron.rollout.loop_lag import LoopLag
+from bapo_megatron.rollout import limits
+from bapo_megatron.rollout.limits import LoopLag, check_files
 
 
 def test_too_few_open_files_for_the_requests_in_flight_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collector.resource, "getrlimit", lambda _: (1000, 4096))
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (1000, 4096))
     sizes = {"groups_per_step": 40, "oversample_groups": 8, "samples_per_group": 16}
     with pytest.raises(RolloutError) as caught:
-        collector._check_files(RolloutConfig.model_validate(sizes))
+        check_files(RolloutConfig.model_validate(sizes))
     # 48 groups of 16 samples, and 256 files for other purposes
     assert str(caught.value) == (
         "rollout.max_connections: a connection per request needs 1024 open files, got a limit of "
         "1000 (ulimit -Hn); raise it, or set rollout.max_connections to at most 744"
     )
-    collector._check_files(RolloutConfig.model_validate(sizes | {"max_connections": 744}))
+    check_files(RolloutConfig.model_validate(sizes | {"max_connections": 744}))
     ahead = RolloutConfig.model_validate(sizes | {"async_steps": 1})
     with pytest.raises(RolloutError, match="needs 1664 open files"):
-        collector._check_files(ahead)
+        check_files(ahead)
 
 
 def test_the_lag_of_a_loop_is_the_largest_since_it_was_asked_for() -> None:

@@ -339,7 +339,7 @@ def beside_runs(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 
 def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
-    """Generation and pushes that fail for good; and a rank that stands still for a while.
+    """Generation and pushes that fail for good.
 
     The second run has ranks of a million operations per second, and its metrics are scraped.
     """
@@ -372,7 +372,6 @@ def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
                 "epochs": 2,
             },
         ),
-        "stands still": _stand_still(model, dumps, root),
     }
 
 
@@ -382,10 +381,10 @@ STOPPED = re.compile(
     r"rank 0 in training, forward and backward of update 2 after [1-9]\d* signs of life for \d+ s; "
     r"stacks and the last collectives are in <run_dir>/logs \(docs/runtime.md\)"
 )
-"""What rank 0 is to say of ``_stand_still``."""
+"""What rank 0 is to say of ``stand_still``."""
 
 
-def _stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
+def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
     """Rank 1 stops before the second update, until rank 0 has said so; then the run goes on."""
     train_update = MegatronPolicy.forward_backward
     stopped, said = root / "stopped", root / "said"

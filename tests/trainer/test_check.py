@@ -1,4 +1,4 @@
-"""Which layouts of servers and ranks on the GPUs of a node are refused."""
+"""Which packages, and which layouts of servers and ranks on the GPUs of a node, are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.sglang.kind import Kind as SglangKind
-from bapo_megatron.trainer.check import _check_gpus
+from bapo_megatron.trainer.check import _check_gpus, _check_packages
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -102,3 +102,23 @@ def test_the_commands_for_one_node_in_the_docs_are_accepted(
     monkeypatch.setattr("bapo_megatron.engine.sglang.kind.check_model", lambda model: {})
     SglangKind().check(config)
     assert num_ranks % config.parallel.tensor == 0
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_an_apex_without_nvidias_kernels_is_refused(
+    monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    installed = {"apex", "amp_C"} if has_kernels else {"apex"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    if has_kernels:
+        _check_packages("")
+        return
+    with pytest.raises(ConfigError, match=r"^apex: the installed package is not NVIDIA's"):
+        _check_packages("")
+
+
+def test_a_project_at_wandb_needs_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _check_packages("")
+    with pytest.raises(ConfigError, match=r"log\.wandb_project: is 'p' but wandb is not installed"):
+        _check_packages("p")

@@ -127,8 +127,10 @@ def test_prometheus_gets_the_newest_row_of_the_metrics(failed: list[dict[str, Ou
     )
 
 
-def test_a_hang_is_told_with_the_rank_that_all_wait_for(failed: list[dict[str, Outcome]]) -> None:
-    first, second = (rank["stands still"] for rank in failed)
+def test_a_hang_is_told_with_the_rank_that_all_wait_for(
+    random_model: Path, mixed_dumps: Path, tmp_path: Path
+) -> None:
+    first, second = run_ranks(stub_runs.stand_still, 2, random_model, mixed_dumps, tmp_path)
     # Rank 1 stood until rank 0 had said ``stub_runs.STOPPED``; then the run went on to its end.
     assert (first.error, second.error, len(first.rows)) == ("", "", 2)
     assert "in wait_for\n" in second.stacks

@@ -1,0 +1,79 @@
+"""What one collector process can carry: open files, garbage, and the lag of its event loop."""
+
+import asyncio
+import gc
+import resource
+
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.errors import RolloutError
+
+_INTERVAL_S = 0.1
+_GARBAGE_THRESHOLDS = (50_000, 50, 50)
+_OTHER_FILES = 256
+"""Open files beside the connections of requests: logs, graders, control calls."""
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system does: a request needs a connection."""
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+
+
+def check_files(rollout: RolloutConfig) -> None:
+    """Refuse more requests in flight than this process may have connections.
+
+    Raises:
+        RolloutError: It may open too few files.
+    """
+    num_groups = rollout.groups_per_step * (1 + rollout.steps_ahead) + rollout.oversample_groups
+    num_samples = num_groups * rollout.samples_per_group
+    needed = _OTHER_FILES + min(rollout.max_connections or num_samples, num_samples)
+    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > available:
+        raise RolloutError(
+            f"rollout.max_connections: a connection per request needs {needed} open files, got a "
+            f"limit of {available} (ulimit -Hn); raise it, or set rollout.max_connections to at "
+            f"most {max(available - _OTHER_FILES, 1)}"
+        )
+
+
+def collect_garbage_rarely() -> None:
+    """Keep the garbage collector from stopping the event loop; ``gc.collect`` is then due at times.
+
+    The answers of SGLang are nested lists, so that Python's defaults search all objects for garbage
+    again and again: with 8,192 requests in flight for up to 1.5 s at a time, which made the loop
+    9 s late (docs/benchmarks/connections_cpu_202611.md).
+    """
+    gc.freeze()
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+
+
+class LoopLag:
+    """How late the running event loop runs what is due: the sign that it has too much to do."""
+
+    def __init__(self) -> None:
+        self._max_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Measure from now on; do nothing if that was begun already."""
+        if self._timer is None:
+            self._schedule()
+
+    def stop(self) -> None:
+        """Measure no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def take_max(self) -> float:
+        """Return the largest lag since the last call, in seconds."""
+        max_s, self._max_s = self._max_s, 0.0
+        return max_s
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._measure)
+
+    def _measure(self) -> None:
+        assert self._timer is not None
+        self._max_s = max(self._max_s, asyncio.get_running_loop().time() - self._timer.when())
+        self._schedule()
