@@ -161,12 +161,15 @@ async def ask_servers(config: RunConfig) -> list[Finding]:
     for address in backend.addresses():
         engine = await backend.connect(address)
         try:
-            told = (await engine.capabilities(_ANSWER_S)).check_nccl(engine.address)
-            found = Finding(engine.address, "ok", f"{_nccl()}, as here")
-            if not told:  # it was not started by this project
-                found = Finding(engine.address, "note", "tells nothing", f"start it with {_nccl()}")
+            capabilities = await engine.capabilities(_ANSWER_S)
+            capabilities.check_nccl(engine.address)
         except RolloutError as error:
             found = Finding(engine.address, "problem", str(error))
+        else:
+            found = Finding(engine.address, "ok", f"{_nccl()}, as here")
+            if not capabilities.nccl_settings:  # it was not started by this project
+                remedy = f"start it with {_nccl()}"
+                found = Finding(engine.address, "note", "NCCL settings unknown", remedy)
         findings.append(found)
         await engine.close()
     return findings

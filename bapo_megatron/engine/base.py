@@ -27,7 +27,6 @@ from bapo_megatron.types import FinishReason, VersionSpans
 
 START_VERSION = 0
 """Weights version that an engine reports at first: the weights of ``model.path``."""
-
 _NUM_JOINED = 64
 
 
@@ -41,8 +40,7 @@ class SamplingSettings:
     top_k: int = -1
     """-1: all tokens."""
     seed: int | None = None
-    """Seed of the response, the same in all of its requests; an engine that cannot repeat a
-    response ignores it."""
+    """The response's, in all of its requests; an engine that cannot repeat one ignores it."""
 
 
 def sample_seed(*identity: str | int) -> int:
@@ -60,8 +58,7 @@ class GenerateRequest:
     label: str
     """Names the request in errors."""
     order: tuple[int, int] = (0, 0)
-    """A stepped engine admits the requests that arrive between two bursts in this order, not in the
-    order in which environments answered."""
+    """A stepped engine admits what came between two bursts in this order, not as it came."""
     version: int = START_VERSION
     """Weights version that the engine holds as far as is known. If it holds another one, it may
     hand out everything at the end, in one piece."""
@@ -157,20 +154,17 @@ class Capabilities:
     gpus: tuple[int, ...] = ()
     """The GPU of each rank, in the trainer's numbering; empty where that is not known."""
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
-    """Its ``processes.nccl_settings``, as far as it tells them."""
+    """Its ``processes.nccl_settings``; empty if it does not report them."""
 
-    def check_nccl(self, address: str) -> bool:
-        """Raise a ``RolloutError`` if this process has others; return whether it tells them."""
-        here = nccl_settings()
-        for name, value in self.nccl_settings.items():
-            if value != here[name]:
+    def check_nccl(self, address: str) -> None:
+        """Raise a ``RolloutError`` if this process has other ``nccl_settings``."""
+        for name, here in nccl_settings().items():
+            if (there := self.nccl_settings.get(name, here)) != here:
                 raise RolloutError(
                     f"{name}: must be the same for trainer and servers, whose NCCL group would "
-                    f"fail or hang otherwise, got {here[name]} here and {value} at {address}; "
-                    f"export {name}={here[name]} where that server is started, or leave it out "
-                    "on both sides"
+                    f"fail or hang otherwise, got {here} here and {there} at {address}; export "
+                    f"{name}={here} where that server is started, or leave it out on both sides"
                 )
-        return bool(self.nccl_settings)
 
 
 class MemoryPart(Enum):

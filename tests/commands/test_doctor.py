@@ -211,7 +211,7 @@ def test_servers_with_other_settings_of_nccl_than_the_trainer_are_a_problem_that
         f"or hang otherwise, got 0 here and 1 at {servers[1].address}; export NCCL_CUMEM_ENABLE=0 "
         "where that server is started, or leave it out on both sides"
     )
-    assert (unknown.verdict, unknown.text) == ("note", "tells nothing")
+    assert (unknown.verdict, unknown.text) == ("note", "NCCL settings unknown")
     assert unknown.remedy == "start it with NCCL_CUMEM_ENABLE=0"
     assert absent.verdict == "problem"
     assert "http://127.0.0.1:1/server_info: no connection" in absent.text
