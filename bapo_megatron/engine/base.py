@@ -275,7 +275,7 @@ class LoadReport:
 
 @runtime_checkable
 class LoadReporter(Protocol):
-    """An ``Engine`` that reports its load, which none has to: metrics, and no sign of life."""
+    """An ``Engine`` that also reports its load; optional, and for metrics only."""
 
     async def report_load(self, timeout_s: float) -> LoadReport:
         """Return the load of this moment, without asking what samples."""

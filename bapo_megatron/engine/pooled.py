@@ -72,7 +72,7 @@ class PooledEngine:
     watcher: asyncio.Task[None] | None = None
     """Asks it whether it answers."""
     is_unproven: bool = True
-    """Whether it was not checked with weights of a push since it was started, or came back."""
+    """Whether it has not been checked with pushed weights since it started or came back."""
 
     @property
     def address(self) -> str:

@@ -144,7 +144,7 @@ class ServerSupervisor:
             await self._may_restart.wait()
 
     def _raise_failed_start(self) -> None:
-        """Raise why too few servers are left that have been ready, or may get ready soon."""
+        """Raise if too few servers are left that have been ready or may still become so."""
         failed = [each for each in self._supervised if each.num_failures and not each.was_ready]
         num_spare = len(self.servers) - self._min_ready
         if len(failed) > num_spare:

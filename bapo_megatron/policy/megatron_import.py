@@ -12,7 +12,7 @@ from bapo_megatron.cpu_torch import uncompiled_imports
 from bapo_megatron.ops.chunked import add_product_
 
 APEX_PRODUCTS = "fused_weight_gradient_mlp_cuda"
-"""The module of apex that Megatron adds gradients of weights up with; it uses no other."""
+"""The module of apex with which Megatron accumulates the gradients of weights, its only one."""
 
 MESSAGES = (
     r"(Transformer Engine and )?Apex (is|are) not installed",  # optional; layer_spec.py chooses

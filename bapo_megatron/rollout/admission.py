@@ -33,10 +33,10 @@ _MAX_UNREPORTED = 512
 
 
 class ResponseLengths:
-    """Where responses end, learnt from those so far; unfinished ones count as far as they got.
+    """Survival function of response lengths; unfinished responses are censored observations.
 
-    A product-limit (Kaplan-Meier) estimate over bins. Before anything is known, lengths are taken
-    to be spread evenly over the bins up to the limit; this counts as much as one response.
+    A product-limit (Kaplan-Meier) estimate over bins. The prior, worth one response, spreads
+    lengths evenly over the bins up to the limit.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class Collector:
         self._stack = contextlib.AsyncExitStack()
         self._config: RunConfig
         self._has_weights: bool
-        """Whether engines start with ``model.path``, not with what nobody knows, or nothing."""
+        """Whether engines start with the weights of ``model.path``."""
         self._backend: Backend
         self._supervisor: ServerSupervisor | None = None
         self._colocated: ColocatedServers | None = None
@@ -277,7 +277,7 @@ class Collector:
             await asyncio.gather(self._beside, return_exceptions=True)
 
     async def save(self, path: Path) -> None:
-        """Begin to write data position and buffer; a thread does, and generation goes on."""
+        """Begin to write data position and buffer, in a thread: generation goes on."""
         assert self._batches is not None, "opened for training"
         await self._batches.wait_for_ahead()
         if self._writing is not None:  # of a checkpoint that was given up

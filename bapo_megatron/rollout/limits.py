@@ -38,11 +38,11 @@ def check_files(rollout: RolloutConfig) -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """Keep the garbage collector from stopping the event loop; ``gc.collect`` is then due at times.
+    """Keep garbage collection out of the event loop; call ``gc.collect`` between batches.
 
-    The answers of SGLang are nested lists, so that Python's defaults search all objects for garbage
-    again and again: with 8,192 requests in flight for up to 1.5 s at a time, which made the loop
-    9 s late (docs/benchmarks/connections_cpu_202611.md).
+    SGLang answers with nested lists. By Python's default thresholds they trigger full collections
+    again and again, with 8,192 requests in flight up to 1.5 s each: the loop was 9 s late
+    (docs/benchmarks/connections_cpu_202611.md).
     """
     gc.freeze()
     gc.set_threshold(*_GARBAGE_THRESHOLDS)

@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Membership:
-    """Keeps the pool's engines those of the backend's addresses."""
+    """Makes the pool's engines follow the backend's addresses."""
 
     backend: Backend
     pool: EnginePool
@@ -25,9 +25,9 @@ class Membership:
     """Time between two looks."""
 
     async def follow(self) -> None:
-        """Look for other addresses, for ever; where they cannot be read, nothing changes.
+        """Look for other addresses until cancelled; where they cannot be read, nothing changes.
 
-        What is found counts once it is found twice in a row: nobody is writing it then.
+        A change counts once it is read twice in a row: then nobody is writing the file.
         """
         before = settled = tuple[str, ...]()
         while True:

@@ -64,8 +64,7 @@ class EnginePool:
         self._timeline = timeline or Timeline(is_kept=False)
         self._admission = Admission(config.max_connections)
         self._turn = asyncio.Lock()
-        """Held by the request that is admitted next; the others come in the order of their calls.
-        """
+        """Held by the request that is admitted next; others follow in the order of their calls."""
         self._num_calls: Counter[int] = Counter()
         """Calls of ``generate`` that have not returned, by affinity."""
         self._is_draining = False

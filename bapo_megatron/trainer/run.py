@@ -5,7 +5,7 @@ other ranks take part in the collectives.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -33,7 +33,7 @@ from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.processes import stacks_appended_to
 from bapo_megatron.rollout.messages import RolloutSource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, say
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse, say
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
 from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
@@ -129,27 +129,14 @@ class Run:
             if not torch.cuda.is_available():
                 cpu_compat.install()  # lets Megatron-core run without CUDA
             groups = init_distributed(config.parallel)
-            store, hang_s = own_store("bapo_megatron/hang"), config.log.hang_s
-            write_more = partial(write_collectives, logs, rank)
-            watch = HangWatch(timer.pulse, store, rank, groups.world_size, hang_s, write_more)
-            stack.callback(watch.start())
+            stack.callback(_watch_for_hangs(config, groups, timer.pulse))
             with fail_together(groups, StoppedError):
                 if (stopped := stopping.error()) is not None:
                     raise stopped
                 # Before the policy needs the memory.
                 if config.rollout.colocated and source is not None:
                     source.release_memory()
-            updates = config.algorithm.updates_per_batch * config.algorithm.epochs
-            policy = MegatronPolicy.build(
-                config.model,
-                config.parallel,
-                config.optimizer,
-                megatron=config.megatron,
-                total_updates=config.train.steps * updates,
-                seed=config.seed,
-                groups=groups,
-                returns_hidden_states=config.ops.logits_chunk_tokens > 0,
-            )
+            policy = _build_policy(config, groups)
             policy.on_micro_batch = timer.pulse.beat
             run = cls(config, groups, policy, source, stopping, stack, timer, show_row)
             stack.callback(run.saver.close)
@@ -379,6 +366,28 @@ class Run:
         if self.config.log.console:
             show_evaluation(found)
         return found
+
+
+def _watch_for_hangs(config: RunConfig, groups: ProcessGroups, pulse: Pulse) -> Callable[[], None]:
+    """Watch this rank's progress from now on; return what ends it."""
+    write_more = partial(write_collectives, config.run_dir / "logs", groups.rank)
+    store = own_store("bapo_megatron/hang")
+    watch = HangWatch(pulse, store, groups.rank, groups.world_size, config.log.hang_s, write_more)
+    return watch.start()
+
+
+def _build_policy(config: RunConfig, groups: ProcessGroups) -> MegatronPolicy:
+    updates = config.algorithm.updates_per_batch * config.algorithm.epochs
+    return MegatronPolicy.build(
+        config.model,
+        config.parallel,
+        config.optimizer,
+        megatron=config.megatron,
+        total_updates=config.train.steps * updates,
+        seed=config.seed,
+        groups=groups,
+        returns_hidden_states=config.ops.logits_chunk_tokens > 0,
+    )
 
 
 def _masked_reasons(config: RunConfig) -> frozenset[FinishReason]:

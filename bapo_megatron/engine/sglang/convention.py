@@ -1,4 +1,4 @@
-"""The content of requests, and start-up checks: which model and convention has a server?
+"""The content of requests, and checks of a server's model and of what its log-probs mean.
 
 The trainer divides its logits by the sampling temperature T, so the engine must report
 log_softmax(logits / T). A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports
