@@ -122,14 +122,23 @@ def test_signals_within_five_seconds_count_once_and_a_later_one_ends_the_process
     assert ended.value.code == 143
 
 
+@pytest.fixture
+def _utc() -> Iterator[None]:
+    """Slurm and the message say local times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("_utc")
 @pytest.mark.parametrize("knows_end", [True, False])
 def test_a_run_stops_before_the_end_of_its_slurm_job(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, knows_end: bool
 ) -> None:
     if knows_end:
         monkeypatch.setenv("SLURM_JOB_END_TIME", "1000000000")
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
     stopping.listen(keeps_time=True)
     while (error := stopping.error()) is None:
         time.sleep(0.01)
