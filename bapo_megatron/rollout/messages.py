@@ -40,7 +40,7 @@ class RolloutSource(Protocol):
         """Return the batch of ``step`` (1, 2, …) as it was written; blocks until it is complete.
 
         None means that no server holds the newest weights any more: push them, then ask again. Or
-        the run is to stop: what was sampled is in ``state``.
+        the run is to stop: ``save`` keeps what was sampled.
         """
 
     def evaluate(self, step: int, *, resume: bool) -> list[EvalResult] | None:
