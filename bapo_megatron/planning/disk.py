@@ -10,7 +10,7 @@ OPTIMIZER_BYTES = 12
 """Per parameter: float32 master weights and two moments."""
 DUMP_TOKEN_BYTES = 7.8
 """Per response token of a dump with its texts (docs/benchmarks/data_path_cpu_202611.md)."""
-BUFFER_TOKEN_BYTES = 5.7
+BUFFER_TOKEN_BYTES = 5.6
 """Per response token of an unfinished sample, without texts (``tests.benchmarks.bench_buffer``)."""
 
 
