@@ -376,7 +376,7 @@ def two_ranks(model: Path, dumps: Path, root: Path) -> dict[str, Outcome]:
 
 
 STOPPED = re.compile(
-    r"no progress for 0.6 s \(log.hang_s\): "
+    r"no progress for 2 s \(log.hang_s\): "
     r"rank 1 in training, forward and backward of update 2 after 0 signs of life for \d+ s; "
     r"rank 0 in training, forward and backward of update 2 after [1-9]\d* signs of life for \d+ s; "
     r"stacks and the last collectives are in <run_dir>/logs \(docs/runtime.md\)"
@@ -415,7 +415,7 @@ def stand_still(model: Path, dumps: Path, root: Path) -> Outcome:
             root / "still",
             {},
             train={"steps": 2, "max_tokens_per_micro_batch": 128},
-            log={**QUIET, "hang_s": 0.6},
+            log={**QUIET, "hang_s": 2.0},  # a busy machine may keep a thread from telling for 1 s
         )
 
 
