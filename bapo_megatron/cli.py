@@ -158,7 +158,7 @@ def _complain(line: str) -> None:
 
 
 def _tell_torchrun(line: str) -> None:
-    """Give torchrun the error for its own report, which is the last thing that it prints."""
+    """Give torchrun the error for its own report, the last thing that it prints."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -117,7 +117,7 @@ def shared_files(group_id: int) -> set[Path]:
 def unlink_shared_files(group_id: int, known: Iterable[Path] = ()) -> None:
     """Remove the names of a group's files in /dev/shm, and ``known`` ones of processes that ended.
 
-    A group that is killed would leave them there for ever. Its processes lose nothing: a mapped
+    A group that is killed would leave them there forever. Its processes lose nothing: a mapped
     file lives on without its name.
     """
     for path in {*known, *shared_files(group_id)}:

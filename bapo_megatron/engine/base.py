@@ -60,7 +60,7 @@ class GenerateRequest:
     order: tuple[int, int] = (0, 0)
     """A stepped engine admits what came between two bursts in this order, not as it came."""
     version: int = START_VERSION
-    """Weights version that the engine holds as far as is known. If it holds another one, it may
+    """Weights version that the engine is thought to hold. If it holds another one, it may
     hand out everything at the end, in one piece."""
     return_logprobs: bool = True
     sampled_tokens: int = 0

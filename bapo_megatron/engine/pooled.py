@@ -59,7 +59,7 @@ class PooledEngine:
     reason: str = "it has not answered yet"
     """Why it is not usable, for people."""
     version: str | None = None
-    """The weights version that it has, as far as is known."""
+    """The weights version that it is thought to hold; None: unknown."""
     num_ranks: int = 1
     """See ``Capabilities``."""
     cache_tokens: int | None = None

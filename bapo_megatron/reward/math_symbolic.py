@@ -2,7 +2,7 @@ r"""Comparison by math-verify, with guards where it is more generous than mathem
 
 math-verify's parser takes ``R`` for ``r``, a list for a point in any order, and numbers below
 10⁻⁶ for 0; its comparison evaluates every power. Each guard below answers one of these. What is
-left may still take for ever: only the worker's limits (``pool.RewardPool``) bound it.
+left may still take forever: only the worker's limits (``pool.RewardPool``) bound it.
 """
 
 import itertools

@@ -303,7 +303,7 @@ class Collector:
         """Count that the trainer is asked for weights again, because no server holds them any more.
 
         A prompt that crashes its server is sent again after each restart, once the trainer has
-        pushed the weights; without a limit that goes on for ever.
+        pushed the weights; without a limit that would go on forever.
         """
         assert self._pool is not None, "connect comes first"
         if self._evaluator.is_interrupted:

@@ -4,7 +4,7 @@
 
 An attempt that fails is answered with the reason as soon as one server has failed: only when rank 0
 has left the collective do the others come out of it. The next attempt takes the failed ones out and
-starts again with the rest: first ``load``, which is the whole push of weights on the disk.
+starts again with the rest, first by ``load``: one call for weights on the disk.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""What saving the unfinished samples costs.
-
-That is: how long the collector's loop stands still, how long the thread writes, how long a resume
-reads, and the size of the file.
+"""Cost of saving the unfinished samples: how long the loop stands still, writes, reads, and bytes.
 
 Token ids are uniform over the vocabulary, the worst case for the size. The last part of each
 response is in pieces, as servers send them.

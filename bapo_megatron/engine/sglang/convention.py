@@ -28,7 +28,7 @@ _MODEL_FIELDS = (
 _NUM_TOP = 16
 _MIN_SEPARATION = 0.1
 """Root mean square distance of the conventions, in nats, below which kernels that work in bfloat16
-hide it; ratios are then wrong by no more than that."""
+hide it; ratios are then wrong by less than that."""
 
 
 def stream_body(request: GenerateRequest) -> dict[str, Any]:

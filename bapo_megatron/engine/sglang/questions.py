@@ -1,7 +1,7 @@
 """How a server answers ``/server_info``, by which others find out whether its scheduler is stuck.
 
-SGLang has the scheduler answer. While that takes weights it answers nothing, which is in order as
-long as somebody waits for it; after a broken broadcast nobody does, of which SGLang knows nothing.
+SGLang has the scheduler answer. A scheduler that takes weights answers nothing, as it should while
+a caller waits for them. After a broken broadcast no caller waits, and SGLang does not notice.
 Standard library only: the launcher imports this.
 """
 
