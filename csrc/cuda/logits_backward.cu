@@ -110,17 +110,18 @@ __device__ __forceinline__ void write_vectors(uint4* body, const RowLayout& layo
   const int num_vectors = layout.num_vectors;
   for (int first = static_cast<int>(threadIdx.x); first < num_vectors;
        first += kThreads * kVectorsPerThread) {
+    uint4* mine = body + first;
+    const int first_column = vector_column(layout, first);
     uint4 vectors[kVectorsPerThread];
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
-      if (first + i * kThreads < num_vectors) vectors[i] = __ldcs(body + first + i * kThreads);
+      if (first + i * kThreads < num_vectors) vectors[i] = __ldcs(mine + i * kThreads);
     }
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
-      const int index = first + i * kThreads;
-      if (index < num_vectors) {
-        __stcs(body + index,
-               vector_gradient<Element>(vectors[i], vector_column(layout, index), job, num_true));
+      if (first + i * kThreads < num_vectors) {
+        const int column = first_column + i * kThreads * kVectorLength<Element>;
+        __stcs(mine + i * kThreads, vector_gradient<Element>(vectors[i], column, job, num_true));
       }
     }
   }
