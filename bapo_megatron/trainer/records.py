@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -310,6 +308,9 @@ class TokenDump:
         dist.all_gather_object(gathered, torch.cat(parts, dim=1).cpu().numpy(), group=groups.data)
         if dist.get_rank(groups.data) > 0 or dist.get_rank(groups.tensor) > 0:
             return
+        import pyarrow as pa  # only dumps need it
+        import pyarrow.parquet as pq
+
         columns = np.concatenate(gathered, axis=1)
         table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
         content = io.BytesIO()

@@ -5,7 +5,7 @@
 
 Each part takes a few minutes on one GPU, prints a line of JSON per check (check, figure, target,
 pass) on standard output and a table on standard error, and ends with 1 if a check failed. Without a
-GPU it says so and ends with 3. ``model`` and ``train`` need neither pyarrow nor transformers.
+GPU it says so and ends with 3. ``needs`` lists the wheels that suffice beside torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import argparse
 import json
 import operator
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+WHEELS = Path(__file__).parents[2] / "requirements" / "gpu_acceptance.txt"
+"""What is installed beside torch; behind each version the size of its wheel in MB."""
+
 PARTS = {
     "build": "the extension for this GPU, and what doctor says: nvcc where it is built",
-    "tests": "pytest -m gpu",
+    "tests": "nothing; it is pytest -m gpu",
     "kernels": "Megatron-core's cross entropy beside ours; flash-attn's, Transformer Engine's and "
     "Liger's where they are installed",
     "sanitize": "compute-sanitizer of the CUDA toolkit",
-    "model": "12 GB of disk for random models of 0.5B and 1.5B with dumps to train on",
+    "model": "5 GB of disk for random models of 0.5B and 1.5B, and batches to train them on",
     "train": "what `model` wrote",
-    "ipc": "torch_memory_saver for its second half",
+    "ipc": "nothing",
     "nccl": "nothing",
 }
 """What each part needs beside a GPU, in the order of ``all``."""
@@ -59,6 +63,9 @@ TARGETS = {
     "both against Megatron-core": Target(">=", 6),
     "forward against others": Target(">=", 1.0),
     "bound search us": Target("<=", 50),
+    "copy TB/s": Target(">=", 3.9),
+    "long rows copy TB/s": Target(">=", 3.9),
+    "seconds": Target("<=", 360),
     "peak over plan": Target("<=", 1.10),
     "plan over peak": Target("<=", 1.10),
     "gradient norm": FINITE,
@@ -115,16 +122,36 @@ def run(
 ) -> list[Check]:
     """Run parts one after the other; a part that raises is a failed check of its name."""
     done = []
+
+    def add(check: Check) -> None:
+        done.append(check)
+        print(check.line(), flush=True)  # noqa: T201
+
     for part in parts:
+        began = time.perf_counter()
         try:
             for check in load(part)(options):
-                done.append(check)
-                print(check.line(), flush=True)  # noqa: T201
+                add(check)
         except Exception as error:  # noqa: BLE001 - the other parts may still tell something
             print(f"{part}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-            done.append(Check(f"{part} ended without an error", 0.0))
-            print(done[-1].line(), flush=True)  # noqa: T201
+            add(Check(f"{part} ended without an error", 0.0))
+        add(Check(f"seconds ({part})", time.perf_counter() - began))
     return done
+
+
+def needs() -> str:
+    """What each part needs, then the wheels that all of them need together."""
+    sizes = {
+        wheel.strip(): float(size)
+        for wheel, _, size in (
+            line.partition("#") for line in WHEELS.read_text().splitlines() if "==" in line
+        )
+    }
+    parts = [f"{part}: {what}" for part, what in PARTS.items()]
+    wheels = [f"{size:6.2f} MB  {wheel}" for wheel, size in sizes.items()]
+    total = f"{sum(sizes.values()):6.2f} MB  in all, beside torch 2.10 to 2.14 and what it requires"
+    install = f"pip install --no-deps -r requirements/{WHEELS.name}"
+    return "\n".join([*parts, "", *wheels, total, install])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -144,8 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = parse(arguments)
     if options.part == "needs":
-        for part, needs in PARTS.items():
-            print(f"{part}: {needs}")  # noqa: T201
+        print(needs())  # noqa: T201
         return 0
     import torch
 

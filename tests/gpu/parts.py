@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from bapo_megatron.algorithm.bapo import BoundSearch
 from bapo_megatron.config.schema import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
+from tests.benchmarks.harness import timed_s
 from tests.gpu.acceptance import Check
 from tests.gpu.training import model, train  # noqa: F401 - two of the parts
 
@@ -29,6 +30,10 @@ _BUFFERS = 3
 """Logits in turns, so that none of them is in a cache."""
 _LONG_ROWS = 152064
 _PARENT = Path(__file__).parents[2]
+_UNUSED_PACKAGES = ("transformers",)
+"""What runs need and no part does."""
+_HANG_S = 900
+"""When a process is given up."""
 
 
 def build(options: argparse.Namespace) -> Iterator[Check]:
@@ -38,17 +43,30 @@ def build(options: argparse.Namespace) -> Iterator[Check]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=_HANG_S,
     )
     for row in json.loads(answer.stdout):
-        if row["verdict"] != "note":
+        if row["verdict"] != "note" and row["topic"] not in _UNUSED_PACKAGES:
             yield Check(f"doctor: {row['topic']}", float(row["verdict"] == "ok"))
 
 
 def tests(options: argparse.Namespace) -> Iterator[Check]:
     """What is marked ``gpu`` passes."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    status = subprocess.run(command, cwd=_PARENT, stdout=sys.stderr, check=False).returncode
+    status = subprocess.run(
+        [*command, *gpu_tests()],
+        cwd=_PARENT,
+        stdout=sys.stderr,
+        check=False,
+        timeout=_HANG_S,
+    ).returncode
     yield Check("pytest -m gpu", float(status == 0))
+
+
+def gpu_tests() -> list[Path]:
+    """The files with tests for a GPU; others import more than a bare machine has."""
+    files = (_PARENT / "tests").rglob("test_*.py")
+    return sorted(path for path in files if "mark.gpu" in path.read_text())
 
 
 def kernels(options: argparse.Namespace) -> Iterator[Check]:
@@ -57,47 +75,61 @@ def kernels(options: argparse.Namespace) -> Iterator[Check]:
 
     device = torch.device(options.device)
     join_one_rank(device)
-    bytes_per_s = copy_bandwidth(device, options.rounds, options.tokens * options.columns)
     shapes = {
         "": (options.tokens, options.columns),
         "long rows ": (max(options.tokens // 8, 1), options.columns * 8),
     }
     for name, shape in shapes.items():
-        yield from _logprob_checks(name, shape, device, options.rounds, bytes_per_s)
+        yield from _logprob_checks(name, shape, device, options.rounds)
     yield Check("bound search us", 1e6 * _search_s(options, device))
+    if device.type == "cuda":
+        for clock, frequency in clocks_under_load(device).items():
+            yield Check(f"{clock} clock MHz", frequency)
 
 
 def _logprob_checks(
-    name: str, shape: tuple[int, int], device: torch.device, rounds: int, bytes_per_s: float
+    name: str, shape: tuple[int, int], device: torch.device, rounds: int
 ) -> Iterator[Check]:
     """Our two kernels against a copy; for the first shape, also against other libraries."""
     from tests.benchmarks.bench_logprob import gpu_cross_entropies, megatron_cross_entropies
 
     logits = [make_logits(shape, device, number) for number in range(_BUFFERS)]
     target_T = torch.randint(shape[1], (shape[0],), device=device)
-    num_bytes = logits[0].nbytes
+    spare_TV = torch.empty_like(logits[0])
+    num_bytes = spare_TV.nbytes
 
-    def timed(function: Callable[..., object], share: int = 1) -> float:
-        """Time of all tokens, by one of ``share`` parts."""
+    def on_part(function: Callable[..., object], share: int = 1) -> Callable[[int], object]:
+        """The work on the first of ``share`` equal parts of the tokens."""
         parts = [each[: len(each) // share] for each in logits]
         part_T = target_T[: len(target_T) // share]
-        return share * median_s(device, rounds, lambda n: function(parts[n], part_T))
+        return lambda number: function(parts[number], part_T)
 
-    forward_s = timed(_forward)
-    yield Check(f"{name}forward bandwidth share", num_bytes / forward_s / bytes_per_s)
+    def copy(number: int) -> object:
+        return spare_TV.copy_(logits[number])
+
+    works = {"copy": copy, "forward": on_part(_forward)}
+    others: dict[str, Callable[..., Tensor]] = {}
     if not name:
-        fused = megatron_cross_entropies()["Megatron-core fused"]  # it makes float32 copies
-        fused_s, fused_both_s = timed(_no_grad(fused), 8), timed(_both(fused), 8)
+        fused = megatron_cross_entropies()["Megatron-core fused"]
         others = gpu_cross_entropies() if device.type == "cuda" else {}
-        others_s = {library: timed(_no_grad(function)) for library, function in others.items()}
+        # An eighth of the tokens: it makes float32 copies.
+        works["fused"], works["fused both"] = on_part(_no_grad(fused), 8), on_part(_both(fused), 8)
+        works |= {library: on_part(_no_grad(each)) for library, each in others.items()}
+    took_s = medians_s(device, rounds, works)
+    forward_s = took_s["forward"]
+    bytes_per_s = 2 * num_bytes / took_s["copy"]
+    yield Check(f"{name}copy TB/s", bytes_per_s / 1e12)
+    yield Check(f"{name}forward bandwidth share", num_bytes / forward_s / bytes_per_s)
     # Last, since it overwrites the logits.
-    backward_s = median_s(device, rounds, _gradient_of(logits, target_T))
-    yield Check(f"{name}backward bandwidth share", 2 * num_bytes / backward_s / bytes_per_s)
+    took_s |= medians_s(device, rounds, {"copy": copy, "backward": _gradient_of(logits, target_T)})
+    share = took_s["copy"] / took_s["backward"]  # both read and write the logits once
+    yield Check(f"{name}backward bandwidth share", share)
     if not name:
-        yield Check("forward against Megatron-core", fused_s / forward_s)
-        yield Check("both against Megatron-core", fused_both_s / (forward_s + backward_s))
-        for library, other_s in others_s.items():
-            yield Check(f"forward against others ({library})", other_s / forward_s)
+        yield Check("forward against Megatron-core", 8 * took_s["fused"] / forward_s)
+        both_s = forward_s + took_s["backward"]
+        yield Check("both against Megatron-core", 8 * took_s["fused both"] / both_s)
+        for library in others:
+            yield Check(f"forward against others ({library})", took_s[library] / forward_s)
 
 
 def sanitize(options: argparse.Namespace) -> Iterator[Check]:
@@ -118,6 +150,7 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
             env=environment,
             stdout=sys.stderr,
             check=False,
+            timeout=_HANG_S,
         ).returncode
         yield Check(f"compute-sanitizer {tool}", float(status == 0))
 
@@ -138,6 +171,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=_HANG_S,
     )
     expected = num_values * (num_values - 1) / 2
     seen = float(child.stdout or "nan") if child.returncode == 0 else float("nan")
@@ -151,6 +185,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
                 capture_output=True,
                 text=True,
                 check=False,
+                timeout=_HANG_S,
             )
         released, returned = map(float, saver.stdout.split()) if saver.stdout else (0.0, 0.0)
         yield Check("released share", released)
@@ -179,29 +214,28 @@ def make_logits(shape: tuple[int, int], device: torch.device, seed: int) -> Tens
     return logits.normal_(std=3.0, generator=generator)
 
 
-def copy_bandwidth(device: torch.device, rounds: int, num_values: int) -> float:
-    """Bytes per second that a copy reads and writes."""
-    source = torch.zeros(num_values, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_s(device, rounds, lambda _: target.copy_(source))
-
-
-def median_s(device: torch.device, rounds: int, work: Callable[[int], object]) -> float:
-    """Median time of ``work(number of the buffer)``, by the device's own clock on a GPU."""
-    times = []
+def medians_s(
+    device: torch.device, rounds: int, works: dict[str, Callable[[int], object]]
+) -> dict[str, float]:
+    """Median time of each ``work(number of the buffer)``, all of them in turns."""
+    times: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(rounds + 2):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work(round_ % _BUFFERS)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            work(round_ % _BUFFERS)
-            times.append(time.perf_counter() - began)
-    return sorted(times[2:])[rounds // 2]
+        for name, work in works.items():
+            times[name].append(timed_s(device, lambda: work(round_ % _BUFFERS)))  # noqa: B023
+    return {name: statistics.median(each[2:]) for name, each in times.items()}
+
+
+def clocks_under_load(device: torch.device) -> dict[str, float]:
+    """Clocks of the GPU in MHz, while it copies."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    for _ in range(2000):  # about a second, which nobody waits for
+        target.copy_(source)
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    command += ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    torch.cuda.synchronize(device)
+    return dict(zip(("SM", "memory"), map(float, answer.stdout.split(",")), strict=True))
 
 
 def _forward(logits_TV: Tensor, target_T: Tensor) -> object:
@@ -252,4 +286,4 @@ def _search_s(options: argparse.Namespace, device: torch.device) -> float:
         tokens = (logprob_T, logprob_T + 0.1 * normal[1], normal[2], mask_T)
         return search.bounds(search.contributions(*tokens))
 
-    return median_s(device, options.rounds, run)
+    return medians_s(device, options.rounds, {"search": run})["search"]

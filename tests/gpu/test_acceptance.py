@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.distributed_launch import run_ranks
-from tests.gpu import acceptance, cpu_rank
+from tests.gpu import acceptance, bare_machine, parts
 from tests.gpu.acceptance import Check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         ("forward against others (Liger)", 0.99, False),
         ("bound search us", 50.0, True),
         ("bound search us", 51.0, False),
+        ("seconds (train)", 361.0, False),
         ("gradient norm (1.5B, plain)", 1.3, True),
         ("gradient norm (1.5B, plain)", math.inf, False),
         ("gradient norm (1.5B, plain)", math.nan, False),
@@ -69,26 +72,59 @@ def test_a_part_that_fails_is_a_failed_check_and_the_next_one_runs(
         yield Check("first", 1.0)
         raise ValueError("no such device")
 
-    parts: dict[str, Any] = {"broken": broken, "sound": lambda _: iter([Check("last", 1.0)])}
-    checks = acceptance.run(["broken", "sound"], argparse.Namespace(), parts.__getitem__)
+    known: dict[str, Any] = {"broken": broken, "sound": lambda _: iter([Check("last", 1.0)])}
+    checks = acceptance.run(["broken", "sound"], argparse.Namespace(), known.__getitem__)
     assert [(check.name, check.passes) for check in checks] == [
         ("first", True),
         ("broken ended without an error", False),
+        ("seconds (broken)", True),
         ("last", True),
+        ("seconds (sound)", True),
     ]
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 3
+    assert len(out.splitlines()) == 5
     assert err == "broken: ValueError: no such device\n"
+
+
+def test_needs_lists_the_wheels_and_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert acceptance.main(["needs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:8]] == list(acceptance.PARTS)
+    assert "  2.58 MB  megatron-core==0.16.1" in lines
+    (total,) = (line for line in lines if "MB  in all" in line)
+    assert 0 < float(total.split()[0]) <= 60
+    assert lines[-1] == "pip install --no-deps -r requirements/gpu_acceptance.txt"
+
+
+def test_the_listed_wheels_are_those_that_are_tested_here() -> None:
+    pins = bare_machine.listed()
+    del pins["torch-memory-saver"], pins["typing-extensions"]  # of SGLang on a GPU, and of torch
+    cpu = (acceptance.WHEELS.parent / "cpu.txt").read_text().lower().replace("_", "-").splitlines()
+    assert {f"{name}=={version}" for name, version in pins.items()} <= set(cpu)
+
+
+def test_the_files_with_tests_for_a_gpu_are_found() -> None:
+    assert "test_cuda_device.py" in {path.name for path in parts.gpu_tests()}
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_what_needs_no_gpu_runs_on_the_cpu_at_a_small_size(tmp_path: Path) -> None:
-    parts = ["model", "train", "kernels", "ipc", "nccl"]
-    (results,) = run_ranks(cpu_rank.run_parts, 1, tmp_path, parts, timeout_s=540)
+def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.bare_machine", tmp_path],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=540,
+    )
+    assert answer.returncode == 0, answer.stderr
+    results = json.loads(answer.stdout.splitlines()[-1])
     lines = {part: list(map(json.loads, out.splitlines())) for part, (_, out, _) in results.items()}
     names = {part: [line["check"] for line in found] for part, found in lines.items()}
     assert (tmp_path / "tiny" / "batch.npz").is_file()
+    assert "doctor: megatron-core" in names["build"]
     assert names["train"] == [
         "gradient norm (tiny, plain)",
         "tokens per second (tiny, plain)",
@@ -100,19 +136,23 @@ def test_what_needs_no_gpu_runs_on_the_cpu_at_a_small_size(tmp_path: Path) -> No
         "tokens per second (tiny, full recompute)",
         "gradient norm difference (tiny, chunked logits)",
         "gradient norm difference (tiny, full recompute)",
+        "seconds (train)",
     ]
-    assert lines["train"][-2]["figure"] < 1e-5
-    for part in ("model", "train", "ipc", "nccl"):
+    assert lines["train"][-3]["figure"] < 1e-5
+    for part in ("build", "model", "train", "ipc", "nccl"):
         status, _, table = results[part]
         assert (status, all(line["pass"] for line in lines[part])) == (0, True), table
     # Times on the CPU mean nothing, but every figure is there.
     assert names["kernels"] == [
+        "copy TB/s",
         "forward bandwidth share",
         "backward bandwidth share",
         "forward against Megatron-core",
         "both against Megatron-core",
+        "long rows copy TB/s",
         "long rows forward bandwidth share",
         "long rows backward bandwidth share",
         "bound search us",
+        "seconds (kernels)",
     ]
     assert all(line["figure"] > 0 for line in lines["kernels"])

@@ -16,19 +16,21 @@ from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.device_copy import on_device
-from bapo_megatron.data.dump import read_batch
+from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss import LossStage, UpdateContext
 from bapo_megatron.trainer.output import PolicyOutput
-from bapo_megatron.trainer.split import split_step
+from bapo_megatron.trainer.split import SplitShape, split_step
 from bapo_megatron.trainer.step import find_faults, reduce_reports
-from tests.trainer.dumps import ONE_RANK
+from tests.gpu.training import read_batch_arrays, write_batch_arrays
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """Ways to bring a tensor's value to the host that no operator shows on a CPU."""
 
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 """Operators whose result on the host, or whose size, depends on values."""
+
+ONE_RANK = SplitShape(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
 
 CPU = torch.device("cpu")
 GPU = pytest.param(
@@ -85,7 +87,7 @@ def _no_reads(device: torch.device) -> Iterator[None]:
 )
 @pytest.mark.parametrize("correction", ["none", "token", "icepop"])
 def test_search_and_loss_never_wait_for_the_device(
-    mixed_dumps: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     objective: dict[str, Any],
     correction: str,
@@ -100,7 +102,8 @@ def test_search_and_loss_never_wait_for_the_device(
         }
     )
     searches = "bapo" in objective
-    batch = read_batch(mixed_dumps / "step_000001.parquet")
+    write_batch_arrays(tmp_path / "batch.npz", 300, num_groups=4, group_size=4, max_tokens=24)
+    batch = read_batch_arrays(tmp_path / "batch.npz")
     (update,) = split_step(
         batch,
         Advantages(config.advantage),
