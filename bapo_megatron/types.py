@@ -284,8 +284,8 @@ class MicroBatch:
     mask_T: torch.Tensor
     """[T] float32: m, 1 for tokens that train, else 0."""
     importance_T: torch.Tensor
-    """[T] float32: π_recomputed / π_rollout of the token, or of its whole response, where
-    ``algorithm.correction`` asks for it; else 1."""
+    """[T] float32: π_recomputed / π_rollout of the token, or of its whole response (product or
+    geometric mean), where ``algorithm.correction`` asks for it; else 1."""
     loss_weight_T: torch.Tensor
     """[T] float32: m over the global denominator of the update. Σ ``loss_weight · loss`` over all
     ranks and micro-batches is the loss of the update."""

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better one response is than its siblings.
+"""Advantages: how much better one response is than its siblings, or than the batch's others.
 
 A user's function is called once per group, with the rewards [G] float64 and the group's samples,
 and returns [G]:
@@ -11,6 +11,7 @@ Every rank calls it for all groups of a batch, so it must give the same values e
 Shape legend: P = prompts (groups), G = responses per prompt.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,20 +23,24 @@ from bapo_megatron.types import Group
 STD_EPSILON = 1e-6
 """Added to the standard deviation of ``grpo``."""
 
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance of ``reinforce_pp`` and ``reinforce_pp_baseline``."""
+
 
 class Advantages:
     """The estimator that ``algorithm.advantage`` names."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, baseline_shift: float = 0.0) -> None:
         """Import a user's function.
 
         Args:
-            kind: ``grpo``, ``grpo_no_std``, ``rloo`` or ``package.module:function``.
+            kind: One of ``config.objectives.ADVANTAGES`` or ``package.module:function``.
+            baseline_shift: As of ``group_advantages``.
 
         Raises:
             UserCodeError: The function cannot be imported.
         """
-        self._kind = kind
+        self._kind, self._shift = kind, baseline_shift
         self._code = UserCode("algorithm.advantage", kind) if ":" in kind else None
         if self._code is not None and not callable(self._code.object):
             self._code.refuse(f"is a {type(self._code.object).__name__}; name a function")
@@ -44,7 +49,7 @@ class Advantages:
         """Return the advantage of every sample, [P, G] float32.
 
         Args:
-            groups: Of equal size.
+            groups: All groups of the batch, of equal size.
 
         Raises:
             ValueError: The rewards do not fit ``group_advantages``.
@@ -53,7 +58,8 @@ class Advantages:
         rewards = [[sample.reward for sample in group.samples] for group in groups]
         reward_PG = torch.tensor(rewards, dtype=torch.float64)
         if self._code is None:
-            return group_advantages(reward_PG, self._kind)
+            lengths = [[sample.num_sampled for sample in group.samples] for group in groups]
+            return group_advantages(reward_PG, torch.tensor(lengths), self._kind, self._shift)
         _check_rewards(reward_PG)
         return torch.stack(
             [
@@ -78,17 +84,36 @@ def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
     return advantage_G.to(torch.float32)
 
 
-def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
-    """Compute the advantage of every response relative to its group.
+def group_advantages(
+    reward_PG: Tensor, length_PG: Tensor, kind: str, baseline_shift: float = 0.0
+) -> Tensor:
+    """Compute the advantage of every response.
 
-    - ``grpo``: (R − mean) / (std + 1e-6), with the unbiased standard deviation;
-    - ``grpo_no_std``: R − mean (Dr. GRPO);
-    - ``rloo``: R − mean of the other G − 1 responses = (R − mean) · G / (G − 1).
+    R minus a baseline, to which ``baseline_shift`` is added (AsymRE, arXiv 2506.20520: below 0):
 
-    A group whose rewards are all equal gets exactly 0, so that it counts as having no gradient.
+    - ``grpo_no_std``: mean of the group (Dr. GRPO, arXiv 2503.20783);
+    - ``rloo``: mean of the other G − 1 responses, so that A = (R − mean) · G / (G − 1);
+    - ``opo``: mean of the group weighted by the responses' lengths (arXiv 2505.23585).
+
+    Scaled:
+
+    - ``grpo``: (R − mean) / (std + 1e-6) of the group, with the unbiased standard deviation;
+    - ``reinforce_pp``: R whitened over the batch (REINFORCE++, arXiv 2501.03262): (R − m) / √(v +
+      1e-8), where m is the mean and v the unbiased variance over all *tokens* of the batch;
+    - ``reinforce_pp_baseline``: the same of R − mean of the group.
+
+    A group whose rewards are all equal gets exactly 0, minus the shift, so that it counts as having
+    no gradient; with the last two kinds only where all rewards of the batch are equal.
+
+    Args:
+        reward_PG: [P, G] R; all groups of the batch, on every rank alike.
+        length_PG: [P, G] number of tokens of each response.
+        kind: One of ``config.objectives.ADVANTAGES``.
+        baseline_shift: For those in ``config.objectives.SHIFTED``, else 0.
 
     Returns:
-        [P, G] float32 advantages; formed in float64 and rounded once.
+        [P, G] float32 advantages; formed in float64 and rounded once. Sums over the batch are
+        exact: the order of groups does not matter.
 
     Raises:
         ValueError: For a shape other than [P, G ≥ 2], or a reward that is not finite.
@@ -100,18 +125,36 @@ def group_advantages(reward_PG: Tensor, kind: str) -> Tensor:
         )
     _check_rewards(reward_PG)
     group_size = reward_PG.shape[1]
-    exact_PG = reward_PG.to(torch.float64)
-    centred_PG = exact_PG - exact_PG.mean(dim=1, keepdim=True)
+    exact_PG, length_PG = reward_PG.to(torch.float64), length_PG.to(torch.float64)
+    if kind == "reinforce_pp":
+        return _whitened(exact_PG, length_PG).to(torch.float32)
+    weight_PG = length_PG.clamp(min=1) if kind == "opo" else torch.ones_like(exact_PG)
+    weighed_P1 = (exact_PG * weight_PG).sum(dim=1, keepdim=True)
+    centred_PG = exact_PG - weighed_P1 / weight_PG.sum(dim=1, keepdim=True)
+    all_equal_P1 = exact_PG.amax(dim=1, keepdim=True) == exact_PG.amin(dim=1, keepdim=True)
+    centred_PG = torch.where(all_equal_P1, 0.0, centred_PG)
     if kind == "grpo":
         variance_P1 = centred_PG.square().sum(dim=1, keepdim=True) / (group_size - 1)
         advantage_PG = centred_PG / (variance_P1.sqrt() + STD_EPSILON)
-    elif kind == "grpo_no_std":
-        advantage_PG = centred_PG
-    else:
-        assert kind == "rloo"
+    elif kind == "rloo":
         advantage_PG = centred_PG * (group_size / (group_size - 1))
-    all_equal_P1 = exact_PG.amax(dim=1, keepdim=True) == exact_PG.amin(dim=1, keepdim=True)
-    return torch.where(all_equal_P1, 0.0, advantage_PG).to(torch.float32)
+    elif kind == "reinforce_pp_baseline":
+        advantage_PG = _whitened(centred_PG, length_PG)
+    else:
+        assert kind in ("grpo_no_std", "opo")
+        advantage_PG = centred_PG
+    return (advantage_PG - baseline_shift).to(torch.float32)
+
+
+def _whitened(value_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """(value − mean) / √(variance + 1e-8) over all tokens; 0 where all values are equal."""
+    num_tokens = float(length_PG.sum())
+    if num_tokens < 2 or bool(value_PG.amax() == value_PG.amin()):
+        return torch.zeros_like(value_PG)
+    mean = math.fsum((value_PG * length_PG).flatten().tolist()) / num_tokens
+    square_PG = (value_PG - mean).square() * length_PG
+    variance = math.fsum(square_PG.flatten().tolist()) / (num_tokens - 1)
+    return (value_PG - mean) / math.sqrt(variance + VARIANCE_EPSILON)
 
 
 def _check_rewards(reward_PG: Tensor) -> None:

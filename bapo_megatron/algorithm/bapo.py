@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.clip import Clip
 from bapo_megatron.algorithm.objective import TokenBatch
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, REFUSED, BoundSearch
 

@@ -18,6 +18,34 @@ from torch import Tensor
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
 
 
+def clipped_loss(
+    ratio_T: Tensor, advantage_T: Tensor, bounds: tuple[Tensor, Tensor], dual_clip: float | None
+) -> Tensor:
+    """Return the loss above, [T]; ``bounds`` is (c_low, c_high), [] or [T] each."""
+    low, high = bounds
+    is_negative_T = advantage_T < 0
+    dual = math.inf if dual_clip is None else dual_clip
+    floor_T = torch.where(is_negative_T, low, 0.0)
+    ceiling_T = torch.where(is_negative_T, dual, high)
+    return -advantage_T * ratio_T.clamp(floor_T, ceiling_T)
+
+
+def clipped_tokens(
+    ratio_T: Tensor, advantage_T: Tensor, bounds: tuple[Tensor, Tensor], dual_clip: float | None
+) -> dict[str, Tensor]:
+    """Return which tokens a limit of ``clipped_loss`` holds, [T] bool by metric."""
+    low, high = bounds
+    is_negative_T = advantage_T < 0
+    dual_T = torch.zeros_like(is_negative_T)
+    if dual_clip is not None:
+        dual_T = is_negative_T & (ratio_T > dual_clip)
+    return {
+        "clip/fraction_high": (advantage_T > 0) & (ratio_T > high),
+        "clip/fraction_low": is_negative_T & (ratio_T < low),
+        "clip/fraction_dual": dual_T,
+    }
+
+
 class Clip(Objective):
     """The clipped loss; subclasses say where ``bounds`` come from."""
 
@@ -27,29 +55,15 @@ class Clip(Objective):
 
     @abstractmethod
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return c_low and c_high, no dimensions, in the tokens' dtype and on their device."""
+        """Return c_low and c_high, [] or [T], in the tokens' dtype and on their device."""
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the clipped loss of each token, [T]."""
-        low, high = self.bounds(tokens)
-        is_negative_T = tokens.advantage < 0
-        dual = math.inf if self.dual_clip is None else self.dual_clip
-        floor_T = torch.where(is_negative_T, low, 0.0)
-        ceiling_T = torch.where(is_negative_T, dual, high)
-        return -tokens.advantage * tokens.ratio.clamp(floor_T, ceiling_T)
+        return clipped_loss(tokens.ratio, tokens.advantage, self.bounds(tokens), self.dual_clip)
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Return which tokens a limit holds, [T] bool each."""
-        low, high = self.bounds(tokens)
-        is_negative_T = tokens.advantage < 0
-        dual_T = torch.zeros_like(is_negative_T)
-        if self.dual_clip is not None:
-            dual_T = is_negative_T & (tokens.ratio > self.dual_clip)
-        return {
-            "clip/fraction_high": (tokens.advantage > 0) & (tokens.ratio > high),
-            "clip/fraction_low": is_negative_T & (tokens.ratio < low),
-            "clip/fraction_dual": dual_T,
-        }
+        return clipped_tokens(tokens.ratio, tokens.advantage, self.bounds(tokens), self.dual_clip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ Shape legend: T = tokens of the trial.
 
 import functools
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,8 +17,8 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.bapo import Bapo
-from bapo_megatron.algorithm.clip import FixedClip
+from bapo_megatron.algorithm.built_in import BUILT_IN
+from bapo_megatron.algorithm.histograms import HighEntropy
 from bapo_megatron.algorithm.objective import (
     Needs,
     Objective,
@@ -75,35 +74,42 @@ def load_objective(
     """
     kernels = kernels or select_kernels("auto", device)
     objective: Objective
-    if config.objective == "bapo":
-        objective = Bapo(config.bapo, config.dual_clip, kernels)
-    elif config.objective == "clip":
-        objective = FixedClip(config.fixed.low, config.fixed.high, config.dual_clip)
-    elif config.objective == "none":
-        objective = FixedClip(0.0, math.inf, config.dual_clip)
+    if config.objective in BUILT_IN:
+        objective = BUILT_IN[config.objective](config, kernels)
     else:
         code = UserCode("algorithm.objective", config.objective)
         objective = _UserObjective(code, config.objective_options)
-    tokens = trial_tokens(device)
-    statistic_size = decision_size = 0
-    if objective.needs == "response":
-        sum_B = torch.zeros(_TRIAL_RESPONSES, dtype=torch.int64, device=device)
-        add_over_responses(sum_B, objective.statistics(tokens), tokens.response)
-        sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
-        tokens = replace(tokens, response_sums=sums_T)
-    elif objective.needs != "token":
-        total_K = objective.statistics(tokens)
-        decision = objective.decide(total_K)
-        statistic_size, decision_size = total_K.numel(), decision.numel()
-        tokens = replace(tokens, decision=decision)
-    if isinstance(objective, _UserObjective):
+        tokens = _with_sums(objective, trial_tokens(device))
         _try(objective, tokens, kernels)
         if tokens.decision is not None:
             objective.report_decision(tokens.decision.tolist())
             objective.refuses(tokens.decision)
             objective.explain_refusal(tokens.decision.tolist())
-    names = tuple(objective.report(tokens))
-    return LoadedObjective(objective, names, statistic_size, decision_size)
+    if config.entropy_share < 1:
+        objective = HighEntropy(objective, config.entropy_share)
+    tokens = _with_sums(objective, trial_tokens(device))
+    by_update = tokens.decision is not None
+    return LoadedObjective(
+        objective,
+        report_names=tuple(objective.report(tokens)),
+        statistic_size=objective.statistics(tokens).numel() if by_update else 0,
+        decision_size=0 if tokens.decision is None else tokens.decision.numel(),
+    )
+
+
+def _with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
+    """The tokens of a whole update with what the objective asked for."""
+    if objective.needs == "token":
+        return tokens
+    statistics = objective.statistics(tokens)
+    if objective.needs != "response":
+        return replace(tokens, decision=objective.decide(statistics))
+    num_responses = int(tokens.response.max()) + 1
+    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=tokens.logprob.device)
+    value_T = torch.where(tokens.mask > 0, statistics, 0.0)
+    add_over_responses(sum_B, value_T, tokens.response)
+    sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
+    return replace(tokens, response_sums=sums_T)
 
 
 class _UserObjective(Objective):

@@ -80,13 +80,14 @@ def limit_weights(importance_T: Tensor, config: CorrectionConfig) -> Tensor:
     """Return what the policy loss of every token is multiplied by, [T].
 
     - ``token``, ``sequence``: min(w, cap);
-    - ``icepop``: w where low ≤ w ≤ high, else 0.
+    - ``icepop``: w where low ≤ w ≤ high, else 0;
+    - ``geometric``: 1 where low ≤ w ≤ high, else 0.
 
     Args:
-        importance_T: [T] w of the token, or ∏ w of its response.
+        importance_T: [T] w of the token, or of its response ∏ w or the geometric mean of w.
         config: Kind and limits; not ``none``.
     """
-    if config.kind == "icepop":
-        inside_T = (importance_T >= config.low) & (importance_T <= config.high)
-        return torch.where(inside_T, importance_T, 0.0)
-    return importance_T.clamp(max=config.cap)
+    if config.kind in ("token", "sequence"):
+        return importance_T.clamp(max=config.cap)
+    inside_T = (importance_T >= config.low) & (importance_T <= config.high)
+    return torch.where(inside_T, importance_T if config.kind == "icepop" else 1.0, 0.0)

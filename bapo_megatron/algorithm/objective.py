@@ -145,7 +145,7 @@ class Objective(Protocol):
         return tokens.mask > 0
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
-        """Return the limits (low, high) of r, for ``loss/positive_share``; None: no limits."""
+        """Return the limits (low, high) of r, [] or [T], for ``loss/positive_share``, or None."""
         return None
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:

@@ -20,7 +20,8 @@ from rich.table import Table
 
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
-from bapo_megatron.config.schema import AlgorithmConfig, BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
+from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.contributions import BoundSearch, TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
 from bapo_megatron.telemetry.console import uncut_console

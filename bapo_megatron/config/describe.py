@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from bapo_megatron.config.schema import BAPO_PRESETS, BapoConfig, RunConfig
+from bapo_megatron.config.objectives import BAPO_PRESETS, BapoConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG
 
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -19,109 +19,27 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
+from bapo_megatron.config.objectives import (
+    ADVANTAGES,
+    DUAL_CLIPPED,
+    OBJECTIVES,
+    SHIFTED,
+    AspoConfig,
+    BapoConfig,
+    CeGppoConfig,
+    CispoConfig,
+    DcpoConfig,
+    DppoTvConfig,
+    FixedClipConfig,
+    GmpoConfig,
+    GspoConfig,
+    M2poConfig,
+    OpsmConfig,
+    SapoConfig,
+)
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.config.section import Section, built_in_or_own
-
-
-class RangeConfig(Section):
-    """The movable range of one clip bound, in importance ratios."""
-
-    start: float
-    """First candidate."""
-    max: float
-    """Upper limit of the candidates."""
-    step: float = Field(gt=0)
-    """Distance between candidates."""
-
-
-BAPO_PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {
-        "target": 0.4,
-        "lower": {"start": 0.6, "max": 0.9, "step": 0.02},
-        "upper": {"start": 1.2, "max": 3.0, "step": 0.05},
-        "order": "upper_first",
-        "measure": "share",
-        "scope": "update",
-    },
-    "recipe": {
-        "target": 1.0,
-        "lower": {"start": 0.6, "max": 0.8, "step": 0.05},
-        "upper": {"start": 1.2, "max": 2.0, "step": 0.05},
-        "order": "lower_first",
-        "measure": "ratio",
-        "scope": "micro_batch",
-    },
-}
-
-
-class BapoConfig(Section):
-    """The bound search of BAPO (docs/algorithm.md). ``preset`` fills what is not given."""
-
-    preset: Literal["paper", "recipe"] = "paper"
-    """``paper``: Algorithm 1 as published. ``recipe``: the authors' released code."""
-    target: float = Field(gt=0)
-    """ρ0: the positive share (or ratio) that the search tries to reach."""
-    lower: RangeConfig
-    """Range of c_low."""
-    upper: RangeConfig
-    """Range of c_high."""
-    order: Literal["upper_first", "lower_first"]
-    """Which bound moves first."""
-    contribution: Literal["surrogate", "gradient"] = "surrogate"
-    """``surrogate``: Eq. 8, clipped values. ``gradient``: Eq. 5, only unclipped tokens."""
-    measure: Literal["share", "ratio"]
-    """``share``: P / (P + N) ≥ target. ``ratio``: P / N ≥ target."""
-    weight: Literal["uniform", "behaviour_prob"] = "uniform"
-    """Token weight: 1, or π_rollout(y) (the literal reading of Eq. 8)."""
-    scope: Literal["update", "micro_batch"]
-    """Bounds for each update (a forward-only pass comes first) or for each micro-batch."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        preset = BAPO_PRESETS.get(given.get("preset", "paper"), BAPO_PRESETS["paper"])
-        filled = {**preset, **given}
-        for name in ("lower", "upper"):
-            if isinstance(given.get(name), dict):
-                filled[name] = {**preset[name], **given[name]}
-        return filled
-
-    @model_validator(mode="after")
-    def _ranges(self) -> Self:
-        low, high = self.lower, self.upper
-        if not 0.5 <= low.start <= low.max <= 1:
-            raise ValueError(
-                f"needs 0.5 <= lower.start <= lower.max <= 1, got {low.start} and {low.max}"
-            )
-        if not 1 <= high.start <= high.max < 256:
-            raise ValueError(
-                f"needs 1 <= upper.start <= upper.max < 256, got {high.start} and {high.max}"
-            )
-        limit = 1 if self.measure == "share" else 256
-        if self.target >= limit:
-            raise ValueError(
-                f"target must be below {limit} with measure: {self.measure}, got {self.target}"
-            )
-        for name, side in (("lower", low), ("upper", high)):
-            candidates = math.floor((side.max - side.start) / side.step + 1e-6) + 1
-            if candidates > 256:  # the table of the search stays small (csrc/README.md)
-                raise ValueError(
-                    f"{name} has {candidates} candidates from {side.start} to {side.max} by "
-                    f"{side.step}, at most 256 are searched; raise {name}.step"
-                )
-        return self
-
-
-class FixedClipConfig(Section):
-    """The clip of ``objective: clip``: [0.8, 1.2] is GRPO and PPO, [0.8, 1.28] is clip-higher."""
-
-    low: float = Field(0.8, ge=0, le=1)
-    """Lower bound of the importance ratio."""
-    high: float = Field(1.2, ge=1)
-    """Upper bound of the importance ratio."""
 
 
 class CorrectionConfig(Section):
@@ -131,34 +49,58 @@ class CorrectionConfig(Section):
     PPO). The bound search does not see it.
     """
 
-    kind: Literal["none", "token", "sequence", "icepop"] = "none"
+    kind: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
     """``token``: min(w, cap) per token; ``sequence``: min(∏ w, cap) for a response's tokens;
-    ``icepop``: tokens with w outside [low, high] are left out of the loss."""
+    ``icepop``: tokens with w outside [low, high] are left out of the loss; ``geometric``: responses
+    whose geometric mean of w is outside are, and w does not weigh the others."""
     cap: float = Field(2.0, gt=0)
     """Limit of the weight (``token`` and ``sequence``)."""
     low: float = Field(0.5, gt=0, le=1)
-    """Smallest weight of a token that is kept (``icepop``)."""
+    """Smallest w of what is kept (``icepop``; ``geometric``, where the default is 0.999)."""
     high: float = Field(5.0, ge=1)
-    """Largest weight of a token that is kept (``icepop``)."""
+    """Largest w of what is kept (``icepop``; ``geometric``, where the default is 1.001)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_kind(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "geometric":
+            return {"low": 0.999, "high": 1.001, **given}
+        return given
 
 
 class AlgorithmConfig(Section):
     """Advantages, clipping and the loss (docs/algorithm.md)."""
 
-    objective: Annotated[
-        str, built_in_or_own(("bapo", "clip", "none"), "name", "; the loss of GRPO is clip")
-    ] = "bapo"
+    objective: Annotated[str, built_in_or_own(OBJECTIVES, "name", "; the loss of GRPO is clip")] = (
+        "bapo"
+    )
     """The loss: ``bapo``; ``clip``, PPO's loss with fixed bounds, which is GRPO; ``none``, without
-    a clip; or ``package.module:name``, your function or class (docs/algorithm.md)."""
+    a clip; another one of docs/objectives.md; or ``package.module:name``, your function or
+    class."""
     objective_options: dict[str, Any] = Field({})
     """Keyword arguments for your class, or extra ones for your function."""
     bapo: BapoConfig = BapoConfig.model_validate({})
     fixed: FixedClipConfig = FixedClipConfig()
+    cispo: CispoConfig = CispoConfig()
+    sapo: SapoConfig = SapoConfig()
+    ce_gppo: CeGppoConfig = CeGppoConfig()
+    aspo: AspoConfig = AspoConfig()
+    dppo_tv: DppoTvConfig = DppoTvConfig()
+    dcpo: DcpoConfig = DcpoConfig()
+    gspo: GspoConfig = GspoConfig()
+    gmpo: GmpoConfig = GmpoConfig()
+    opsm: OpsmConfig = OpsmConfig()
+    m2po: M2poConfig = M2poConfig()
     dual_clip: float | None = Field(None, ge=1.0001)
     """Upper limit of the ratio for negative advantages (3 in the recipe), or none."""
-    advantage: Annotated[str, built_in_or_own(("grpo", "grpo_no_std", "rloo"), "function")] = "grpo"
-    """Advantage of each response of a group: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, or
+    entropy_share: float = Field(1.0, gt=0, le=1)
+    """Train only this share of an update's tokens, those with the highest entropy (0.2: 80/20)."""
+    advantage: Annotated[str, built_in_or_own(ADVANTAGES, "function")] = "grpo"
+    """Advantage of each response: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, ``opo``,
+    ``reinforce_pp``, ``reinforce_pp_baseline`` (docs/objectives.md), or
     ``package.module:function``, called with rewards [G] and the group's samples."""
+    baseline_shift: float = 0.0
+    """Added to the baseline of ``grpo_no_std``, ``rloo`` and ``opo``; below 0 in AsymRE."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum_norm"] = "token_mean"
     """How token losses are reduced to one number; denominators are global."""
     token_sum_norm_constant: float = Field(1.0, gt=0)
@@ -189,6 +131,16 @@ class AlgorithmConfig(Section):
                     f"objective_options.{name} must be finite, got {value}; leave it out, or use "
                     "null"
                 )
+        if self.dual_clip is not None and self.objective in set(OBJECTIVES) - set(DUAL_CLIPPED):
+            raise ValueError(
+                f"dual_clip is for {', '.join(DUAL_CLIPPED)}, got {self.dual_clip:g} with "
+                f"objective: {self.objective}; set dual_clip: null"
+            )
+        if self.baseline_shift != 0 and self.advantage not in SHIFTED:
+            raise ValueError(
+                f"baseline_shift is for {', '.join(SHIFTED)}, got {self.baseline_shift:g} with "
+                f"advantage: {self.advantage}, which scales or replaces it; set it to 0"
+            )
         if self.correction.kind != "none" and self.behaviour != "recomputed":
             raise ValueError(
                 f"behaviour must be recomputed with correction.kind: {self.correction.kind}, got "
@@ -210,7 +162,9 @@ class AlgorithmConfig(Section):
             )
         bapo = given.get("bapo")
         if isinstance(bapo, dict) and bapo.get("preset") == "recipe":
-            return {"behaviour": "recomputed", "dual_clip": 3.0, **given}
+            dual_clipped = given.get("objective", "bapo") in DUAL_CLIPPED
+            preset = {"behaviour": "recomputed"} | ({"dual_clip": 3.0} if dual_clipped else {})
+            return {**preset, **given}
         return given
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops import extension
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.extension import BOUNDS_FIELDS as BOUNDS_FIELDS

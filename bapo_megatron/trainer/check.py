@@ -27,7 +27,7 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
         _check_gpus(config.rollout)
     # ``LossStage`` loads the objective again, for its device and kernels.
     load_objective(config.algorithm)
-    Advantages(config.algorithm.advantage)
+    Advantages(config.algorithm.advantage, config.algorithm.baseline_shift)
 
 
 def _check_packages(wandb_project: str) -> None:

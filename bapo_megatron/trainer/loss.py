@@ -9,6 +9,7 @@ C = response tokens of a chunk, B = samples of the step's batch, D = entries of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -209,7 +210,7 @@ class LossStage:
             zeros = torch.zeros(num_sums + num_maxima, dtype=torch.float64, device=self._device)
             return zeros[:num_sums], zeros[num_sums:]
         tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
-        own, context = safe.micro_batch, safe.context
+        own, context, correction = safe.micro_batch, safe.context, self._config.correction
         mismatch_T = (policy.logprob_T - own.rollout_logprob_T).abs_()
         if context.rollout_version is None:
             same_weights_T = torch.zeros_like(safe.trains_T)
@@ -240,6 +241,7 @@ class LossStage:
             negative_T=negative_T & counts_T,
             correction_T=safe.correction_T,
             importance_T=own.importance_T,
+            cap=correction.cap if correction.kind in ("token", "sequence") else math.inf,
         )
         return self.numbers.measure(view, self.objective.report(tokens))
 

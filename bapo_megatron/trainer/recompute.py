@@ -34,7 +34,8 @@ def with_recomputed_behaviour(
     """Replace μ by the trainer's log-probs and, with a correction, weigh tokens by importance.
 
     ``logprobs`` [T] are those of each micro-batch at the start of the step. With ``kind: sequence``
-    it is a collective over the context-parallel ranks, which hold parts of the same responses.
+    and ``geometric`` it is a collective over the context-parallel ranks, which hold parts of the
+    same responses.
 
     With a correction, an engine's log-prob that is not finite stays μ: the token has no weight, and
     is reported as any whose μ is not finite.
@@ -51,17 +52,21 @@ def with_recomputed_behaviour(
         behaviour_T = torch.where(rollout_T.isfinite(), logprob_T, rollout_T)
         recomputed.append(replace(micro_batch, behaviour_logprob_T=behaviour_T))
         log_weights_of.append(log_weights(logprob_T, rollout_T, mask_T))
-    if correction.kind == "sequence":
+    if correction.kind in ("sequence", "geometric"):
         device = log_weights_of[0].device
         samples = [micro_batch.sample_T.to(device) for micro_batch in micro_batches]
         sum_B = torch.zeros(num_samples, dtype=torch.int64, device=device)
         for sample_T, log_weight_T in zip(samples, log_weights_of, strict=True):
             add_over_responses(sum_B, log_weight_T, sample_T)
         dist.all_reduce(sum_B, group=context_group)
-        log_weights_of = [
-            response_sums(sum_B, sample_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).float()
-            for sample_T in samples
-        ]
+        log_weights_of = [response_sums(sum_B, sample_T) for sample_T in samples]
+        if correction.kind == "geometric":
+            log_weights_of = [
+                sum_T / micro_batch.response_tokens_T.to(device).clamp(min=1)
+                for sum_T, micro_batch in zip(log_weights_of, micro_batches, strict=True)
+            ]
+        limit = LOG_RATIO_LIMIT
+        log_weights_of = [log_w_T.clamp(-limit, limit).float() for log_w_T in log_weights_of]
     return tuple(
         replace(micro_batch, importance_T=log_weight_T.exp())
         for micro_batch, log_weight_T in zip(recomputed, log_weights_of, strict=True)

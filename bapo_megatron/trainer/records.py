@@ -83,6 +83,8 @@ class TokenView:
     """What the correction multiplies the loss by; None without one."""
     importance_T: Tensor
     """π_recomputed / π_rollout of the token or its response, which the correction limits."""
+    cap: float
+    """Limit of the correction; infinite where it has none."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
@@ -107,7 +109,7 @@ COUNTS: dict[str, Value] = {
     "nonfinite_tokens": lambda v: ~v.finite_T,
     "nonfinite_losses": lambda v: ~v.finite_loss_T,
     "corrected_tokens": lambda v: v.trains_T,
-    "correction_capped": lambda v: (_correction(v) < v.importance_T) & (_correction(v) != 0),
+    "correction_capped": lambda v: v.importance_T > v.cap,
     "correction_masked": lambda v: _correction(v) == 0,
 }
 """Conditions, bool [T], by name; counted over the tokens with m = 1. What begins with

@@ -85,7 +85,7 @@ class BatchTrainer:
 
     def __post_init__(self) -> None:
         self._groups = self.policy.groups
-        self._advantages = Advantages(self.config.advantage)
+        self._advantages = Advantages(self.config.advantage, self.config.baseline_shift)
         self.output = PolicyOutput.of(self.policy, self.ops, self.temperature)
         self._stage = LossStage(self.config, self.output, self._groups)
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.types import Sample
 
 
@@ -95,6 +97,29 @@ class Anchor(Objective):
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return (ℓ − μ)²."""
         return (tokens.logprob - tokens.behaviour_logprob).square()
+
+
+class BuiltIn(Objective):
+    """An objective that has a name, checked as a user's is."""
+
+    def __init__(self, algorithm: dict[str, Any]) -> None:
+        """Take the ``algorithm`` section."""
+        self.inner = load_objective(AlgorithmConfig.model_validate(algorithm)).objective
+        self.needs = self.inner.needs
+        self.selects_tokens = self.inner.selects_tokens
+        # Those that select count tokens with A = 0.
+        if not self.selects_tokens:
+            self.trains_zero_advantage = self.inner.trains_zero_advantage
+        for name in ("decide", "select", "bounds", "report", "report_decision", "refuses"):
+            setattr(self, name, getattr(self.inner, name))
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return its loss."""
+        return self.inner.loss(tokens)
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return its statistics."""
+        return self.inner.statistics(tokens)
 
 
 def rank_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:

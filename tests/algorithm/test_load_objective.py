@@ -134,7 +134,10 @@ def test_a_path_that_does_not_exist_is_named(name: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"objective": "grpo"}, "must be bapo, clip, none or package.module:name, got 'grpo'"),
+        (
+            {"objective": "grpo"},
+            "m2po or package.module:name, got 'grpo'; the loss of GRPO is clip",
+        ),
         ({"clip": "fixed"}, "clip is now called objective, got clip: fixed; write objective: clip"),
         ({"clip": "bapo"}, "write objective: bapo"),
         ({"clip": {"low": 0.8}}, "clip is now called objective"),
@@ -146,7 +149,10 @@ def test_a_path_that_does_not_exist_is_named(name: str, problem: str) -> None:
             {"objective": "clip", "objective_options": {"low": 0.8}},
             "'objective_options' are those of an objective of your own",
         ),
-        ({"advantage": "gae"}, "must be grpo, grpo_no_std, rloo or package.module:function"),
+        (
+            {"advantage": "gae"},
+            "opo, reinforce_pp, reinforce_pp_baseline or package.module:function",
+        ),
     ],
 )
 def test_settings_that_name_nothing_are_refused(given: dict[str, Any], problem: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES, BoundSearch
 from tests.benchmarks.harness import Contender, Section, arguments, interleave, publish

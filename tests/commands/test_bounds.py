@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from bapo_megatron.commands.bounds import bounds_from_file, print_search, to_json_dict
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
 
 CONFIG = BapoConfig.model_validate(
     {

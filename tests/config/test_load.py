@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml, load_config, parse_section
-from bapo_megatron.config.schema import BapoConfig, RunConfig
+from bapo_megatron.config.objectives import BapoConfig
+from bapo_megatron.config.schema import RunConfig
 from tests.config.files import BASE, error_of, write
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.bapo import BoundSearch
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from tests.benchmarks.harness import timed_s

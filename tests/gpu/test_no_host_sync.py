@@ -82,8 +82,14 @@ def _no_reads(device: torch.device) -> Iterator[None]:
         {"objective": "none"},
         {"objective": "tests.algorithm.own_objectives:Gspo"},
         {"objective": "tests.algorithm.own_objectives:HighEntropy"},
+        {"objective": "ce_gppo", "dual_clip": 3.0},
+        {"objective": "opsm"},
+        {"objective": "m2po", "entropy_share": 0.2},
     ],
-    ids=["update", "micro_batch", "clip", "none", "response sums", "selection"],
+    ids=[
+        *("update", "micro_batch", "clip", "none", "response sums", "selection"),
+        *("ce_gppo", "opsm", "m2po"),
+    ],
 )
 @pytest.mark.parametrize("correction", ["none", "token", "icepop"])
 def test_search_and_loss_never_wait_for_the_device(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops import extension, reference
 from bapo_megatron.ops.backend import CPU_KERNELS, Kernels
 from bapo_megatron.ops.contributions import (

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
@@ -245,7 +247,7 @@ def _ask_to_stop() -> None:
 def grpo_and_stop(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """What ``grpo`` computes; asks the run to stop while it trains its first batch."""
     _ask_to_stop()
-    return group_advantages(rewards[None], "grpo")[0]
+    return group_advantages(rewards[None], torch.ones(1, len(rewards)), "grpo")[0]
 
 
 def slow_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:

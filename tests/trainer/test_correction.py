@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.distributed
 
 RECOMPUTED = {"behaviour": "recomputed"}
-LIMITS = {"cap": 1.05, "low": 0.93, "high": 1.1}
+LIMITS = {"cap": 1.05, "low": 0.97, "high": 1.1}
 MASKED_TOKENS = {"measure": "token", "max_age": 3, "action": "mask"}
 MASKED_RESPONSES = {"measure": "mean", "max_age": 1, "action": "mask"}
 
@@ -43,12 +43,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": _correction("token"),
     "sequence": _correction("sequence"),
     "icepop": _correction("icepop"),
+    "geometric": _correction("geometric"),
     "masked tokens": ({}, MASKED_TOKENS),
     "masked responses": ({"loss_aggregation": "sequence_mean"}, MASKED_RESPONSES),
     "sequence, masked tokens": (_correction("sequence")[0], MASKED_TOKENS),
 }
 """Sections algorithm and rollout.staleness by name."""
-DIVIDED = ("icepop", "masked responses", "sequence, masked tokens")
+DIVIDED = ("icepop", "geometric", "masked responses", "sequence, masked tokens")
 """What a layout could get wrong: limits per token and per response, and both masks."""
 
 
@@ -110,7 +111,7 @@ def _assert_same_update(actual: dict[str, Any], expected: dict[str, Any]) -> Non
         assert difference <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("kind", ["token", "sequence", "icepop"])
+@pytest.mark.parametrize("kind", ["token", "sequence", "icepop", "geometric"])
 def test_the_loss_is_weighed_as_defined(
     one_rank: dict[str, dict[str, Any]], exact: dict[str, Any], kind: str
 ) -> None:
@@ -121,10 +122,12 @@ def test_the_loss_is_weighed_as_defined(
         samples, exact["logprobs"], exact["advantages"], strict=True
     ):
         log_R = exact_R - sample.behaviour_logprobs.astype(np.float64)
-        raw_R = np.exp(np.full_like(log_R, log_R.sum()) if kind == "sequence" else log_R)
+        whole = {"sequence": log_R.sum(), "geometric": log_R.mean()}
+        raw_R = np.exp(np.full_like(log_R, whole[kind]) if kind in whole else log_R)
         weight_R = np.minimum(raw_R, LIMITS["cap"])
-        if kind == "icepop":
-            weight_R = np.where((raw_R < LIMITS["low"]) | (raw_R > LIMITS["high"]), 0, raw_R)
+        if kind in ("icepop", "geometric"):
+            kept = raw_R if kind == "icepop" else 1
+            weight_R = np.where((raw_R < LIMITS["low"]) | (raw_R > LIMITS["high"]), 0, kept)
         loss -= advantage * weight_R.sum()
         weights.append(weight_R)
         raw.append(raw_R)
@@ -135,12 +138,12 @@ def test_the_loss_is_weighed_as_defined(
     assert sums["correction_weight"] == pytest.approx(weight_T.sum(), rel=1e-4)
     largest = one_rank[kind]["maxima"]["correction/weight_max"]
     assert largest == pytest.approx(raw_T.max(), rel=1e-4)
-    limited = "correction_masked" if kind == "icepop" else "correction_capped"
-    assert sums[limited] == np.count_nonzero(weight_T != raw_T)
-    assert 0 < sums[limited] < len(weight_T)
+    masked, capped = np.count_nonzero(weight_T == 0), np.count_nonzero(weight_T == LIMITS["cap"])
+    assert (sums["correction_masked"], sums["correction_capped"]) == (masked, capped)
+    assert 0 < masked + capped < len(weight_T)
 
 
-@pytest.mark.parametrize("kind", ["token", "sequence", "icepop"])
+@pytest.mark.parametrize("kind", ["token", "sequence", "icepop", "geometric"])
 def test_a_correction_changes_neither_bounds_nor_entropy(
     one_rank: dict[str, dict[str, Any]], kind: str
 ) -> None:

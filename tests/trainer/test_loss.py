@@ -35,6 +35,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
+OTHERS: dict[str, dict[str, Any]] = {
+    **{name: {"objective": name} for name in ("ce_gppo", "dcpo", "gspo", "opsm")},
+    "m2po of high entropy": {"objective": "m2po", "entropy_share": 0.5},
+}
+"""Further objectives, of every kind."""
+
 FLOATS = (
     "behaviour_logprob_T",
     "rollout_logprob_T",
@@ -168,13 +174,13 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups, backend: s
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
-@every_algorithm
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *OTHERS])
 @both_backends
 def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
     groups: ProcessGroups, backend: str, algorithm: str, rubbish: float
 ) -> None:
     settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
-    stage = make_stage(groups, ALGORITHMS[algorithm] | settings, backend)
+    stage = make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings, backend)
     batch = random_batch()
     batch |= {name: torch.ones(200) for name in FLOATS if name not in batch}
     clean_loss, clean = trainers_loss(stage, batch)
@@ -200,13 +206,13 @@ def test_masked_tokens_have_no_value_and_no_gradient_whatever_they_hold(
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["logprob_T", "behaviour_logprob_T", "advantage_T"])
-@every_algorithm
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "ce_gppo", "dcpo", "m2po of high entropy"])
 @both_backends
 def test_a_nonfinite_token_is_counted_and_has_no_value_and_no_gradient(
     groups: ProcessGroups, backend: str, algorithm: str, name: str, rubbish: float
 ) -> None:
     settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.1}
-    stage = make_stage(groups, ALGORITHMS[algorithm] | settings, backend)
+    stage = make_stage(groups, (ALGORITHMS | OTHERS)[algorithm] | settings, backend)
     batch = random_batch(num_tokens=6)
     batch["mask_T"].fill_(1.0)
     others = {key: value[1:] for key, value in batch.items()}

@@ -1,4 +1,4 @@
-"""Objectives of a user in whole updates: the gradient of their formula, on any layout.
+"""Objectives in whole updates, a user's and those with names: their gradient, on any layout.
 
 The expected gradients are those of transformers' model in float64, of the published formulae with
 their stop-gradients, written out here with a loss mask: most responses have tokens that an
@@ -9,6 +9,7 @@ Shape legend: R = tokens of one response, what an environment wrote included.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +41,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "high entropy": {"objective": f"{OWN}:HighEntropy", "objective_options": {"share": 0.3}},
     "rank advantage": {"objective": "none", "advantage": f"{OWN}:rank_advantage"},
+    "dcpo": {"objective": "dcpo"},
+    "gmpo": {"objective": "gmpo", "gmpo": {"log_low": -0.2}, "loss_aggregation": "sequence_mean"},
+    "m2po of high entropy": {
+        "objective": "m2po",
+        "m2po": {"budget": 0.01, "max_low": 1.0, "min_high": 1.0},
+        "entropy_share": 0.3,
+    },
 }
 LAYOUTS = {
     "one rank": (1, {}, 4096, 0),
@@ -94,6 +102,54 @@ def _high_entropy(exact: ExactPolicy) -> Tensor:
     return torch.cat(losses).mean()
 
 
+def _dcpo(exact: ExactPolicy) -> Tensor:
+    """Mean over tokens of −min(r A, clip(r) A) with bounds from q = e^μ."""
+    losses = []
+    for logprob_R, behaviour_R, advantage in zip(
+        exact.logprobs, exact.behaviours, exact.advantages, strict=True
+    ):
+        r, q = (logprob_R - behaviour_R).exp(), behaviour_R.exp()
+        low = (1 + (1 - 0.64 / q).clamp(min=0).sqrt()) / 2
+        high = ((1 + (1 + 0.8 / q).sqrt()) / 2).clamp(max=10)
+        losses.append(-torch.minimum(r * advantage, r.clamp(low, high) * advantage))
+    return exact.token_mean(losses)
+
+
+def _gmpo(exact: ExactPolicy) -> Tensor:
+    """Mean over responses of −A exp(mean of limited ℓ − μ)."""
+    losses = []
+    for logprob_R, behaviour_R, mask_R, advantage in zip(
+        exact.logprobs, exact.behaviours, exact.masks, exact.advantages, strict=True
+    ):
+        x = (logprob_R - behaviour_R)[mask_R == 1]
+        limited = x.clamp(max=0.4) if advantage > 0 else x.clamp(min=-0.2)
+        losses.append(-advantage * limited.mean().exp())
+    return torch.stack(losses).mean()
+
+
+def _m2po_of_high_entropy(exact: ExactPolicy) -> Tensor:
+    """Mean of the clipped loss over the 30 % with the highest entropy, thresholds from a sort."""
+    width, mask = 1 / 1024, torch.cat(exact.masks) == 1
+    counts = [len(logprob_R) for logprob_R in exact.logprobs]
+    advantage = torch.tensor(exact.advantages).double().repeat_interleave(torch.tensor(counts))
+    logprob = torch.cat(exact.logprobs)[mask]
+    advantage, entropy = advantage[mask], torch.cat(exact.entropies).detach()[mask]
+    x = logprob - torch.cat(exact.behaviours)[mask]
+    square, _ = (x.detach()[x.detach() * advantage > 0] ** 2).sort()
+    above = len(square) - torch.arange(1, len(square) + 1)
+    spent = square.cumsum(0) + above * square
+    first = int((spent < 0.01 * len(square)).sum())
+    assert 0 < first < len(square)
+    left = 0.01 * len(square) - square[:first].sum()
+    tau = (left / (len(square) - first)).sqrt().div(width).floor() * width
+    r = x.exp()
+    clipped = r.clamp((-tau).exp(), tau.exp())
+    kth = entropy.sort(descending=True).values[math.ceil(0.3 * len(entropy)) - 1]
+    kept = entropy >= (kth / width).floor() * width
+    assert 0.3 <= kept.double().mean() < 0.35
+    return -torch.minimum(r * advantage, clipped * advantage)[kept].mean()
+
+
 def _rank_advantage(exact: ExactPolicy) -> Tensor:
     """Mean of −r A, where A is the place in the group's order of (reward, −length)."""
     size = exact.rewards.shape[1]
@@ -116,6 +172,9 @@ ORACLES = {
     "gspo": _gspo,
     "high entropy": _high_entropy,
     "rank advantage": _rank_advantage,
+    "dcpo": _dcpo,
+    "gmpo": _gmpo,
+    "m2po of high entropy": _m2po_of_high_entropy,
 }
 
 
@@ -127,7 +186,7 @@ def expected(exact: ExactPolicy) -> dict[str, tuple[float, dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_own_objectives_have_the_gradient_of_their_formula(
+def test_objectives_have_the_gradient_of_their_formula(
     random_model: Path,
     episode_dump: Path,
     expected: dict[str, tuple[float, dict[str, Tensor]]],

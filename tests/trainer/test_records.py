@@ -209,6 +209,7 @@ def _view(**changes: object) -> TokenView:
         "same_weights_T": torch.tensor([True, False, True, False, False, False]),
         "correction_T": torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 1.0]),
         "importance_T": torch.tensor([1.0, 3.0, 9.0, 0.5, 1.0, 1.0]),
+        "cap": 4.0,
     }
     return TokenView(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -1,0 +1,189 @@
+"""Objectives that need quantiles or moments of an update: M2PO, and training on high entropy only.
+
+Both find a threshold in a histogram of integers with fixed bins, which adds up to the same over any
+ranks and micro-batches. The threshold is the edge of a bin: a sort would find one within that bin.
+Shape legend: T = response tokens, K = entries of a statistic.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.clip import Clip
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.objectives import M2poConfig
+from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+
+BIN_WIDTH = 2.0**-10
+"""Of |ℓ − μ| and of the entropy, in nats."""
+
+LOG_RATIO_BINS = int(LOG_RATIO_LIMIT / BIN_WIDTH)
+"""Up to the clamp of ℓ − μ."""
+
+ENTROPY_BINS = int(16 / BIN_WIDTH)
+"""The entropy over 8.9 million tokens is at most 16 nats; the last bin holds what is above."""
+
+MOMENT_UNIT = 2.0**-24
+"""Resolution of sums of x²: 2^29 tokens of an update fit in int64, whatever their x ≤ 20."""
+
+
+def _bins(value_T: Tensor, num_bins: int) -> Tensor:
+    return (value_T / BIN_WIDTH).to(torch.int64).clamp(max=num_bins - 1)
+
+
+def _from_each_bin(count_K: Tensor) -> Tensor:
+    """What the bins from each on hold together, [K]."""
+    return count_K.flip(0).cumsum(0).flip(0)
+
+
+class M2po(Clip):
+    """PPO's loss with bounds from the second moment of x = ℓ − μ (arXiv 2510.01161).
+
+    Of the tokens that move outwards (A > 0 and x > 0, or A < 0 and x < 0), τ is the largest for
+    which the mean of min(x², τ²) keeps to the budget, to within a bin of 2^-10 below. The bounds
+    are c_low = min(e^−τ, ``max_low``) and c_high = max(e^τ, ``min_high``). Where the mean of x²
+    itself keeps to the budget, or no token moves outwards, there are no bounds. The release decides
+    per micro-batch; here it is once per update.
+    """
+
+    needs = "update"
+
+    def __init__(self, options: M2poConfig, dual_clip: float | None) -> None:
+        """Take the budget and the narrowest bounds."""
+        self.options = options
+        self.dual_clip = dual_clip
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return the number of outward tokens in each bin of |x|, then their sums of x², int64."""
+        x_T = tokens.logprob - tokens.behaviour_logprob
+        size_T = x_T.abs().clamp(max=LOG_RATIO_LIMIT)
+        is_outward_T = (tokens.mask > 0) & (tokens.advantage * x_T > 0)
+        square_T = (size_T.double().square() / MOMENT_UNIT).round().to(torch.int64)
+        counted_T = is_outward_T.to(torch.int64)
+        bins_T = _bins(size_T, LOG_RATIO_BINS)
+        total_K = torch.zeros(2 * LOG_RATIO_BINS, dtype=torch.int64, device=x_T.device)
+        total_K.index_add_(0, bins_T, counted_T)
+        return total_K.index_add_(0, bins_T + LOG_RATIO_BINS, square_T * counted_T)
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Return c_low, c_high, the mean of x², and 1 if there are bounds: [4] float64."""
+        count_K, square_K = total_K.view(2, LOG_RATIO_BINS)
+        edge_K = torch.arange(LOG_RATIO_BINS, dtype=torch.float64, device=total_K.device)
+        edge_K = edge_K * BIN_WIDTH
+        # Σ min(x², τ²) for τ at the lower edge of each bin; it never falls.
+        below_K = (square_K.cumsum(0) - square_K).double() * MOMENT_UNIT
+        limited_K = below_K + _from_each_bin(count_K).double() * edge_K.square()
+        total, count = square_K.sum().double() * MOMENT_UNIT, count_K.sum().double()
+        allowed = self.options.budget * count
+        tau = ((limited_K <= allowed).sum() - 1).double() * BIN_WIDTH
+        is_bounded = total > allowed
+        low = torch.where(is_bounded, torch.exp(-tau).clamp(max=self.options.max_low), 0.0)
+        high = torch.where(is_bounded, torch.exp(tau).clamp(min=self.options.min_high), torch.inf)
+        return torch.stack([low, high, total / count.clamp(min=1), is_bounded.double()])
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return the bounds of the update."""
+        assert tokens.decision is not None, "the bounds are decided before the loss"
+        low, high, _, _ = tokens.decision.to(tokens.ratio.dtype)
+        return low, high
+
+    def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
+        """Return the mean of x² and whether there are bounds; if so, the bounds."""
+        low, high, moment, is_bounded = decision
+        reported = {"m2po/second_moment": moment, "m2po/bounded_share": is_bounded}
+        return reported | ({"bapo/clip_low": low, "bapo/clip_high": high} if is_bounded else {})
+
+
+class HighEntropy(Objective):
+    """Trains the tokens of an update with the highest entropy, by another objective.
+
+    The 80/20 rule (arXiv 2506.01939) with a share of 0.2. The threshold is the lower edge of the
+    bin that holds the k-th largest entropy, k = ⌈share · tokens⌉: at least the share trains. All
+    tokens with m = 1 are counted. The denominators of the loss count the tokens that train. What
+    the other objective decides for an update still follows from all tokens.
+    """
+
+    needs = "update"
+    selects_tokens = True
+
+    def __init__(self, inner: Objective, share: float) -> None:
+        """Take the objective and the share of tokens, above 0 and below 1.
+
+        Raises:
+            ConfigError: The objective needs sums over responses, or decides per micro-batch.
+        """
+        if inner.needs not in ("token", "update"):
+            raise ConfigError(
+                f"algorithm.entropy_share: must be 1 with an objective that needs a {inner.needs}, "
+                f"got {share:g}; leave it out, or choose an objective that needs single tokens or "
+                "the update (docs/objectives.md)"
+            )
+        self.inner, self.share = inner, share
+        self.trains_zero_advantage = inner.trains_zero_advantage
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return the number of tokens in each bin of the entropy, then the other's statistics."""
+        count_K = torch.zeros(ENTROPY_BINS, dtype=torch.int64, device=tokens.mask.device)
+        bins_T = _bins(tokens.entropy, ENTROPY_BINS)
+        count_K.index_add_(0, bins_T, (tokens.mask > 0).to(torch.int64))
+        if self.inner.needs == "token":
+            return count_K
+        return torch.cat([count_K, self.inner.statistics(tokens)])
+
+    def decide(self, total_K: Tensor) -> Tensor:
+        """Return the first bin that trains and the share of tokens that do, then the other's."""
+        from_K = _from_each_bin(total_K[:ENTROPY_BINS]).double()
+        first = (from_K >= self.share * from_K[0]).sum() - 1
+        # A tensor as index would be read on the host.
+        kept = from_K.gather(0, first[None])[0] / from_K[0].clamp(min=1)
+        own = torch.stack([first.double(), kept])
+        if self.inner.needs == "token":
+            return own
+        return torch.cat([own, self.inner.decide(total_K[ENTROPY_BINS:])])
+
+    def select(self, tokens: TokenBatch) -> Tensor:
+        """Return which tokens train, [T] bool."""
+        assert tokens.decision is not None, "the threshold is decided before the loss"
+        selected_T = _bins(tokens.collected_entropy, ENTROPY_BINS) >= tokens.decision[0]
+        if self.inner.selects_tokens:
+            selected_T &= self.inner.select(self._for_inner(tokens))
+        return selected_T
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return the other's loss, [T]."""
+        return self.inner.loss(self._for_inner(tokens))
+
+    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
+        """Return the other's bounds."""
+        return self.inner.bounds(self._for_inner(tokens))
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return the other's values."""
+        return self.inner.report(self._for_inner(tokens))
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Return the other's context."""
+        return self.inner.guarded()
+
+    def report_decision(self, decision: Sequence[float]) -> Mapping[str, float]:
+        """Return the threshold and the share of tokens that train, then the other's numbers."""
+        first, kept, *others = decision
+        own = {"entropy_share/threshold": first * BIN_WIDTH, "entropy_share/kept_share": kept}
+        return {**own, **self.inner.report_decision(others)}
+
+    def refuses(self, decision: Tensor) -> Tensor | None:
+        """Return whether the other refuses."""
+        return self.inner.refuses(decision[2:]) if self.inner.needs == "update" else None
+
+    def explain_refusal(self, decision: Sequence[float]) -> str:
+        """Say why the other refuses."""
+        return self.inner.explain_refusal(decision[2:])
+
+    def _for_inner(self, tokens: TokenBatch) -> TokenBatch:
+        if tokens.decision is None or self.inner.needs == "token":
+            return replace(tokens, decision=None)
+        return replace(tokens, decision=tokens.decision[2:])

@@ -1,0 +1,124 @@
+"""Objectives that need a sum over each response: GSPO, GMPO and OPSM.
+
+The sums are exact, so that context-parallel ranks, chunks and micro-batches all see the same. A
+response without a token that trains is in no update. The means of a response's losses make the
+published loss: ``loss_aggregation: sequence_mean`` (docs/objectives.md). Notation: x = ℓ − μ.
+Shape legend: T = response tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.clip import FixedClip, clipped_loss, clipped_tokens
+from bapo_megatron.algorithm.objective import Objective, TokenBatch
+from bapo_megatron.config.objectives import GmpoConfig, GspoConfig
+from bapo_megatron.ops.ratio import LOG_RATIO_LIMIT
+
+
+def _response_mean(tokens: TokenBatch) -> Tensor:
+    """Mean of the statistic over the token's response, [T]."""
+    assert tokens.response_sums is not None, "responses are summed before the loss"
+    return tokens.response_sums / tokens.response_tokens.clamp(min=1)
+
+
+def _geometric_mean(tokens: TokenBatch, log_T: Tensor) -> Tensor:
+    """Return s = exp(response's mean), [T], with the derivative s · ∂``log_T``."""
+    mean_T = _response_mean(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.exp(mean_T + log_T - log_T.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Gspo(Objective):
+    """PPO's loss of s = exp(mean x), the same for all tokens of a response (arXiv 2507.18071).
+
+    s has the derivative of the token's own log π: ∂loss/∂ℓ = −A · s where s is not clipped.
+    """
+
+    options: GspoConfig
+    dual_clip: float | None = None
+    needs = "response"
+    trains_zero_advantage = False
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return x, [T]."""
+        return tokens.logprob - tokens.behaviour_logprob
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −min(s A, clip(s) A), [T]."""
+        return clipped_loss(*self._clip(tokens))
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return which tokens are in responses that a limit holds, [T] bool each."""
+        return clipped_tokens(*self._clip(tokens))
+
+    def _clip(
+        self, tokens: TokenBatch
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float | None]:
+        s_T = _geometric_mean(tokens, tokens.logprob)
+        low, high = (s_T.new_full((), bound) for bound in (self.options.low, self.options.high))
+        return s_T, tokens.advantage, (low, high), self.dual_clip
+
+
+@dataclass(frozen=True, slots=True)
+class Gmpo(Objective):
+    """The geometric mean of clipped ratios (arXiv 2507.20673).
+
+    loss = −A · s with s = exp(mean of clipped x), where x is limited from above where A > 0 and
+    from below where A < 0. ∂loss/∂ℓ = −A · s where x of the token is not clipped.
+    """
+
+    options: GmpoConfig
+    needs = "response"
+    trains_zero_advantage = False
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return the clipped x, [T]."""
+        x_T = tokens.logprob - tokens.behaviour_logprob
+        low_T, high_T = (x_T.clamp(min=self.options.log_low), x_T.clamp(max=self.options.log_high))
+        return torch.where(tokens.advantage > 0, high_T, low_T)
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return −A s, [T]."""
+        return -tokens.advantage * _geometric_mean(tokens, self.statistics(tokens))
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return which tokens a limit holds, [T] bool each."""
+        x_T, is_positive_T = tokens.logprob - tokens.behaviour_logprob, tokens.advantage > 0
+        is_negative_T = tokens.advantage < 0
+        return {
+            "clip/fraction_high": is_positive_T & (x_T > self.options.log_high),
+            "clip/fraction_low": is_negative_T & (x_T < self.options.log_low),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Opsm(FixedClip):
+    """PPO's loss without negative responses that are off-policy (DeepSeek-V3.2, arXiv 2512.02556).
+
+    The loss of a response is 0 where A < 0 and mean(−x) > δ. Its tokens stay in the denominators.
+    """
+
+    delta: float = 1e-4
+    """δ."""
+    needs = "response"
+
+    def statistics(self, tokens: TokenBatch) -> Tensor:
+        """Return −x, [T]."""
+        return tokens.behaviour_logprob - tokens.logprob
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return the clipped loss, 0 for responses left out, [T]."""
+        return torch.where(self._is_left_out(tokens), 0.0, FixedClip.loss(self, tokens))
+
+    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return which tokens are left out, and which of the others a limit holds, [T] bool."""
+        out_T = self._is_left_out(tokens)
+        clipped = FixedClip.report(self, tokens)
+        held = {name: held_T & ~out_T for name, held_T in clipped.items()}
+        return {"opsm/masked_share": out_T, **held}
+
+    def _is_left_out(self, tokens: TokenBatch) -> Tensor:
+        return (tokens.advantage < 0) & (_response_mean(tokens) > self.delta)
