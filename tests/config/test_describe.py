@@ -98,9 +98,9 @@ from tests.config.files import error_of, write
         ("name: a b", "'name' must match pattern '^[A-Za-z0-9._-]+$', got 'a b'"),
         (
             "algorithm: {objective: bapoo}",
-            "'algorithm.objective' must be bapo, clip, none, reinforce, cispo, sapo, ce_gppo, aspo, "
-            "topr, dppo_tv, dcpo, gspo, gmpo, opsm, m2po or package.module:name, got 'bapoo'; the "
-            "loss of GRPO is clip",
+            "'algorithm.objective' must be bapo, clip, none, reinforce, cispo, sapo, ce_gppo, "
+            "aspo, topr, dppo_tv, dcpo, gspo, gmpo, opsm, m2po or package.module:name, got "
+            "'bapoo'; the loss of GRPO is clip",
         ),
         (
             "algorithm: {loss_aggregation: mean}",

@@ -1,0 +1,178 @@
+"""Trains the demo's task with every objective and advantage that has a name, by several seeds.
+
+    make demo
+    python -m tests.benchmarks.objective_table runs/demo-tiny-seed0 --runs runs/objectives \
+        --out docs/benchmarks/objectives_cpu_202611
+
+Each run is one process on the local engine. Those that are complete under ``--runs`` are not made
+again, so the command can be interrupted and repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bapo_megatron.config.objectives import OBJECTIVES
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.benchmarks.harness import REPOSITORY, heading, machine, write_report
+from tests.launch import run
+
+CONFIG = REPOSITORY / "configs/demo.yaml"
+SEQUENCE_MEAN = ("sapo", "gspo", "gmpo")
+"""Objectives that are published with the mean over responses."""
+ACCURACY = "eval/heldout/avg_at_k"
+LAST_STEPS = 10
+"""Steps at the end over which the reward is averaged."""
+
+
+def _arms() -> dict[str, list[str]]:
+    """Overrides of each arm, by what docs/objectives.md calls it."""
+    arms = {name: [f"algorithm.objective={name}"] for name in OBJECTIVES}
+    for name in SEQUENCE_MEAN:
+        arms[name].append("algorithm.loss_aggregation=sequence_mean")
+    clip = ["algorithm.objective=clip"]
+    arms["clip, dual_clip 3"] = [*clip, "algorithm.dual_clip=3"]
+    arms["clip, entropy_share 0.2"] = [*clip, "algorithm.entropy_share=0.2"]
+    for advantage in ("rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"):
+        arms[f"clip, {advantage}"] = [*clip, f"algorithm.advantage={advantage}"]
+    arms["AsymRE"] = [
+        *("algorithm.objective=reinforce", "algorithm.advantage=grpo_no_std"),
+        "algorithm.baseline_shift=-0.1",
+    ]
+    arms["clip, geometric"] = [
+        *(*clip, "algorithm.behaviour=recomputed"),
+        "algorithm.correction.kind=geometric",
+    ]
+    return arms
+
+
+ARMS = _arms()
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One run."""
+
+    seed: int
+    accuracy: float
+    """Held-out, after the last step."""
+    reward: float
+    """Mean of the last steps."""
+    without_gradient: float
+    """Share of trained tokens with A ≠ 0 whose derivative is 0, mean over steps; both signs count
+    alike."""
+    wall_s: float
+    """Of all steps."""
+
+
+def train_once(
+    data_dir: Path, run_dir: Path, settings: list[str], seed: int, steps: int
+) -> Trained:
+    """Train, unless ``run_dir`` holds the whole run already; part of one is removed."""
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.exists() or not any(ACCURACY in row for row in read_metrics(metrics)):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        overrides = [
+            f"run_dir={run_dir}",
+            f"seed={seed}",
+            f"model.path={data_dir}/model",
+            f"data.train.path={data_dir}/train.jsonl",
+            f"eval.sets=[{{path: {data_dir}/heldout.jsonl, name: heldout}}]",
+            f"train.steps={steps}",
+            *("rollout.engine=local", "parallel.tensor=1"),
+            *("eval.at_start=false", "checkpoint.at_end=false", "log.console=false"),
+        ]
+        result = run(["train", str(CONFIG), *overrides, *settings], timeout_s=600 + 120 * steps)
+        assert result.returncode == 0, result.stderr
+    return read_run(metrics, seed)
+
+
+def read_run(metrics: Path, seed: int) -> Trained:
+    """Summarise a run from its metrics."""
+    rows = read_metrics(metrics)
+    shares = [
+        row[f"clip/fraction_{sign}"]
+        for row in rows
+        for sign in ("positive", "negative")
+        if f"clip/fraction_{sign}" in row
+    ]
+    return Trained(
+        seed=seed,
+        accuracy=rows[-1][ACCURACY],
+        reward=statistics.mean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
+        without_gradient=statistics.mean(shares),
+        wall_s=sum(v for row in rows for name, v in row.items() if name.startswith("time/")),
+    )
+
+
+def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
+    """The report for people."""
+    seeds = [trained.seed for trained in next(iter(found.values()))]
+    lines = [
+        "# Every objective on the demo's task",
+        "",
+        *heading(report["machine"]),
+        f"{report['steps']} steps of configs/demo.yaml on one rank with the local engine; held-out "
+        f"accuracy at the end, the batch's reward over the last {LAST_STEPS} steps, trained tokens "
+        "without a gradient (mean over signs, updates and steps). Ratios stay near 1 here, so this "
+        "shows that each objective trains, not which is better.",
+        "",
+        "| arm | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | reward | "
+        "without gradient | time |",
+        "|---" * (len(seeds) + 5) + "|",
+    ]
+    for name, runs in found.items():
+        cells = [f"{trained.accuracy:.1%}" for trained in runs]
+        cells += [
+            f"**{statistics.mean(trained.accuracy for trained in runs):.1%}**",
+            f"{statistics.mean(trained.reward for trained in runs):.3f}",
+            f"{statistics.mean(trained.without_gradient for trained in runs):.1%}",
+            f"{statistics.mean(trained.wall_s for trained in runs):.0f} s",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Overrides of the arms:", ""]
+    lines += [f"- {name}: `{' '.join(ARMS[name])}`" for name in found]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
+    parser.add_argument("settings", nargs="*", help="KEY=VALUE for every arm")
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
+    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md and OUT.json")
+    options = parser.parse_args()
+    where, data_dir = machine(torch.device("cpu")), options.data_dir.resolve()
+    found: dict[str, list[Trained]] = {name: [] for name in options.arms}
+    for seed in range(options.seeds):
+        for name, runs in found.items():
+            run_dir = options.runs.resolve() / f"{name.replace(', ', '-').replace(' ', '')}-{seed}"
+            started = time.monotonic()
+            runs.append(
+                train_once(data_dir, run_dir, [*options.settings, *ARMS[name]], seed, options.steps)
+            )
+            took = time.monotonic() - started
+            print(f"{name}, seed {seed}: {runs[-1].accuracy:.1%} ({took:.0f} s)", flush=True)  # noqa: T201
+    report = {
+        "machine": where,
+        "steps": options.steps,
+        "settings": options.settings,
+        "arms": {name: [asdict(trained) for trained in runs] for name, runs in found.items()},
+    }
+    write_report(options.out, markdown(report, found), report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The arms of the table of objectives exist, and its arithmetic; the runs are replaced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bapo_megatron.config.load import load_config
+from bapo_megatron.config.objectives import ADVANTAGES, OBJECTIVES
+from bapo_megatron.telemetry.sinks import read_metrics
+from tests.benchmarks.objective_table import ARMS, CONFIG, Trained, markdown, read_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_every_objective_and_new_advantage_is_an_arm() -> None:
+    algorithms = [load_config(CONFIG, overrides).algorithm for overrides in ARMS.values()]
+    assert {algorithm.objective for algorithm in algorithms} == set(OBJECTIVES)
+    assert {algorithm.advantage for algorithm in algorithms} == set(ADVANTAGES)
+    assert len({str(algorithm) for algorithm in algorithms}) == len(ARMS)
+
+
+def test_runs_are_summarised_and_listed(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(
+        '{"step": 1, "reward/mean": 0.25, "time/training_s": 2.0, "clip/fraction_positive": 0.5, '
+        '"clip/fraction_negative": 0.0}\n'
+        '{"step": 2, "reward/mean": 0.75, "time/training_s": 1.0, "time/eval_s": 2.0, '
+        '"eval/heldout/avg_at_k": 0.625}\n'
+    )
+    assert len(read_metrics(metrics)) == 2
+    trained = read_run(metrics, seed=4)
+    assert trained == Trained(4, 0.625, 0.5, pytest.approx(0.25), 5.0)
+    machine = {
+        "date": "2026-11-23",
+        "commit": "abc",
+        "processor": "CPU",
+        "python": "3.11",
+        "packages": {"torch": "2", "megatron-core": "0"},
+        "command": "python -m tests.benchmarks.objective_table",
+    }
+    text = markdown({"machine": machine, "steps": 2}, {"cispo": [trained]})
+    assert "| cispo | 62.5% | **62.5%** | 0.500 | 25.0% | 5 s |" in text
+    assert "- cispo: `algorithm.objective=cispo`" in text
