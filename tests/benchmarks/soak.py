@@ -74,6 +74,8 @@ class Soak:
     """By address."""
     job: subprocess.Popen[bytes] | None = None
     starts: int = 0
+    log_start: int = 0
+    """Where the log of the last start begins, in bytes."""
     events: list[Event] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
 
@@ -117,6 +119,7 @@ class Soak:
         """Start the trainer, which goes on where it was."""
         self.starts += 1
         with self.log.open("ab") as log:
+            self.log_start = log.tell()
             self.job = subprocess.Popen(
                 [str(REPOSITORY / "examples" / "single_node.sh"), str(self.config), *overrides],
                 cwd=REPOSITORY,
@@ -153,14 +156,15 @@ class Soak:
 
     def last_line(self) -> str:
         """What the job said last; torchrun's report of a rank that was killed comes after it."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         own = [
             line
             for line in lines
             if line.startswith("stopped by")
             or ("bapo-megatron:" in line and "another rank" not in line)
         ]
-        return (own or lines or [""])[-1]
+        others = [line for line in lines if "another rank" in line]
+        return (own or others or lines or [""])[-1]
 
     def do(self, share: float, what: str, act: Callable[[], object], *, ends: bool = False) -> None:
         """Do something to the run at this share of the time; wait for its next step.
