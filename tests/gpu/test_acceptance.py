@@ -109,6 +109,23 @@ def test_the_files_with_tests_for_a_gpu_are_found() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_a_part_that_dies_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = acceptance.parse(["all", f"--dir={tmp_path}", *bare_machine.TINY])
+    checks = acceptance.run_apart(["no such part", "model", "nccl"], options)
+    assert [(check.name, check.passes) for check in checks] == [
+        ("no such part ended without an error", False),
+        ("model and batch (tiny)", True),
+        ("seconds (model)", True),
+        ("a weight group of one", True),
+        ("seconds (nccl)", True),
+    ]
+    assert capsys.readouterr().out.splitlines() == [check.line() for check in checks]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "tests.gpu.bare_machine", tmp_path],

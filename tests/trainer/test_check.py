@@ -76,10 +76,10 @@ def test_servers_on_other_gpus_or_other_machines_pass(on_node: Any) -> None:
     on_node(0, 2)
 
 
-def _one_node_commands() -> list[tuple[int, list[str]]]:
-    """Ranks and arguments of the commands for 8 GPUs in docs/launch.md that start a trainer."""
-    page = (REPOSITORY / "docs" / "launch.md").read_text()
-    section = page.partition("\n## One node\n")[2].partition("\n## ")[0]
+def _node_commands(page: str, heading: str) -> list[tuple[int, list[str]]]:
+    """Ranks and arguments of the commands for 8 GPUs under a heading that start a trainer."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     blocks = section.replace("\\\n", " ").split("```")[1::2]
     lines = [line for block in blocks for line in block.splitlines() if "single_node.sh" in line]
     found = []
@@ -90,13 +90,26 @@ def _one_node_commands() -> list[tuple[int, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["divided", "colocated", "other servers"])
+COMMANDS = {
+    "launch.md": _node_commands("launch.md", "One node"),
+    "gpu.md": _node_commands("gpu.md", "The first node of 8"),
+}
+
+
+def test_the_docs_have_commands_for_one_node() -> None:
+    assert {page: len(commands) for page, commands in COMMANDS.items()} == {
+        "launch.md": 3,  # divided, colocated, other servers
+        "gpu.md": 4,  # the same, the last one twice
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments"), [each for commands in COMMANDS.values() for each in commands]
+)
 def test_the_commands_for_one_node_in_the_docs_are_accepted(
-    on_node: Any, monkeypatch: pytest.MonkeyPatch, number: int
+    on_node: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, arguments: list[str]
 ) -> None:
-    commands = _one_node_commands()
-    assert len(commands) == 3
-    num_ranks, (path, *overrides) = commands[number]
+    path, *overrides = arguments
     config = load_config(REPOSITORY / path, overrides)
     on_node(8, num_ranks, **config.rollout.model_dump())
     monkeypatch.setattr("bapo_megatron.engine.sglang.kind.check_model", lambda model: {})
