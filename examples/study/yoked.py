@@ -7,11 +7,16 @@ BAPO's, but they say nothing of the update at hand. A gain of BAPO over it is on
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapo_megatron.algorithm.bapo import Bapo
 from bapo_megatron.algorithm.clip import Clip
+from bapo_megatron.config.schema import BapoConfig
+from bapo_megatron.files import atomic_write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,3 +41,27 @@ class Yoked(Clip):
         """Return those of the update."""
         low, high = self._bounds[tokens.update % len(self._bounds)]
         return tokens.ratio.new_full((), low), tokens.ratio.new_full((), high)
+
+
+class YokedToFile(Yoked):
+    """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` has written."""
+
+    def __init__(self, file: str, seed: int, dual_clip: float | None = None) -> None:
+        super().__init__(json.loads(Path(file).read_text()), seed, dual_clip)
+
+
+class RecordedBapo(Bapo):
+    """BAPO with its defaults that writes the bounds of all updates so far to ``file``."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(BapoConfig.model_validate({}), None)
+        self._file = Path(file)
+        self._by_update: dict[int, tuple[float, float]] = {}
+
+    def loss(self, tokens: TokenBatch) -> Tensor:
+        """Return BAPO's loss."""
+        if tokens.update not in self._by_update:
+            low, high = self.bounds(tokens)
+            self._by_update[tokens.update] = (float(low), float(high))
+            atomic_write_text(self._file, json.dumps(list(self._by_update.values())))
+        return super().loss(tokens)
