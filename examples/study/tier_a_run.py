@@ -51,6 +51,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "bapo": {"objective": "bapo"},
     "bapo_gradient": {"objective": "bapo", "bapo": {"contribution": "gradient"}},
     "none": {"objective": "none"},
+    "m2po": {"objective": "m2po"},
+    "cispo": {"objective": "cispo"},
+    "gspo": {"objective": "gspo"},
     "yoked": {},
 }
 """Settings of ``algorithm``, by name; *yoked* is ``yoked.Yoked`` with BAPO's bounds."""
@@ -197,7 +200,8 @@ def _batches(
 ) -> Iterator[_Batch]:
     """Divide whole groups among the updates."""
     reward_PG = torch.from_numpy(samples.reward_B).reshape(-1, GROUP_SIZE)
-    advantage_B = group_advantages(reward_PG, "grpo").reshape(-1).double().numpy()
+    length_PG = torch.from_numpy(samples.length_B).reshape(-1, GROUP_SIZE)
+    advantage_B = group_advantages(reward_PG, length_PG, "grpo").reshape(-1).double().numpy()
     is_token_BT = np.arange(LONGEST) < samples.length_B[:, None]
     for group in np.array_split(np.arange(PROMPTS), updates):
         chosen = np.arange(group[0] * GROUP_SIZE, (group[-1] + 1) * GROUP_SIZE)
