@@ -37,6 +37,7 @@ _COLUMNS = {
     "age": "rollout/staleness_mean",
 }
 """Curves that a shard keeps, and the metric of each."""
+_LISTS = ("arms", "lags", "rates", "seeds", "overrides")
 _CONFIG = Path(__file__).with_name("tier_b.yaml")
 
 
@@ -66,6 +67,8 @@ class Plan:
     rates: tuple[float, ...] = (1e-4, 1e-3)
     seeds: tuple[int, ...] = tuple(range(8))
     steps: int = 100
+    overrides: tuple[str, ...] = ()
+    """Further ``KEY=VALUE``, for every run."""
 
     def settings(self) -> list[Setting]:
         """Every run, those of the first seeds first."""
@@ -93,6 +96,7 @@ def compute(setting: Setting, plan: Plan, out: Path) -> list[dict[str, Any]]:
         f"train.steps={setting.steps}",
         *([f"rollout.fixed_lag={setting.lag}"] if setting.lag else []),
         *_objective(setting, plan, out),
+        *plan.overrides,
     ]
     _call(out, "train", str(_CONFIG), *overrides)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 0]
@@ -175,8 +179,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=plan.seeds)
     parser.add_argument("--arms", nargs="+", default=plan.arms)
     parser.add_argument("--steps", type=int, default=plan.steps)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", default=plan.overrides)
     given = parser.parse_args()
-    lists = {name: tuple(getattr(given, name)) for name in ("arms", "lags", "rates", "seeds")}
+    lists = {name: tuple(getattr(given, name)) for name in _LISTS}
     run_plan(Plan(**lists, steps=given.steps), given.out, given.jobs)
 
 

@@ -60,8 +60,8 @@ class RecordedBapo(Bapo):
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return BAPO's loss."""
-        if tokens.update not in self._by_update:
-            low, high = self.bounds(tokens)
-            self._by_update[tokens.update] = (float(low), float(high))
+        low, high = (float(limit) for limit in self.bounds(tokens))
+        if self._by_update.get(tokens.update) != (low, high):
+            self._by_update[tokens.update] = (low, high)  # also of the trial before the first one
             atomic_write_text(self._file, json.dumps(list(self._by_update.values())))
         return super().loss(tokens)

@@ -1,0 +1,41 @@
+"""Tier B of the study: one step of BAPO and of its yoked control, through the real command."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from examples.study.tier_b import Plan, Setting, compute
+from tests.trainer.dumps import make_random_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVEN_LENGTH = "reward.functions=[{name: even, function: 'tests.reward.own_functions:even_length'}]"
+"""A random model is never right; about half of its responses have an even length."""
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(tmp_path: Path) -> None:
+    plan = Plan(lags=(0,), rates=(1e-3,), seeds=(0, 1), steps=1, overrides=(EVEN_LENGTH,))
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    for seed in plan.seeds:
+        tiny = tmp_path / "tiny" / f"seed{seed}"
+        make_random_model(tiny / "model")
+        for name, part in (("train", rows[:60]), ("heldout", rows[60:64])):
+            (tiny / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (bapo,) = compute(Setting("bapo", 0, 1e-3, 1, 1), plan, tmp_path)
+    path = tmp_path / "bounds" / "bapo_lag0_lr0.001_seed1.json"
+    found = json.loads(path.read_text())
+    assert len(found) == 16
+    assert bapo["low"][0] == pytest.approx(np.mean([low for low, _ in found]))
+    assert bapo["high"][0] == pytest.approx(np.mean([high for _, high in found]))
+    path.write_text(json.dumps([[1.0, 1.0]]))
+    (yoked,) = compute(Setting("yoked", 0, 1e-3, 0, 1), plan, tmp_path)
+    assert yoked["seed"] == 0
+    clipped = [run["clipped_low"][0] + run["clipped_high"][0] for run in (bapo, yoked)]
+    assert clipped[0] < 0.2 < 0.3 < clipped[1]
+    assert not (tmp_path / "runs" / "yoked_lag0_lr0.001_seed0").exists()
