@@ -15,7 +15,7 @@ help:
 	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
 	@echo "make test           set up and run the tests"
 	@echo "make test-quick     set up and run the tests that start neither servers nor other ranks"
-	@echo "make gpu-acceptance whatever must be seen on a real GPU; without one it ends with 3"
+	@echo "make gpu-acceptance whatever must be seen on a real GPU; without one it says so and fails"
 	@echo "make setup          create $(VENV), install, compile csrc/"
 	@echo "make lint           formatting, linting, types, import rules"
 	@echo "make clean          remove $(VENV), runs/ and build products"
