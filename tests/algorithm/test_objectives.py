@@ -301,6 +301,20 @@ def test_objectives_of_responses_by_hand() -> None:
     assert out.tolist() == pytest.approx([0.0, -0.9048374, 0.0, 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "opsm"])
+def test_a_response_without_a_token_that_trains_has_a_finite_loss_and_no_gradient(
+    name: str,
+) -> None:
+    # The loss stage gives such tokens ℓ = μ, A = 0 and mask 0.
+    zero_T = torch.zeros(2, dtype=torch.float64)
+    tokens = make_tokens(zero_T - 1, zero_T - 1, zero_T, mask_T=zero_T)
+    assert tokens.response_tokens.tolist() == [0.0, 0.0]
+    objective = made(objective=name)
+    found = differentiate(objective, with_sums(objective, tokens), zero_T)
+    assert found.loss_T.tolist() == [0.0, 0.0]
+    assert found.logprob_T.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("entropy_share", [1.0, 0.5])
 def test_no_objective_mixes_tokens_or_trains_zero_advantages(
