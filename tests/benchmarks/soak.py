@@ -24,13 +24,15 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
+import torch
 import yaml
 
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.processes import end_by_exception
+from tests.benchmarks import harness
 from tests.launch import REPOSITORY, free_port
 from tests.trainer.chaos import assert_balanced, steps, write_config
 from tests.trainer.dumps import make_random_model
@@ -249,7 +251,7 @@ def run_soak(soak: Soak) -> None:
     soak.do(0.22, "a third server is added", add_third)
     soak.do(0.32, "TERM", stop_job, ends=True)
     soak.do(0.42, "a server ends for good", lambda: end_for_good(soak, second))
-    soak.do(0.52, "the third server freezes", lambda: freeze(soak, third))
+    soak.do(0.52, "the first server freezes again", lambda: freeze(soak, first))
     soak.do(0.64, "kill -9 of rank 0", lambda: soak.rank_zero().kill(), ends=True)
     soak.do(0.76, "the disk is full", lambda: fill_until_the_end(soak), ends=True)
     soak.do(0.88, "TERM", stop_job, ends=True)
@@ -305,14 +307,15 @@ def unused_shared_memory() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if path not in used}
 
 
-def report(soak: Soak, account: dict[str, int], command: str) -> str:
+def report(soak: Soak, account: dict[str, int], where: dict[str, Any]) -> str:
     """The markdown of a finished run."""
     rows = steps(soak.run_dir)
     num_lost = sum(row["rollout/lost_requests"] for row in rows)
     lines = [
-        "# An hour through what a week on a cluster brings",
+        "# What a week on a cluster brings, in minutes",
         "",
-        f"`{command}`: two ranks and up to three SGLang servers on two cores, {len(rows)} steps in "
+        *harness.heading(where),
+        f"Two ranks and up to three SGLang servers: {len(rows)} steps in "
         f"{soak.elapsed_s / 60:.0f} minutes, {soak.starts} starts of the job.",
         "",
         "| minute | what | after step | next step | exit status | last line of the job |",
@@ -340,7 +343,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path, required=True, help="without suffix")
     options = parser.parse_args()
-    command = f"python -m tests.benchmarks.soak --minutes {options.minutes:g}"
+    where = harness.machine(torch.device("cpu"))
     end_by_exception()
     memory_before = unused_shared_memory()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -359,7 +362,7 @@ def main() -> None:
         stack.callback(end_everything, soak)
         try:
             run_soak(soak)
-            text = report(soak, assert_balanced(soak.run_dir), command)
+            text = report(soak, assert_balanced(soak.run_dir), where)
         except BaseException:
             sys.stderr.write(soak.log.read_text(errors="replace")[-20_000:])
             raise
