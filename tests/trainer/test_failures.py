@@ -41,7 +41,7 @@ def _first_line(arguments: list[str]) -> tuple[int, str]:
         ),
         (
             "algorithm.objective=grpo",
-            "'algorithm.objective' must be bapo, clip, none or package.module:name, got 'grpo'",
+            "gmpo, opsm, m2po or package.module:name, got 'grpo'; the loss of GRPO is clip",
         ),
         ("rollout.temperature=warm", "rollout.temperature"),
         ("rollout.top_k=100", "'rollout.top_k' must be -1"),
