@@ -54,16 +54,21 @@ class Plan:
         ]
 
     def report(self, best: dict[tuple[str, int], float]) -> list[Setting]:
-        """All settings that are reported, given the best learning rate by arm and lag."""
+        """All settings that are reported, given the best learning rate by arm and lag.
+
+        Those of the four contrasts come first.
+        """
+        at_best = [
+            Setting(arm, lag, 16, rate, steps=self.steps) for (arm, lag), rate in best.items()
+        ]
+        contrasted = ("bapo", *CONTRASTS)
+        at_best.sort(key=lambda each: (each.arm not in contrasted, each.lag not in PRIMARY_LAGS))
         regimes = [(lag, 16) for lag in self.lags] + [(0, updates) for updates in self.updates]
-        found = [
+        found = at_best + [
             Setting(arm, lag, updates, rate, steps=self.steps)
             for arm in self.arms
             for lag, updates in regimes
             for rate in self.rates
-        ]
-        found += [
-            Setting(arm, lag, 16, rate, steps=self.steps) for (arm, lag), rate in best.items()
         ]
         stale = [lag for lag in (2, 8) if lag in self.lags]
         for lag in stale:
