@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,9 +201,14 @@ def count_kernels(contender: Contender) -> int:
     return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
 
 
+def _uncached(device: torch.device) -> Tensor:
+    """Ones that no cache holds: 256 MB, and 2 GB on a GPU, where a launch would count."""
+    return torch.ones(1 << (29 if device.type == "cuda" else 26), device=device)
+
+
 def read_bandwidth(device: torch.device, rounds: int) -> float:
-    """Bytes per second of the fastest of PyTorch's plain reductions over 256 MB."""
-    floats = torch.ones(1 << 26, device=device)
+    """Bytes per second of the fastest of PyTorch's plain reductions."""
+    floats = _uncached(device)
     integers = floats.view(torch.int64)
     contenders = [
         Contender("sum", floats.sum, num_bytes=floats.nbytes),
@@ -213,12 +219,12 @@ def read_bandwidth(device: torch.device, rounds: int) -> float:
 
 
 def write_bandwidth(device: torch.device, rounds: int) -> tuple[str, float]:
-    """Name and bytes per second of what reads and writes 256 MB in the best way of the device.
+    """Name and bytes per second of what reads and writes in the best way of the device.
 
     On a GPU that is a copy. On a CPU a copy also reads what it is about to overwrite, so an
     in-place product is the measure for kernels that work in place.
     """
-    values = torch.ones(1 << 26, device=device)
+    values = _uncached(device)
     target = torch.empty_like(values) if device.type == "cuda" else values
     if device.type == "cuda":
         contender = Contender(
@@ -229,6 +235,19 @@ def write_bandwidth(device: torch.device, rounds: int) -> tuple[str, float]:
             "in-place bandwidth", lambda: values.mul_(1.0), num_bytes=2 * values.nbytes
         )
     return contender.name, interleave([contender], device, rounds=rounds)[0].bytes_per_s
+
+
+def clocks_under_load(device: torch.device) -> dict[str, float]:
+    """Clocks of the GPU in MHz, while it copies."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    for _ in range(2000):  # about a second, which nobody waits for
+        target.copy_(source)
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    command += ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    torch.cuda.synchronize(device)
+    return dict(zip(("SM", "memory"), map(float, answer.stdout.split(",")), strict=True))
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -258,7 +277,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "commit": commit_of(REPOSITORY),
         "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}",
         "processor": _processor(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": _device(device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "packages": versions,
@@ -367,6 +386,15 @@ def commit_of(checkout: Path) -> str:
         check=False,
     )
     return answer.stdout.strip() or "unknown"
+
+
+def _device(device: torch.device) -> str:
+    """Name of the device, and of a GPU its clocks, which tell whether it was throttled."""
+    if device.type == "cpu":
+        return "cpu"
+    clocks = clocks_under_load(device).items()
+    under_load = ", ".join(f"{name} clock {megahertz:.0f} MHz" for name, megahertz in clocks)
+    return f"{torch.cuda.get_device_name(device)} ({under_load})"
 
 
 def _processor() -> str:

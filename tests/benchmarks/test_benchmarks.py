@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.benchmarks import harness
 from tests.benchmarks.main_call import run_main
 from tests.distributed_launch import start_fork
 
@@ -72,6 +73,14 @@ def test_a_benchmark_reports_every_contender(
     assert all(f"## {section['title']}" in text for section in report["sections"])
     for remark in remarks:
         assert re.search(remark, text), remark
+
+
+def test_a_report_has_the_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {"SM": 1980.0, "memory": 3201.0}
+    monkeypatch.setattr(harness, "clocks_under_load", lambda _: clocks)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    where = harness.machine(torch.device("cuda"))
+    assert where["device"] == "NVIDIA H200 (SM clock 1980 MHz, memory clock 3201 MHz)"
 
 
 def test_the_benchmark_of_the_packing_reports_every_size(

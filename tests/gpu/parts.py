@@ -19,7 +19,7 @@ from bapo_megatron.algorithm.bapo import BoundSearch
 from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
-from tests.benchmarks.harness import timed_s
+from tests.benchmarks.harness import clocks_under_load, timed_s
 from tests.gpu.acceptance import Check
 from tests.gpu.training import model, train  # noqa: F401 - two of the parts
 
@@ -223,19 +223,6 @@ def medians_s(
         for name, work in works.items():
             times[name].append(timed_s(device, lambda: work(round_ % _BUFFERS)))  # noqa: B023
     return {name: statistics.median(each[2:]) for name, each in times.items()}
-
-
-def clocks_under_load(device: torch.device) -> dict[str, float]:
-    """Clocks of the GPU in MHz, while it copies."""
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    for _ in range(2000):  # about a second, which nobody waits for
-        target.copy_(source)
-    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
-    command += ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    torch.cuda.synchronize(device)
-    return dict(zip(("SM", "memory"), map(float, answer.stdout.split(",")), strict=True))
 
 
 def _forward(logits_TV: Tensor, target_T: Tensor) -> object:
