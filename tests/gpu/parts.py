@@ -20,7 +20,7 @@ from bapo_megatron.config.objectives import BapoConfig
 from bapo_megatron.ops.backend import select_kernels
 from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from tests.benchmarks.harness import clocks_under_load, timed_s
-from tests.gpu.acceptance import Check
+from tests.gpu.acceptance import HANG_S, Check
 from tests.gpu.training import model, train  # noqa: F401 - two of the parts
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _LONG_ROWS = 152064
 _PARENT = Path(__file__).parents[2]
 _UNUSED_PACKAGES = ("transformers",)
 """What runs need and no part does."""
-_HANG_S = 900
-"""When a process is given up."""
 
 
 def build(options: argparse.Namespace) -> Iterator[Check]:
@@ -43,7 +41,7 @@ def build(options: argparse.Namespace) -> Iterator[Check]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=_HANG_S,
+        timeout=HANG_S,
     )
     for row in json.loads(answer.stdout):
         if row["verdict"] != "note" and row["topic"] not in _UNUSED_PACKAGES:
@@ -58,7 +56,7 @@ def tests(options: argparse.Namespace) -> Iterator[Check]:
         cwd=_PARENT,
         stdout=sys.stderr,
         check=False,
-        timeout=_HANG_S,
+        timeout=HANG_S,
     ).returncode
     yield Check("pytest -m gpu", float(status == 0))
 
@@ -150,7 +148,7 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
             env=environment,
             stdout=sys.stderr,
             check=False,
-            timeout=_HANG_S,
+            timeout=HANG_S,
         ).returncode
         yield Check(f"compute-sanitizer {tool}", float(status == 0))
 
@@ -171,7 +169,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=_HANG_S,
+        timeout=HANG_S,
     )
     expected = num_values * (num_values - 1) / 2
     seen = float(child.stdout or "nan") if child.returncode == 0 else float("nan")
@@ -185,7 +183,7 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=_HANG_S,
+                timeout=HANG_S,
             )
         released, returned = map(float, saver.stdout.split()) if saver.stdout else (0.0, 0.0)
         yield Check("released share", released)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
         ("bound search us", 50.0, True),
         ("bound search us", 51.0, False),
         ("seconds (train)", 361.0, False),
+        ("loss stage share (1.5B, plain)", 0.05, True),
+        ("loss stage share (1.5B, plain)", 0.051, False),
+        ("loss stage share on a CPU (tiny, plain)", 0.3, True),
         ("gradient norm (1.5B, plain)", 1.3, True),
         ("gradient norm (1.5B, plain)", math.inf, False),
         ("gradient norm (1.5B, plain)", math.nan, False),
@@ -124,6 +127,16 @@ def test_a_part_that_dies_does_not_end_the_others(
     assert capsys.readouterr().out.splitlines() == [check.line() for check in checks]
 
 
+def test_a_part_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(acceptance, "HANG_S", 0.1)  # before it can have imported torch
+    options = acceptance.parse(["all", f"--dir={tmp_path}", *bare_machine.TINY])
+    (check,) = acceptance.run_apart(["nccl"], options)
+    assert (check.name, check.passes) == ("nccl ended without an error", False)
+    assert capsys.readouterr().err == "nccl: given up after 0.1 s\n"
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> None:
@@ -145,6 +158,7 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
     assert names["train"] == [
         "gradient norm (tiny, plain)",
         "tokens per second (tiny, plain)",
+        "loss stage share on a CPU (tiny, plain)",
         "gradient norm (tiny, chunked logits)",
         "tokens per second (tiny, chunked logits)",
         "gradient norm (tiny, recomputed behaviour)",
@@ -155,6 +169,7 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
         "gradient norm difference (tiny, full recompute)",
         "seconds (train)",
     ]
+    assert lines["train"][2]["figure"] > 0
     assert lines["train"][-3]["figure"] < 1e-5
     for part in ("build", "model", "train", "ipc", "nccl"):
         status, _, table = results[part]

@@ -39,6 +39,7 @@ from bapo_megatron.types import (
     VersionSpan,
 )
 from tests.gpu.acceptance import Check
+from tests.gpu.loss_clock import LossClock
 
 if TYPE_CHECKING:
     import argparse
@@ -98,6 +99,8 @@ class Trained:
     peak_bytes: int
     """0 on the CPU."""
     planned_bytes: float
+    loss_stage_share: float
+    """Of the second step; with chunked logits it includes the products of the head."""
 
 
 def model(options: argparse.Namespace) -> Iterator[Check]:
@@ -124,6 +127,9 @@ def train(options: argparse.Namespace) -> Iterator[Check]:
             norms[name] = trained.grad_norms
             yield Check(f"gradient norm {label}", sum(trained.grad_norms))
             yield Check(f"tokens per second {label}", trained.tokens_per_s)
+            if name == "plain":
+                where = "" if on_gpu else " on a CPU"
+                yield Check(f"loss stage share{where} {label}", trained.loss_stage_share)
             if on_gpu:
                 yield Check(f"MFU above 0 {label}", float(trained.mfu_share > 0))
                 yield Check(f"peak over plan {label}", trained.peak_bytes / trained.planned_bytes)
@@ -262,8 +268,10 @@ def train_variant(directory: Path, variant: Variant, *, on_gpu: bool) -> Trained
             shape=split_shape(policy, config.parallel, config.megatron, config.train),
         )
         norms = [result.grad_norm for result in trainer.train(batch)]
+        clock = LossClock(groups.device)
         began = time.perf_counter()
-        results = trainer.train(batch)
+        with clock.running():
+            results = trainer.train(batch)
         norms += [result.grad_norm for result in results]
         seconds = time.perf_counter() - began
         lengths = [16 + len(sample.response_token_ids) for sample in batch.samples]
@@ -281,6 +289,7 @@ def train_variant(directory: Path, variant: Variant, *, on_gpu: bool) -> Trained
             mfu_share=flops / seconds / plan.assumptions.peak_flops,
             peak_bytes=peak,
             planned_bytes=plan.worst_stage.total_bytes,
+            loss_stage_share=clock.seconds() / seconds,
         )
     finally:
         shutdown_distributed()
