@@ -166,7 +166,8 @@ class Soak:
             or ("bapo-megatron:" in line and "another rank" not in line)
         ]
         others = [line for line in lines if "another rank" in line]
-        return (own or others or lines or [""])[-1]
+        line = (own or others or lines or [""])[-1]
+        return line.replace(f"{self.run_dir.parent}/", "")
 
     def do(self, share: float, what: str, act: Callable[[], object], *, ends: bool = False) -> None:
         """Do something to the run at this share of the time; wait for its next step.
