@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bapo_megatron.files import atomic_write_bytes, atomic_write_text
+from bapo_megatron.processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +48,8 @@ def run_shards(shards: Sequence[Shard], directory: Path, jobs: int) -> None:
     if not missing:
         return
     metadata, began_s = provenance(), time.monotonic()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    context, end = get_context("spawn"), (signal.SIGTERM,)
+    with ProcessPoolExecutor(jobs, context, end_with_parent, end) as pool:
         futures = {
             pool.submit(_write, shard, path_of(directory, shard.name), metadata): shard.name
             for shard in missing
