@@ -181,7 +181,7 @@ class OpsConfig(Section):
 
 def _seconds(given: Any) -> Any:
     """Turn a number with a unit into seconds."""
-    if isinstance(given, str) and re.fullmatch(r"\d+(\.\d+)?[smhd]", given):
+    if isinstance(given, str) and re.fullmatch(r"-?\d+(\.\d+)?[smhd]", given):
         return float(given[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[given[-1]]
     return given
 

@@ -181,11 +181,11 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_another_model_is_left_ou
         return fake.address, other.address
 
     fake, other = asyncio.run(scene())
-    rule = f"rollout.servers_file: '{path}' must hold an address on each line, each complete, got "
+    rule = f"rollout.servers_file: '{path}' must hold an address on each line"
     assert said()[:3] == [
-        f"{rule}'{fake}\\nhttp://127.0' at its end; correct it; the servers stay as they were",
-        f"{rule}[Errno 2] No such file or directory: '{path}'; correct it; the servers stay as "
-        "they were",
+        f"{rule}, and end with a newline, got '{fake}\\nhttp://127.0' at its end; it may be cut "
+        "off; the servers stay as they were",
+        f"{rule}, got No such file or directory; correct it; the servers stay as they were",
         f"{other} is added to the servers",
     ]
     assert said()[3].startswith(

@@ -90,13 +90,19 @@ def given_addresses(rollout: RolloutConfig) -> list[str]:
 
 def _read(path: Path) -> list[str]:
     """Return the words of a file, whose last line is complete."""
-    rule = f"rollout.servers_file: '{path}' must hold an address on each line, each complete"
+    rule = f"rollout.servers_file: '{path}' must hold an address on each line"
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{rule}, got {error.strerror}; correct it") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{rule}, got {error}; correct it") from error
-    if not text.strip() or not text.endswith("\n"):
-        raise ConfigError(f"{rule}, got {text[-40:]!r} at its end; correct it")
+    if not text.strip():
+        raise ConfigError(f"{rule}, got none; correct it")
+    if not text.endswith("\n"):
+        raise ConfigError(
+            f"{rule}, and end with a newline, got {text[-40:]!r} at its end; it may be cut off"
+        )
     return text.split()
 
 

@@ -53,18 +53,17 @@ def check(tmp_path, monkeypatch):
         ),
         (
             ["rollout.servers_file=none"],
-            "rollout.servers_file: 'none' must hold an address on each line, each complete, got "
-            "[Errno 2] No such file or directory: 'none'; correct it",
+            "rollout.servers_file: 'none' must hold an address on each line, got "
+            "No such file or directory; correct it",
         ),
         (
             ["rollout.servers_file=half"],
-            "rollout.servers_file: 'half' must hold an address on each line, each complete, got "
-            "'http://a:1\\nhttp://a' at its end; correct it",
+            "rollout.servers_file: 'half' must hold an address on each line, and end with a "
+            "newline, got 'http://a:1\\nhttp://a' at its end; it may be cut off",
         ),
         (
             ["rollout.servers_file=empty"],
-            "rollout.servers_file: 'empty' must hold an address on each line, each complete, got "
-            "'\\n' at its end; correct it",
+            "rollout.servers_file: 'empty' must hold an address on each line, got none; correct it",
         ),
         (
             ["rollout.servers_file=bare"],
