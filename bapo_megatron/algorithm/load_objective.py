@@ -23,9 +23,8 @@ from bapo_megatron.algorithm.objective import (
     Needs,
     Objective,
     TokenBatch,
-    add_over_responses,
     differentiate,
-    response_sums,
+    with_sums,
 )
 from bapo_megatron.algorithm.user_code import UserCode
 from bapo_megatron.config.schema import AlgorithmConfig
@@ -79,7 +78,7 @@ def load_objective(
     else:
         code = UserCode("algorithm.objective", config.objective)
         objective = _UserObjective(code, config.objective_options)
-        tokens = _with_sums(objective, trial_tokens(device))
+        tokens = with_sums(objective, trial_tokens(device))
         _try(objective, tokens, kernels)
         if tokens.decision is not None:
             objective.report_decision(tokens.decision.tolist())
@@ -87,7 +86,7 @@ def load_objective(
             objective.explain_refusal(tokens.decision.tolist())
     if config.entropy_share < 1:
         objective = HighEntropy(objective, config.entropy_share)
-    tokens = _with_sums(objective, trial_tokens(device))
+    tokens = with_sums(objective, trial_tokens(device))
     by_update = tokens.decision is not None
     return LoadedObjective(
         objective,
@@ -95,21 +94,6 @@ def load_objective(
         statistic_size=objective.statistics(tokens).numel() if by_update else 0,
         decision_size=0 if tokens.decision is None else tokens.decision.numel(),
     )
-
-
-def _with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
-    """The tokens of a whole update with what the objective asked for."""
-    if objective.needs == "token":
-        return tokens
-    statistics = objective.statistics(tokens)
-    if objective.needs != "response":
-        return replace(tokens, decision=objective.decide(statistics))
-    num_responses = int(tokens.response.max()) + 1
-    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=tokens.logprob.device)
-    value_T = torch.where(tokens.mask > 0, statistics, 0.0)
-    add_over_responses(sum_B, value_T, tokens.response)
-    sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
-    return replace(tokens, response_sums=sums_T)
 
 
 class _UserObjective(Objective):

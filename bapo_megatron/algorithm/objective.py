@@ -231,6 +231,21 @@ def response_sums(sum_B: Tensor, response_T: Tensor) -> Tensor:
     return (sum_B.double() * RESPONSE_UNIT)[response_T]
 
 
+def with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
+    """Return the tokens of a whole update with what the objective needs of them together."""
+    if objective.needs == "token":
+        return tokens
+    statistics = objective.statistics(tokens)
+    if objective.needs != "response":
+        return replace(tokens, decision=objective.decide(statistics))
+    num_responses = int(tokens.response.max()) + 1
+    sum_B = torch.zeros(num_responses, dtype=torch.int64, device=tokens.logprob.device)
+    value_T = torch.where(tokens.mask > 0, statistics, 0.0)
+    add_over_responses(sum_B, value_T, tokens.response)
+    sums_T = response_sums(sum_B, tokens.response).to(tokens.logprob.dtype)
+    return replace(tokens, response_sums=sums_T)
+
+
 def is_finite(values: Tensor) -> Tensor:
     """Return where values are neither NaN nor infinite: ``isfinite`` in two launches, not four."""
     return (values - values) == 0

@@ -53,10 +53,7 @@ class Task:
 
     def log_policy(self, weight_DKA: NDArray[np.float64]) -> NDArray[np.float64]:
         """Log-probabilities of all actions, [C, D, A]."""
-        logits_DCA = self.features_CK @ weight_DKA
-        logits_DCA = logits_DCA - logits_DCA.max(-1, keepdims=True)
-        logits_DCA -= np.log(np.exp(logits_DCA).sum(-1, keepdims=True))
-        return logits_DCA.transpose(1, 0, 2)
+        return log_softmax(self.features_CK @ weight_DKA).transpose(1, 0, 2)
 
     def expected_reward(self, log_policy_CDA: NDArray[np.float64]) -> float:
         """The mean over all prompts, exact: the chance to pass all stages in T actions, unspoilt.
@@ -105,6 +102,13 @@ class Task:
             reward_B[running[has_passed]] = ~is_spoilt_B[running[has_passed]]
             running = running[~has_passed]
         return Samples(prompt_B, stage_BT, action_BT, length_B, reward_B)
+
+
+def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Log-probabilities over the last dimension."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    normalised: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalised
 
 
 @functools.lru_cache(maxsize=16)

@@ -19,13 +19,12 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.objective import (
     Objective,
     TokenBatch,
-    add_over_responses,
     differentiate,
-    response_sums,
+    with_sums,
 )
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import select_kernels
-from examples.study.task import LONGEST, PROMPTS, make_task
+from examples.study.task import LONGEST, PROMPTS, log_softmax, make_task
 from examples.study.yoked import Yoked
 
 if TYPE_CHECKING:
@@ -239,15 +238,13 @@ def _update(
     if not len(batch.response_T):
         return None
     features_PK = features_CK[batch.prompts]
-    logits_DPA = features_PK @ optimizer.weight_DKA
-    logits_DPA = logits_DPA - logits_DPA.max(-1, keepdims=True)
-    logits_DPA -= np.log(np.exp(logits_DPA).sum(-1, keepdims=True))
-    logprob_T = logits_DPA[batch.stage_T, batch.prompt_T, batch.action_T]
+    log_policy_DPA = log_softmax(features_PK @ optimizer.weight_DKA)
+    logprob_T = log_policy_DPA[batch.stage_T, batch.prompt_T, batch.action_T]
     derivative_T = _derivative(batch, logprob_T, objective, setting, run)
     # ∂ℓ/∂logits = onehot − π, summed over the tokens of a prompt and stage.
-    gradient_DPA = np.zeros_like(logits_DPA)
+    gradient_DPA = np.zeros_like(log_policy_DPA)
     np.add.at(gradient_DPA, (batch.stage_T, batch.prompt_T, batch.action_T), derivative_T)
-    gradient_DPA -= gradient_DPA.sum(-1, keepdims=True) * np.exp(logits_DPA)
+    gradient_DPA -= gradient_DPA.sum(-1, keepdims=True) * np.exp(log_policy_DPA)
     return optimizer.step(features_PK.T @ gradient_DPA)
 
 
@@ -267,7 +264,7 @@ def _derivative(
         index = torch.nonzero(parts == number)[:, 0]
         if not len(index):
             continue
-        part = _with_sums(objective, tokens.select(index), len(batch.length_B), run)
+        part = with_sums(objective, tokens.select(index))
         gradient = differentiate(objective, part, weight_T[index], _KERNELS)
         derivative_T[index] = gradient.logprob_T
         _measure(objective, part, run)
@@ -299,22 +296,6 @@ def _token_batch(batch: _Batch, logprob_T: NDArray[np.float64], update: int) -> 
     )
 
 
-def _with_sums(
-    objective: Objective, tokens: TokenBatch, num_responses: int, run: Run
-) -> TokenBatch:
-    """Add what the objective must know of other tokens."""
-    if objective.needs == "token":
-        return tokens
-    if objective.needs == "response":
-        sum_B = torch.zeros(num_responses, dtype=torch.int64)
-        add_over_responses(sum_B, objective.statistics(tokens), tokens.response)
-        return replace(tokens, response_sums=response_sums(sum_B, tokens.response).float())
-    decision = objective.decide(objective.statistics(tokens))
-    reported = objective.report_decision(decision.tolist())
-    run.of_searches.update({name: reported.get(name, 0.0) for name in EXIT_METRICS.values()})
-    return replace(tokens, decision=decision)
-
-
 def _measure(objective: Objective, tokens: TokenBatch, run: Run) -> None:
     """Add up bounds, shares of positive tokens, clipped tokens and the effective sample size."""
     ratio_T = tokens.ratio
@@ -331,6 +312,9 @@ def _measure(objective: Objective, tokens: TokenBatch, run: Run) -> None:
     found["positive_share"] = _positive_share(tokens.advantage * ratio_T)
     ratio_T = tokens.ratio
     found["effective_share"] = float(ratio_T.sum().square() / ratio_T.square().sum()) / len(tokens)
+    if tokens.decision is not None:
+        reported = objective.report_decision(tokens.decision.tolist())
+        found |= {name: reported.get(name, 0.0) for name in EXIT_METRICS.values()}
     run.of_searches.update(found)
     for name, value_T in objective.report(tokens).items():
         run.of_tokens[name] += float(value_T.float().sum())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.objective import (
     Objective,
     TokenBatch,
-    add_over_responses,
     differentiate,
-    response_sums,
+    with_sums,
 )
 from bapo_megatron.config.load import ConfigError, parse_section
 from bapo_megatron.config.objectives import OBJECTIVES
@@ -54,17 +52,6 @@ def random_tokens(seed: int = 0, spread: float = 0.7) -> TokenBatch:
         response_tokens=count_B[response_T].double(),
         entropy_T=3 * torch.rand(TOKENS, generator=generator, dtype=torch.float64),
     )
-
-
-def with_sums(objective: Objective, tokens: TokenBatch) -> TokenBatch:
-    """What the collection pass adds."""
-    if objective.needs == "response":
-        sum_B = torch.zeros(RESPONSES, dtype=torch.int64)
-        add_over_responses(sum_B, objective.statistics(tokens), tokens.response)
-        return replace(tokens, response_sums=response_sums(sum_B, tokens.response))
-    if objective.needs == "update":
-        return replace(tokens, decision=objective.decide(objective.statistics(tokens)))
-    return tokens
 
 
 def coefficients(objective: Objective, tokens: TokenBatch, weight_T: Tensor) -> Tensor:
