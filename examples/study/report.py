@@ -31,7 +31,7 @@ MARGIN = 0.02
 """Differences of expected reward within it do not matter; fixed beforehand."""
 _COLLAPSE = 0.8
 """A run has collapsed whose final expected reward is below this part of its best."""
-_TITLES = {
+TITLES = {
     "grpo": "GRPO [0.8, 1.2]",
     "clip_higher": "clip-higher [0.8, 1.28]",
     "start": "start [0.6, 1.2]",
@@ -44,6 +44,7 @@ _TITLES = {
     "cispo": "CISPO",
     "gspo": "GSPO",
 }
+"""The names of the arms in tables and figures."""
 _DEFAULTS = {"updates": 16, "dual_clip": None, "target": None, "micro_batches": 1}
 
 
@@ -134,7 +135,7 @@ def contrast_lines(results: Results) -> list[str]:
     ]
     for (arm, each), p_value in zip(found.items(), corrected, strict=True):
         lines.append(
-            f"| {_TITLES[arm]} | {each.mean:+.3f} | {each.low:+.3f} … {each.high:+.3f} | "
+            f"| {TITLES[arm]} | {each.mean:+.3f} | {each.low:+.3f} … {each.high:+.3f} | "
             f"{each.p_value:.4f} | {p_value:.4f} | {'yes' if each.is_within(MARGIN) else 'no'} |"
         )
     return lines
@@ -158,7 +159,7 @@ def lag_lines(results: Results, rate: float | None) -> list[str]:
         for lag in results.lags:
             cell = _cell(results.rows(arm, lag, rate), results)
             cells.append(f"{cell} ({results.best_rate(arm, lag):g})" if rate is None else cell)
-        lines.append(f"| {_TITLES[arm]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {TITLES[arm]} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -171,7 +172,7 @@ def update_lines(results: Results, rate: float) -> list[str]:
     ]
     for arm in results.arms:
         cells = [_cell(results.rows(arm, 0, rate, updates=count), results) for count in updates]
-        lines.append(f"| {_TITLES[arm]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {TITLES[arm]} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -189,8 +190,8 @@ def variant_lines(results: Results) -> list[str]:
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
 
     for arm in results.arms:
-        add(_TITLES[arm], arm)
-        add(f"{_TITLES[arm]}, dual clip 3", arm, dual_clip=3.0)
+        add(TITLES[arm], arm)
+        add(f"{TITLES[arm]}, dual clip 3", arm, dual_clip=3.0)
     for target in results.manifest["plan"]["targets"]:
         add(f"BAPO, ρ0 {target:g}", "bapo", target=target)
     add("BAPO, bounds of a quarter of the update", "bapo", micro_batches=4)
@@ -215,7 +216,7 @@ def behaviour_lines(results: Results) -> list[str]:
     for arm in results.arms:
         rows = results.rows(arm, lag)
         cells = [f"{results.values(rows, value).mean():.3g}" for value in columns.values()]
-        lines.append(f"| {_TITLES[arm]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {TITLES[arm]} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -289,7 +290,7 @@ def draw(results: Results, path: Path) -> None:
             marker="o",
             markersize=4,
             capsize=2,
-            label=_TITLES[arm],
+            label=TITLES[arm],
         )
     middle.set_xticks(range(len(results.lags)), [str(lag) for lag in results.lags])
     middle.set(xlabel="lag in steps of 16 updates", ylabel="final expected reward")
@@ -300,7 +301,7 @@ def draw(results: Results, path: Path) -> None:
         curves = np.array([row["expected_reward"] for row in results.rows(arm, lag)])
         mean = curves.mean(axis=0)
         error = 1.96 * curves.std(axis=0) / np.sqrt(len(curves))
-        (line,) = right.plot(mean, label=_TITLES[arm])
+        (line,) = right.plot(mean, label=TITLES[arm])
         right.fill_between(
             np.arange(len(mean)), mean - error, mean + error, alpha=0.15, color=line.get_color()
         )
@@ -331,7 +332,7 @@ def _draw_contrasts(results: Results, axes: Axes) -> None:
         )
     axes.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.15)
     axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(CONTRASTS)), [_TITLES[arm] for arm in CONTRASTS])
+    axes.set_yticks(range(len(CONTRASTS)), [TITLES[arm] for arm in CONTRASTS])
     axes.set(xlabel="final expected reward: BAPO minus …", title="95 % intervals; grey: equivalent")
     axes.legend(fontsize=7)
 

@@ -66,16 +66,16 @@ class Plan:
     lags: tuple[int, ...] = (0, 2, 8)
     rates: tuple[float, ...] = (1e-4, 1e-3)
     seeds: tuple[int, ...] = tuple(range(8))
-    steps: int = 100
+    steps: int = 60
     overrides: tuple[str, ...] = ()
     """Further ``KEY=VALUE``, for every run."""
 
     def settings(self) -> list[Setting]:
-        """Every run, those of the first seeds first."""
+        """Every run, those of the first learning rate and the first seeds first."""
         return [
             Setting(arm, lag, rate, seed, self.steps)
-            for seed in self.seeds
             for rate in self.rates
+            for seed in self.seeds
             for lag in self.lags
             for arm in self.arms
         ]

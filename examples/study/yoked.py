@@ -16,7 +16,6 @@ import numpy as np
 from bapo_megatron.algorithm.bapo import Bapo
 from bapo_megatron.algorithm.clip import Clip
 from bapo_megatron.config.schema import BapoConfig
-from bapo_megatron.files import atomic_write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,21 +46,28 @@ class YokedToFile(Yoked):
     """The same for ``algorithm.objective``, with bounds that ``RecordedBapo`` has written."""
 
     def __init__(self, file: str, seed: int, dual_clip: float | None = None) -> None:
-        super().__init__(json.loads(Path(file).read_text()), seed, dual_clip)
+        lines = (json.loads(line) for line in Path(file).read_text().splitlines())
+        # The trial of an objective before the first step is an update 0, too: the last one counts.
+        by_update = {update: (low, high) for update, low, high in lines}
+        super().__init__(list(by_update.values()), seed, dual_clip)
 
 
 class RecordedBapo(Bapo):
-    """BAPO with its defaults that writes the bounds of all updates so far to ``file``."""
+    """BAPO with its defaults that writes the bounds of every update to ``file``."""
 
     def __init__(self, file: str) -> None:
         super().__init__(BapoConfig.model_validate({}), None)
         self._file = Path(file)
-        self._by_update: dict[int, tuple[float, float]] = {}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text("")
+        self._written: tuple[int, float, float] | None = None
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return BAPO's loss."""
         low, high = (float(limit) for limit in self.bounds(tokens))
-        if self._by_update.get(tokens.update) != (low, high):
-            self._by_update[tokens.update] = (low, high)  # also of the trial before the first one
-            atomic_write_text(self._file, json.dumps(list(self._by_update.values())))
+        line = (tokens.update, low, high)
+        if line != self._written:  # once per update, of its micro-batches
+            with self._file.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+            self._written = line
         return super().loss(tokens)

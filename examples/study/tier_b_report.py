@@ -1,0 +1,222 @@
+"""Tables and figure of tier B, from its shards alone.
+
+    python -m examples.study.tier_b_report docs/study/tier_b
+
+A seed is a model, its data and its run. Arms share them, so differences are formed per seed;
+intervals and p-values are Student's over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from scipy import stats
+
+from bapo_megatron.files import atomic_write_text
+from examples.study.report import MARGIN, TITLES
+from examples.study.shards import read_shards
+from examples.study.statistics import holm
+from examples.study.tier_a import CONTRASTS
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from numpy.typing import NDArray
+
+Row = dict[str, Any]
+Values = NDArray[np.float64]
+_SEARCH = ("low", "high", "exit_start", "exit_met", "positive_share_start", "positive_share")
+
+
+class Results:
+    """The runs, found by their settings; only seeds of which every arm is there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.manifest = json.loads((directory / "manifest.json").read_text())
+        plan = self.manifest["plan"]
+        self.arms: list[str] = plan["arms"]
+        self.lags: list[int] = plan["lags"]
+        self.rates: list[float] = plan["rates"]
+        self._rows = {
+            (row["arm"], row["lag"], row["learning_rate"], row["seed"]): row
+            for row in read_shards(directory / "report")
+        }
+        self._seeds: list[int] = plan["seeds"]
+
+    def rows(self, arm: str, lag: int, rate: float) -> list[Row]:
+        """Runs of a setting, by seed."""
+        return [self._rows[arm, lag, rate, seed] for seed in self.seeds(lag, rate)]
+
+    def seeds(self, lag: int, rate: float) -> list[int]:
+        """The seeds of which every arm is there."""
+        return [
+            seed
+            for seed in self._seeds
+            if all((arm, lag, rate, seed) in self._rows for arm in self.arms)
+        ]
+
+    def accuracy(self, arm: str, lag: int, rate: float) -> Values:
+        """Held-out accuracy after the last step, by seed."""
+        return np.array([row["accuracy_after"] for row in self.rows(arm, lag, rate)])
+
+    def differences(self, control: str, lags: list[int], rate: float) -> Values:
+        """BAPO's accuracy minus the control's, by seed; means over lags."""
+        return np.mean(
+            [self.accuracy("bapo", lag, rate) - self.accuracy(control, lag, rate) for lag in lags],
+            axis=0,
+        )
+
+
+def contrast_lines(results: Results, lags: list[int], rate: float) -> list[str]:
+    """The four contrasts as a table."""
+    found = {arm: results.differences(arm, lags, rate) for arm in CONTRASTS}
+    tests = {arm: stats.ttest_1samp(values, 0.0) for arm, values in found.items()}
+    corrected = holm([float(test.pvalue) for test in tests.values()])
+    lines = [
+        "| BAPO minus | difference | 95 % interval | p | corrected | equivalent | seeds above |",
+        "|---" * 7 + "|",
+    ]
+    for (arm, test), p_value in zip(tests.items(), corrected, strict=True):
+        low, high = test.confidence_interval(0.95)
+        inner = test.confidence_interval(0.9)
+        is_equivalent = inner.low > -MARGIN and inner.high < MARGIN
+        lines.append(
+            f"| {TITLES[arm]} | {found[arm].mean():+.3f} | {low:+.3f} … {high:+.3f} | "
+            f"{test.pvalue:.4f} | {p_value:.4f} | {'yes' if is_equivalent else 'no'} | "
+            f"{(found[arm] > 0).sum()} of {len(found[arm])} |"
+        )
+    return lines
+
+
+def half_width(values: Values) -> float:
+    """Half of Student's 95 % interval of the mean."""
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def accuracy_lines(results: Results, rate: float) -> list[str]:
+    """Held-out accuracy by arm and lag."""
+    seeds = [len(results.seeds(lag, rate)) for lag in results.lags]
+    heads = [f"lag {lag}, {count} seeds" for lag, count in zip(results.lags, seeds, strict=True)]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for arm in results.arms:
+        cells = []
+        for lag in results.lags:
+            values = results.accuracy(arm, lag, rate)
+            cells.append(f"{values.mean():.3f} ± {half_width(values):.3f}")
+        lines.append(f"| {TITLES[arm]} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def behaviour_lines(results: Results, rate: float) -> list[str]:
+    """What the runs did, by lag and arm; means over seeds and steps."""
+    heads = ("best reward", "last entropy", "gradient norm", "clipped above", "below")
+    heads += ("c_low", "c_high", "start", "met", "share before", "after")
+    lines = ["| lag | arm | " + " | ".join(heads) + " |", "|---" * (len(heads) + 2) + "|"]
+    for lag in results.lags:
+        for arm in results.arms:
+            rows = results.rows(arm, lag, rate)
+            cells = [
+                f"{np.mean([np.nanmax(curve(row, 'reward')) for row in rows]):.3f}",
+                f"{np.mean([curve(row, 'entropy')[-1] for row in rows]):.3f}",
+                *(
+                    f"{np.nanmean([np.nanmean(curve(row, name)) for row in rows]):.3f}"
+                    for name in ("gradient_norm", "clipped_high", "clipped_low")
+                ),
+            ]
+            for name in _SEARCH:
+                values = np.concatenate([curve(row, name) for row in rows])
+                has_any = bool(np.isfinite(values).any())
+                cells.append(f"{np.nanmean(values):.3f}" if has_any else "")
+            lines.append(f"| {lag} | {TITLES[arm]} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def curve(row: Row, name: str) -> Values:
+    """A number per step; NaN where a step had none."""
+    values = row.get(name) or [None]
+    return np.array([np.nan if value is None else value for value in values])
+
+
+def tables(results: Results) -> str:
+    """The markdown."""
+    made = "; ".join(
+        f"{entry['shards']} shards at commit {entry['commit']}, torch {entry['torch']}"
+        for entry in results.manifest["made_with"]
+    )
+    stale = [lag for lag in results.lags if lag]
+    lines = [
+        "# Tier B: tables",
+        "",
+        f"Made by `python -m examples.study.tier_b_report` from the shards in this directory "
+        f"({made}). {results.manifest['plan']['steps']} steps of 16 updates; held-out accuracy "
+        "after the last step; ± is half of Student's 95 % interval over seeds. "
+        "[What it means](../../study.md).",
+    ]
+    for rate in results.rates:
+        lines += ["", f"## Learning rate {rate:g}", "", *accuracy_lines(results, rate)]
+        for lags in ([[lag] for lag in results.lags] + [stale])[:: -1 if stale else 1]:
+            title = "lag " + ", ".join(map(str, lags))
+            lines += ["", f"### Contrasts, {title}", "", *contrast_lines(results, lags, rate)]
+        lines += ["", "### What the runs did", "", *behaviour_lines(results, rate)]
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Accuracy over lag, and rewards at the largest lag, a row per learning rate."""
+    rows = len(results.rates)
+    figure, grid = plt.subplots(
+        rows, 3, figsize=(14, 4.2 * rows), layout="constrained", squeeze=False
+    )
+    lag = max(results.lags)
+    for rate, (left, middle, right) in zip(results.rates, grid, strict=True):
+        for offset, arm in enumerate(results.arms):
+            values = [results.accuracy(arm, lag, rate) for lag in results.lags]
+            left.errorbar(
+                np.arange(len(values)) + 0.08 * (offset - len(results.arms) / 2),
+                [each.mean() for each in values],
+                yerr=[half_width(each) for each in values],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                label=TITLES[arm],
+            )
+            for axes, name in ((middle, "reward"), (right, "entropy")):
+                curves = np.array([curve(row, name) for row in results.rows(arm, lag, rate)])
+                mean, error = curves.mean(axis=0), half_widths(curves)
+                step = np.arange(1, len(mean) + 1)
+                (line,) = axes.plot(step, mean, label=TITLES[arm])
+                axes.fill_between(
+                    step, mean - error, mean + error, alpha=0.15, color=line.get_color()
+                )
+        left.set_xticks(range(len(results.lags)), [str(lag) for lag in results.lags])
+        left.set(xlabel="lag in steps of 16 updates", ylabel="held-out accuracy")
+        left.set_title(f"after the last step, learning rate {rate:g}")
+        left.legend(fontsize=8)
+        middle.set(xlabel="step", ylabel="mean reward of the batch", title=f"lag {lag}")
+        right.set(xlabel="step", ylabel="entropy, nats per token", title=f"lag {lag}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def half_widths(curves: Values) -> Values:
+    """``half_width`` of each column."""
+    return np.array([half_width(column) for column in curves.T])
+
+
+def main() -> None:
+    """Write ``tables.md`` and ``figure.png`` beside the shards."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    results = Results(directory)
+    atomic_write_text(directory / "tables.md", tables(results))
+    draw(results, directory / "figure.png")
+    print(f"{directory / 'tables.md'}, {directory / 'figure.png'}")
+
+
+if __name__ == "__main__":
+    main()
