@@ -174,6 +174,10 @@ class RolloutConfig(Section):
     responses are aborted; the next step resumes them if ``partial``, else they are discarded."""
     partial: bool = True
     """Keep unfinished responses of one step and resume them in the next (partial rollout)."""
+    partial_tokens: int | None = Field(None, ge=1)
+    """Tokens that a response may get in one round of sampling (the budget of partial rollouts);
+    then it rests until the next round: a later step's, or this step's where no batch is complete.
+    A round begins with ``groups_per_step`` new prompts. Null: no rounds, and no such limit."""
     tokens_per_step: int | None = Field(None, ge=1)
     """Response tokens to generate for a step, which then takes the complete groups (at least one
     per update); null: only ``groups_per_step`` ends it."""
@@ -229,6 +233,11 @@ class RolloutConfig(Section):
         return self.async_steps if self.fixed_lag is None else self.fixed_lag
 
     @property
+    def num_rounds(self) -> int:
+        """Rounds of ``partial_tokens`` that the longest response takes; 1 without them."""
+        return -(-self.max_response_tokens // (self.partial_tokens or self.max_response_tokens))
+
+    @property
     def decode_steps_ahead(self) -> int:
         """Decode steps of a driven engine beside the training of one batch."""
         return self.local.decode_steps_ahead or -(-self.max_response_tokens // 2)
@@ -252,7 +261,8 @@ class RolloutConfig(Section):
                     f"{name} must be {neutral} for training, got {value}: the engine's log-probs "
                     f"ignore this filter, so ratios would be biased; set {name}: {neutral}"
                 )
-        for name in ("async_steps", "tokens_per_step", "max_carries", "fixed_lag"):
+        kept = ("async_steps", "partial_tokens", "tokens_per_step", "max_carries", "fixed_lag")
+        for name in kept:
             value = getattr(self, name)
             if value and not self.partial:
                 raise ValueError(
@@ -275,6 +285,7 @@ class RolloutConfig(Section):
                     "the weights of one push, beside the training; leave "
                     f"{name} or fixed_lag out"
                 )
+        self._check_rounds()
         for name in ("async_steps", "servers", "servers_file", "min_servers"):
             value = getattr(self, name)
             if self.colocated and value:
@@ -288,6 +299,24 @@ class RolloutConfig(Section):
                 "where the servers are; leave one of them out"
             )
         return self
+
+    def _check_rounds(self) -> None:
+        if self.partial_tokens is None:
+            return
+        if self.partial_tokens >= self.max_response_tokens:
+            raise ValueError(
+                f"partial_tokens must be below max_response_tokens: {self.max_response_tokens}, "
+                f"got {self.partial_tokens}: no response would ever rest; lower it, or leave "
+                "partial_tokens out"
+            )
+        for name in ("async_steps", "fixed_lag", "oversample_groups", "tokens_per_step"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name} must be left out with partial_tokens: {self.partial_tokens}, got "
+                    f"{value}: a round draws groups_per_step prompts and lasts until every "
+                    "response has ended or has got its tokens, and nothing is sampled beside the "
+                    f"training; leave {name} or partial_tokens out"
+                )
 
 
 class ReplayConfig(Section):

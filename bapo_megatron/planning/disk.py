@@ -38,7 +38,8 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     if checkpoint.keep_every and checkpoint.every_steps:
         kept += steps // math.lcm(checkpoint.every_steps, checkpoint.keep_every)
     writing = int(saves > 0)
-    waiting = rollout.oversample_groups + rollout.steps_ahead * rollout.groups_per_step
+    num_batches = rollout.num_rounds - 1 + rollout.steps_ahead
+    waiting = rollout.oversample_groups + num_batches * rollout.groups_per_step
     waiting = waiting * rollout.partial + config.replay.batches * rollout.groups_per_step
     buffer_tokens = waiting * rollout.samples_per_group * case.assumptions.response_tokens
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0

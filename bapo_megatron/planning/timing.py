@@ -145,7 +145,8 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
 
     A decoding step reads the weights and the keys and values of the running sequences, as many as
     fit and as there are, and computes two operations per parameter and sequence; the slower of the
-    two counts. Without partial rollouts a step ends with its longest response, decoded alone.
+    two counts. Without partial rollouts a step ends with its longest response, decoded alone; with
+    ``partial_tokens``, when a response has got them.
     """
     assumptions, rollout = case.assumptions, case.config.rollout
     rate, bandwidth = assumptions.rollout_tokens_per_s, assumptions.reached_memory_bytes_per_s
@@ -161,7 +162,8 @@ def rollout_time(case: Scenario, work: Workload, memory: RolloutMemory) -> tuple
     seconds = work.response_tokens_per_step / (rate * assumptions.rollout_gpus)
     if not rollout.partial or rollout.oversample_groups == 0:
         alone_s = memory.weights_bytes / bandwidth
-        seconds = max(seconds, rollout.max_response_tokens * alone_s)
+        longest = rollout.partial_tokens or rollout.max_response_tokens
+        seconds = max(seconds, longest * alone_s)
     return PhaseTime("rollout", seconds, seconds, 0.0, 0.0, {}), rate
 
 

@@ -183,6 +183,7 @@ class BatchCollector:
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
             "fixed_lag": self.config.fixed_lag,
+            "partial_tokens": self.config.partial_tokens,
             "environment": self.config.environment,
         }
         return SavedRollout(about, self._buffer.snapshot())
@@ -198,7 +199,7 @@ class BatchCollector:
         self._buffer.restore(saved.buffer)
         self._before = self._totals().since(_Totals(**state["counted"]))
         self._sampled_version = state["sampled_version"]
-        for name in ("fixed_lag", "environment"):
+        for name in ("fixed_lag", "partial_tokens", "environment"):
             value = getattr(self.config, name)
             if state[name] != value:
                 raise ValueError(
@@ -272,8 +273,10 @@ class BatchCollector:
 
     def _go_on(self, num_groups: int) -> None:
         """Draw prompts for this many batch groups and keep every sample on its way."""
-        for _ in range(self._selection.num_to_draw(num_groups)):
+        for _ in range(num_prompts := self._selection.num_to_draw(num_groups)):
             self._buffer.start_group(next(self.prompts), self.config.samples_per_group)
+        if num_prompts and self.config.partial_tokens is not None:
+            self._buffer.begin_round(self.config.partial_tokens)
         self._episodes.advance(self._buffer)
 
     def _give_up_stale(self, version: int) -> None:

@@ -30,6 +30,9 @@ from bapo_megatron.types import (
     WrittenSpan,
 )
 
+NEVER = 2**31 - 1
+"""More tokens than any response has."""
+
 
 class DropReason(StrEnum):
     """Why a group is never trained on."""
@@ -59,6 +62,8 @@ class PendingSample:
     """State of the environment after its latest answer."""
     awaits_answer: bool = False
     """A turn has ended, and the environment has not answered it."""
+    rests_at: int = NEVER
+    """Response tokens at which it rests until the next round (``rollout.partial_tokens``)."""
     graded: tuple[Response, Score] | None = None
     """The finished response and its score alone, before group functions and shaping."""
     _parts: list[Completion] = field(default_factory=list)
@@ -68,6 +73,12 @@ class PendingSample:
     def is_finished(self) -> bool:
         """Nothing more is to be sampled."""
         return self.sample.finish_reason is not FinishReason.ABORT
+
+    @property
+    def is_resting(self) -> bool:
+        """It has got this round's tokens, and goes on in the next."""
+        has_ended = self.is_finished or self.awaits_answer
+        return not has_ended and self.num_tokens >= self.rests_at
 
     @property
     def is_scored(self) -> bool:
@@ -148,8 +159,9 @@ class PendingSample:
         return replace(self, sample=sample, state=state, _parts=list(self._parts))
 
     def start_again(self) -> None:
-        """Forget the response."""
+        """Forget the response; with rounds the next one begins it again."""
         self.sample = _empty_sample(self.sample.group_id, self.sample.index, self.sample.prompt)
+        self.rests_at = NEVER if self.rests_at == NEVER else 0
         self.texts = self.state = self.graded = None
         self.has_begun = self.awaits_answer = False
         self._parts = []
@@ -264,6 +276,12 @@ class RolloutBuffer:
         self.groups[group.group_id] = group
         self.next_group_id += 1
         return group
+
+    def begin_round(self, max_tokens: int) -> None:
+        """Let every unfinished response get up to so many further tokens."""
+        for group in self:
+            for pending in group.samples:
+                pending.rests_at = pending.num_tokens + max_tokens
 
     def take(self, groups: Sequence[PendingGroup]) -> None:
         """Remove groups: the trainer has them."""

@@ -176,8 +176,8 @@ class Episodes:
         for group in groups:
             for pending in group.samples:
                 key = (group.group_id, pending.sample.index)
-                is_graded = pending.is_scored or pending.graded is not None
-                if is_graded or (key in self._tasks and not self._tasks[key].done()):
+                is_idle = pending.is_scored or pending.graded is not None or pending.is_resting
+                if is_idle or (key in self._tasks and not self._tasks[key].done()):
                     continue
                 self._tasks[key] = task = asyncio.create_task(self._play(pending, group))
                 if not pending.is_finished:
@@ -268,7 +268,10 @@ class Episodes:
         self.raise_failure()
         if self._asking or len(self._sampling) != self.pool.num_in_flight:
             return False
-        if any(pending.is_finished or pending.awaits_answer for pending in self._sampling.values()):
+        if any(
+            pending.is_finished or pending.awaits_answer or pending.is_resting
+            for pending in self._sampling.values()
+        ):
             return False
         wanted = set(self._tasks.values())
         return self._sampling.keys() == wanted if scored else self._sampling.keys() <= wanted
@@ -290,14 +293,16 @@ class Episodes:
         self.news.set()
 
     async def _play(self, pending: PendingSample, group: PendingGroup) -> None:
-        """Take turns until the episode ends or the pool is drained; score what has ended."""
+        """Take turns until the episode ends, rests, or is aborted; score what has ended."""
         task, request, had_ended = asyncio.current_task(), self.plan(pending), pending.is_finished
         assert task is not None
         while not pending.is_finished:
             if pending.awaits_answer or not pending.has_begun:
                 await self._ask(task, pending, request.sampling)
-            elif not (self.is_running and await self._sample(pending, request)):
-                return
+            else:
+                goes_on = self.is_running and not pending.is_resting
+                if not (goes_on and await self._sample(pending, request)):
+                    return
         if not had_ended:
             self._sampling.pop(task, None)  # ``stop`` does not wait for its score
             self.finished_samples += 1
@@ -323,12 +328,16 @@ class Episodes:
     async def _sample(self, pending: PendingSample, request: GenerateRequest) -> bool:
         """Go on with the policy's turn; returns whether it has ended."""
         max_tokens, is_resumed = request.sampling.max_new_tokens, pending.is_within_turn
+        stop_at = min(max_tokens, pending.rests_at)
 
         def take(part: Completion) -> None:
+            num_tokens = pending.num_tokens + len(part.token_ids)
+            if part.finish_reason is FinishReason.LENGTH and stop_at <= num_tokens < max_tokens:
+                part = replace(part, finish_reason=FinishReason.ABORT)  # the limit of a round
             pending.append(part, max_tokens)
             self.generated_tokens += len(part.token_ids)
 
-        remaining = max_tokens - pending.num_tokens
+        remaining = stop_at - pending.num_tokens
         request = replace(
             request,
             input_ids=pending.input_ids(),

@@ -25,7 +25,8 @@ def check_files(rollout: RolloutConfig) -> None:
     Raises:
         RolloutError: It may open too few files.
     """
-    num_groups = rollout.groups_per_step * (1 + rollout.steps_ahead) + rollout.oversample_groups
+    num_batches = rollout.num_rounds + rollout.steps_ahead
+    num_groups = rollout.groups_per_step * num_batches + rollout.oversample_groups
     num_samples = num_groups * rollout.samples_per_group
     needed = _OTHER_FILES + min(rollout.max_connections or num_samples, num_samples)
     available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

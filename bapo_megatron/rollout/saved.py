@@ -20,7 +20,7 @@ from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
 from bapo_megatron.types import Prompt, Sample
 
-FORMAT = 6
+FORMAT = 7
 """Earlier formats were JSON, part of the checkpoint's state.json."""
 _CHUNK_TOKENS = 4_000_000
 """Response tokens of a row group: what is held twice while a file is written or read."""
@@ -55,6 +55,7 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     "answer": (pa.string(), lambda row: row.pending.prompt.answer),
     "has_begun": (pa.bool_(), lambda row: row.pending.has_begun),
     "awaits_answer": (pa.bool_(), lambda row: row.pending.awaits_answer),
+    "rests_at": (pa.int32(), lambda row: row.pending.rests_at),
     # JSON; large: a row group may hold more than 2 GB of texts.
     "prompt_row": (pa.large_string(), lambda row: json.dumps(row.pending.prompt.row)),
     "texts": (pa.large_string(), lambda row: json.dumps(row.pending.texts)),
@@ -140,6 +141,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
         pending = PendingSample(sample, prompt, state=json.loads(row["state"]))
         pending.has_begun, pending.awaits_answer = row["has_begun"], row["awaits_answer"]
+        pending.rests_at = row["rests_at"]
         texts = json.loads(row["texts"])
         pending.texts = None if texts is None else tuple(texts)
         samples.append(pending)

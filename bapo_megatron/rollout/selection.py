@@ -54,7 +54,12 @@ class Selection:
         return max(0, min(self._config.steps_ahead, self._plan.total_steps - step))
 
     def num_to_draw(self, num_groups: int) -> int:
-        """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there."""
+        """Prompts to draw so that ``num_groups`` batch groups, and the oversampling, are there.
+
+        With ``partial_tokens``, those of a new round; none where no new round is to begin.
+        """
+        if self._config.partial_tokens is not None:
+            return 0 if self._is_round_open() or self.choose(num_groups, 0, 0) else num_groups
         num_useful = sum(not self.is_useless(group) for group in self._buffer)
         return max(0, num_groups + self._config.oversample_groups - num_useful)
 
@@ -63,6 +68,8 @@ class Selection:
 
         ``spent_tokens``: response tokens generated for the batch so far.
         """
+        if self._is_round_open():
+            return []
         ready = self.ready()
         if len(ready) >= num_new:
             return ready[:num_new]
@@ -114,6 +121,17 @@ class Selection:
         """What becomes of the groups in the buffer that a batch does not take."""
         taken_ids = {group.group_id for group in taken}
         return [(g, self._reason_to_drop(g)) for g in self._buffer if g.group_id not in taken_ids]
+
+    def _is_round_open(self) -> bool:
+        """Whether a response may get tokens in this round, or a group a score to decide by."""
+        if self._config.partial_tokens is None:
+            return False
+        return any(
+            (self.needs_scores and not group.is_scored)
+            if group.is_finished
+            else not all(pending.is_finished or pending.is_resting for pending in group.samples)
+            for group in self._buffer
+        )
 
     def _reason_to_drop(self, group: PendingGroup) -> DropReason | None:
         max_carries = self._config.max_carries

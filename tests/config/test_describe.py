@@ -138,6 +138,26 @@ from tests.config.files import error_of, write
                 ("colocated", "true", "colocated", "true"),
             )
         ),
+        *(
+            (
+                f"rollout: {{partial_tokens: 99, {name}: 2}}",
+                f"'rollout.{name}' must be left out with partial_tokens: 99, got 2: a round draws "
+                "groups_per_step prompts and lasts until every response has ended or has got its "
+                f"tokens, and nothing is sampled beside the training; leave {name} or "
+                "partial_tokens out",
+            )
+            for name in ("async_steps", "fixed_lag", "oversample_groups", "tokens_per_step")
+        ),
+        (
+            "rollout: {partial_tokens: 99, max_response_tokens: 99}",
+            "'rollout.partial_tokens' must be below max_response_tokens: 99, got 99: no response "
+            "would ever rest; lower it, or leave partial_tokens out",
+        ),
+        (
+            "rollout: {partial_tokens: 99, partial: false}",
+            "'rollout.partial' must be true with partial_tokens: 99, got false: responses must be "
+            "kept for later steps; set partial: true, or leave partial_tokens out",
+        ),
         (
             "rollout: {engine: vllm}",
             "'rollout.engine' must be sglang, local or package.module:Class, got 'vllm'",

@@ -53,7 +53,9 @@ class Request:
         self.input_ids = tuple(asked.input_ids)
         self.received = asked.sampled_tokens
         """Response tokens so far, those of earlier requests included."""
-        self.max_tokens = self.received + asked.sampling.max_new_tokens
+        self.asked_tokens = asked.sampling.max_new_tokens
+        """Limit of this request's own tokens."""
+        self.max_tokens = self.received + self.asked_tokens
         """Limit of response tokens, likewise."""
         self.on_part = on_part
         self.ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

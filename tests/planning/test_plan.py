@@ -126,6 +126,10 @@ def test_the_disk_of_a_run_by_hand() -> None:
         ("dump", pytest.approx(7.8 * 64 * 8 * 1000), 30),
         ("export", 2 * 7_615_616_512, 1),
     ]
+    rounds = {**rollout, "oversample_groups": 0, "async_steps": 0, "partial_tokens": 4096}
+    # Two rounds: the groups of another batch are on their way.
+    plan = plan_7b(PlanOptions(gpus=4, response_tokens=1000), rollout=rounds)
+    assert plan.disk[1].each_bytes == pytest.approx(5.6 * 64 * 8 * 1000)
     kept = plan_7b(rollout={**RUN_7B["rollout"], "dump": False}, checkpoint={"at_end": False})
     assert [use.number for use in kept.disk] == [0, 0, 0, 0]
 
@@ -245,6 +249,9 @@ def test_a_rollout_ends_with_its_longest_response_unless_it_is_resumed() -> None
     # Four samples on each of 4 servers, 4096 tokens each.
     read = 2 * 7_615_616_512 + 4 * (256 + 2048) * 57_344
     assert resumed == pytest.approx(4096 * read / (0.7 * 3.35e12))
+    # With rounds of 6,000 tokens a step ends after as many decode steps.
+    rounds = plan_7b(rollout={**few, "partial_tokens": 6000}).phases[0].seconds
+    assert rounds == pytest.approx(alone_s * 6000 / 8192)
 
 
 @pytest.mark.parametrize(

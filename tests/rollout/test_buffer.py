@@ -48,6 +48,7 @@ def _filled() -> RolloutBuffer:
         pending.sample.answer_found = True
     groups[1].samples[0].append(_completion(20, 2, 1), 8)
     groups[1].samples[0].append(_completion(22, 3, 2), 8)
+    groups[1].samples[0].rests_at = 5
     groups[1].samples[1].append(_completion(30, 4, 2, "stop"), 8)
     groups[1].samples[1].finish(FinishReason.STOP)
     return buffer
@@ -112,7 +113,7 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
                 saved.sample.group_id,
                 saved.sample.index,
             )
-            for name in ("prompt", "texts", "has_begun", "state", "awaits_answer"):
+            for name in ("prompt", "texts", "has_begun", "state", "awaits_answer", "rests_at"):
                 assert getattr(pending, name) == getattr(saved, name)
     restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
@@ -183,6 +184,6 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
     with pytest.raises(DumpError, match=r"rollout\.parquet: not a readable parq.*; resume from"):
         read_saved(path)
     path.write_bytes(content)
-    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=7))
-    with pytest.raises(DumpError, match="rollout buffer format 6, this version reads format 7"):
+    monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=8))
+    with pytest.raises(DumpError, match="rollout buffer format 7, this version reads format 8"):
         read_saved(path)

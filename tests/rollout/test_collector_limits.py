@@ -29,6 +29,10 @@ def test_too_few_open_files_for_the_requests_in_flight_are_refused_in_one_line(
     ahead = RolloutConfig.model_validate(sizes | {"async_steps": 1})
     with pytest.raises(RolloutError, match="needs 1664 open files"):
         check_files(ahead)
+    # Three rounds: as many times 40 groups may be on their way.
+    rounds = {"oversample_groups": 0, "max_response_tokens": 100, "partial_tokens": 40}
+    with pytest.raises(RolloutError, match="needs 2176 open files"):
+        check_files(RolloutConfig.model_validate(sizes | rounds))
 
 
 def test_the_lag_of_a_loop_is_the_largest_since_it_was_asked_for() -> None:

@@ -18,7 +18,7 @@ from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import FinishReason, Prompt
 from bapo_megatron.weight_sync.messages import Load
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.engine.helpers import reference_logprobs
@@ -158,19 +158,47 @@ def _expected_logprobs(sample: Sample, models: list[Path]) -> np.ndarray:
     return expected
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    [{"async_steps": 1, "local": {"decode_steps_ahead": 25}}, {"partial_tokens": 25}],
+    ids=["ahead", "rounds"],
+)
 def test_logprobs_of_the_local_engine_are_those_of_each_tokens_own_version(
-    models: list[Path],
+    models: list[Path], rollout: dict[str, Any]
 ) -> None:
     backend = LocalBackend(ModelConfig(path=models[0], dtype="float32"), LocalConfig(), "cpu")
 
     async def collect() -> list[RolloutBatch]:
         # Most responses are as long as they may be, so they would begin and end together.
-        config = _config(async_steps=1, max_response_tokens=60, local={"decode_steps_ahead": 25})
+        config = _config(max_response_tokens=60, **rollout)
         return await _collect([await backend.connect("local")], models, config, Rewards(equal=()))
 
     batches = asyncio.run(collect())
     assert sum(batch.stats.resumed_samples for batch in batches) > 0
     _check(batches, models)
+
+
+@pytest.mark.sglang
+def test_a_server_stops_each_response_at_the_tokens_of_its_round(
+    server: SglangServer, models: list[Path]
+) -> None:
+    config = _config(partial_tokens=90)
+
+    async def collect() -> list[RolloutBatch]:
+        engines = clients_of([server.address], config, server.keys)
+        return await _collect(engines, models, config, Rewards(equal=()))
+
+    try:
+        batches = asyncio.run(collect())
+    finally:  # other tests expect its first weights
+        with_client(server.address, lambda client: load_weights(client, models[0], 0), server.keys)
+    _check(batches, models)
+    for sample in (sample for batch in batches for sample in batch.samples):
+        if sample.finish_reason is FinishReason.LENGTH:
+            assert sample.num_sampled == MAX_TOKENS
+        # Other weights sample only from where a round has ended.
+        ends = np.cumsum([span.num_tokens for span in sample.versions])
+        assert (ends[:-1] % 90 == 0).all()
 
 
 @pytest.mark.sglang

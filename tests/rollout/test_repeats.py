@@ -225,12 +225,20 @@ PARTIAL = st.tuples(AHEAD, RULES).map(lambda parts: {**parts[0], **parts[1]})
 NOT_PARTIAL = RULES.map(
     lambda rules: {**rules, "tokens_per_step": None, "max_carries": None, "partial": False}
 )
+ROUNDS = st.tuples(st.sampled_from([7, 16]), RULES).map(
+    lambda parts: {
+        **parts[1],
+        "partial_tokens": parts[0],
+        "oversample_groups": 0,
+        "tokens_per_step": None,
+    }
+)
 LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    rollout=st.one_of(PARTIAL, PARTIAL, PARTIAL, NOT_PARTIAL, LAG),
+    rollout=st.one_of(PARTIAL, PARTIAL, PARTIAL, NOT_PARTIAL, ROUNDS, LAG),
     replay=st.sampled_from([{}, {"batches": 2}]),
     is_slow=st.booleans(),
     has_environment=st.booleans(),

@@ -119,6 +119,7 @@ class RolloutMachine(RuleBasedStateMachine):
             {
                 "oversample_groups": st.integers(0, 3),
                 "async_steps": st.integers(0, 2),
+                "partial_tokens": st.sampled_from([None, None, 1, 5]),
                 "tokens_per_step": st.sampled_from([None, 20]),
                 "max_carries": st.sampled_from([None, 1, 2]),
                 "dynamic_sampling": st.fixed_dictionaries(
@@ -154,6 +155,9 @@ class RolloutMachine(RuleBasedStateMachine):
     ) -> None:
         if not is_partial:
             rollout |= {"async_steps": 0, "tokens_per_step": None, "max_carries": None}
+            rollout |= {"partial_tokens": None}
+        if rollout["partial_tokens"] is not None:
+            rollout |= {"async_steps": 0, "tokens_per_step": None, "oversample_groups": 0}
         in_flight = rollout.pop("in_flight")
         self.config = RolloutConfig.model_validate(
             {
@@ -390,6 +394,15 @@ class RolloutMachine(RuleBasedStateMachine):
             assert not any(p.awaits_answer for p in self.batches._episodes._sampling.values())
             labels = Counter(request.label for request in self.pool.requests)
             assert not labels or max(labels.values()) == 1
+
+    @invariant()
+    def no_request_asks_for_more_than_its_response_may_get(self) -> None:
+        if not hasattr(self, "started"):
+            return
+        for request in self.pool.requests:
+            assert request.max_tokens <= MAX_TOKENS
+            if self.config.partial_tokens is not None:
+                assert request.asked_tokens <= self.config.partial_tokens
 
     def teardown(self) -> None:
         if hasattr(self, "started"):

@@ -33,8 +33,9 @@ EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_leng
 MODES: dict[str, dict[str, Any]] = {
     "ahead": {"async_steps": 1, "oversample_groups": 2, "local": {"decode_steps_ahead": 7}},
     "fixed lag": {"fixed_lag": 2},
+    "rounds": {"partial_tokens": 9},
 }
-RANKS = {"ahead": 1, "fixed lag": 2}
+RANKS = {"ahead": 1, "fixed lag": 2, "rounds": 1}
 """Tensor-parallel trainer ranks."""
 
 
@@ -123,17 +124,19 @@ def test_a_run_that_was_stopped_twice_equals_another_one_bit_for_bit(
     _assert_equal_runs(tmp_path / "again", finished["ahead"])
 
 
+@pytest.mark.parametrize("mode", ["fixed lag", "rounds"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
-    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path
+    configs: dict[str, Path], finished: dict[str, Path], tmp_path: Path, mode: str
 ) -> None:
-    # Two batches wait in the checkpoint of step 1; the last one is sampled after it.
+    # With the lag, two batches wait in the checkpoint of step 1, and the last one is sampled after
+    # it. With rounds, responses rest in it.
     resumed = tmp_path / "run"
-    shutil.copytree(finished["fixed lag"], resumed)
+    shutil.copytree(finished[mode], resumed)
     # Forget what came later, as if the run had been killed.
     (resumed / "checkpoints" / "latest").write_text("step_1\n")
     shutil.rmtree(resumed / "hf")
-    _train(configs, "fixed lag", resumed, "resume=true")
-    _assert_equal_runs(resumed, finished["fixed lag"])
+    _train(configs, mode, resumed, "resume=true")
+    _assert_equal_runs(resumed, finished[mode])
 
 
 def test_a_killed_run_continues_bit_for_bit_and_leaves_no_process(
@@ -173,6 +176,20 @@ def test_what_is_sampled_ahead_is_older_by_what_was_asked_for(finished: dict[str
     for row in lag:
         steps_old = min(row["step"] - 1, 2)
         assert row["rollout/age_mean"] == row["rollout/age_max"] == 2 * steps_old
+
+
+def test_rounds_divide_responses_over_steps(finished: dict[str, Path]) -> None:
+    rows = steps(finished["rounds"])
+    assert all(row["rollout/resumed_samples"] > 0 for row in rows)
+    assert any(row["rollout/age_max"] >= 2 for row in rows)
+    dumps = sorted((finished["rounds"] / "rollouts").glob("step_*.parquet"))
+    batches = [read_batch(dump) for dump in dumps]
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert max(sample.num_sampled for sample in samples) == 24  # 9 + 9 + 6
+    assert max(len(sample.versions) for sample in samples) >= 2
+    for sample in samples:  # other weights sample only from where a round has ended
+        ends = [sum(span.num_tokens for span in sample.versions[:n]) for n in range(1, 3)]
+        assert all(end in (9, 18, sample.num_sampled) for end in ends)
 
 
 def test_gsm8k_trains_without_signal_and_aime_is_evaluated(
