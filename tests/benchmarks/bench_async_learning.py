@@ -70,6 +70,7 @@ def train_once(data_dir: Path, settings: list[str], seed: int, steps: int) -> Tr
             "checkpoint.at_end=false",
             "log.console=false",
             "parallel.tensor=1",
+            "algorithm.updates_per_batch=4",
         ]
         result = run([*arguments, *settings], timeout_s=600 + 60 * steps)
         assert result.returncode == 0, result.stderr

@@ -69,6 +69,8 @@ def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> Tra
         f"data.train.path={tiny}/train.jsonl",
         f"eval.sets=[{{path: {tiny}/heldout.jsonl, name: heldout}}]",
         f"train.steps={steps}",
+        "rollout.async_steps=0",
+        "algorithm.updates_per_batch=4",
         *SETTINGS,
         *settings,
     ]

@@ -48,6 +48,7 @@ def overrides(run_dir: Path, data_dir: Path, steps: int) -> list[str]:
         "checkpoint.at_end=false",
         "log.console=false",
         "parallel.tensor=1",
+        "algorithm.updates_per_batch=4",
     ]
 
 
