@@ -21,9 +21,6 @@ FRAGMENTS = {
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAPER_RUNS = [name for name in NAMES if name.startswith(("r1-", "bp-", "octothinker-"))]
-CONTROLS = {"grpo": (0.8, 1.2), "clip-higher": (0.8, 1.28)}
-"""Suffix of a control's name → its fixed clip."""
-
 MODELS = Path(__file__).parents[1] / "planning" / "models"
 """config.json of the models that the paper's runs start from, as published; OctoThinker's is that
 of Llama 3.2 3B, from which it was trained."""
@@ -43,3 +40,18 @@ def hf_config(config: RunConfig) -> dict[str, Any]:
     """What ``hf_config_file`` holds."""
     fields: dict[str, Any] = json.loads(hf_config_file(config).read_text())
     return fields
+
+
+def write_inputs(config: RunConfig) -> None:
+    """Put what a run of the paper reads under the current directory: all but the contents."""
+    config.model.path.mkdir(parents=True)
+    (config.model.path / "config.json").write_text(json.dumps(hf_config(config)))
+    Path("data").mkdir()
+    for path in (
+        config.model.path / "model.safetensors",
+        config.model.path / "tokenizer_config.json",
+        Path("data/skywork-or1-math.parquet"),
+        Path("data/aime24.parquet"),
+        Path("data/aime25.parquet"),
+    ):
+        path.touch()

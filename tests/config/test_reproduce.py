@@ -1,0 +1,201 @@
+"""Every command of docs/reproduce.md is what its row says, and could start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bapo_megatron.config.check import check_config
+from bapo_megatron.config.load import load_config
+from bapo_megatron.planning.plan import PlanOptions, make_plan
+from bapo_megatron.policy.hf_config import read_hf_config_file
+from tests.config.shipped import FOLDER, hf_config, hf_config_file, write_inputs
+from tests.launch import REPOSITORY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bapo_megatron.config.schema import RunConfig
+
+TEXT = (REPOSITORY / "docs" / "reproduce.md").read_text()
+COMMANDS = [
+    tuple(shlex.split(command))
+    for line in TEXT.splitlines()
+    if line.startswith("|")
+    for command in re.findall(r"`[^`]*?(configs/[^`]+)`", line)
+]
+EVALUATIONS = [command for command in COMMANDS if "eval-aime" in command[0]]
+RUNS = [command for command in COMMANDS if "eval-aime" not in command[0]]
+
+GRPO, HIGHER, START, CORNER = (0.8, 1.2), (0.8, 1.28), (0.6, 1.2), (0.9, 3.0)
+R1_64_PROMPTS: dict[str, tuple[int, tuple[float, float] | None, float | None, int | None]] = {
+    "r1-0-grpo": (1, GRPO, None, None),
+    "r1-2x-grpo": (2, GRPO, None, None),
+    "r1-4x-grpo": (4, GRPO, None, None),
+    "r1-8x-grpo": (8, GRPO, None, None),
+    "r1-4x-upper1.5": (4, (0.8, 1.5), None, None),
+    "r1-4x-lower0.5": (4, (0.5, 1.2), None, None),
+    "r1-4x-bapo": (4, None, None, None),
+    "r1-2x-bapo": (2, None, None, None),
+    "r1-2x-clip-higher": (2, HIGHER, None, None),
+    "r1-4x-clip-higher": (4, HIGHER, None, None),
+    "r1-budget4k-grpo": (1, GRPO, None, 4096),
+    "r1-budget4k-bapo": (1, None, None, 4096),
+    "r1-budget2k-grpo": (1, GRPO, None, 2048),
+    "r1-budget2k-bapo": (1, None, None, 2048),
+    "r1-4x-start": (4, START, None, None),
+    "r1-4x-corner": (4, CORNER, None, None),
+    "r1-4x-grpo-dual3": (4, GRPO, 3.0, None),
+    "r1-2x-grpo-dual3": (2, GRPO, 3.0, None),
+    "r1-8x-grpo-dual3": (8, GRPO, 3.0, None),
+    "r1-4x-start-dual3": (4, START, 3.0, None),
+    "r1-4x-corner-dual3": (4, CORNER, 3.0, None),
+    "r1-4x-bapo-dual3": (4, None, 3.0, None),
+    "r1-4x-share0.5": (4, None, None, None),
+    "r1-4x-ratio0.5": (4, None, None, None),
+    "r1-4x-recipe": (4, None, 3.0, None),
+}
+"""Runs of R1-Distill-7B: updates per batch, fixed bounds (none: BAPO's), dual clip, budget."""
+LLAMA = {
+    "llama-bapo": (None, None),
+    "llama-grpo": (GRPO, None),
+    "llama-corner": ((0.9, 2.0), None),
+    "llama-grpo-dual3": (GRPO, 3.0),
+}
+
+
+def config_of(command: tuple[str, ...], *more: str) -> RunConfig:
+    file, *overrides = command
+    return load_config(FOLDER.parent / file, [*overrides, *more])
+
+
+def differences(first: Any, second: Any, key: str = "") -> set[str]:
+    """Dotted keys under which two configurations differ."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        assert first.keys() == second.keys()
+        return {
+            place
+            for name in first
+            for place in differences(first[name], second[name], f"{key}.{name}".lstrip("."))
+        }
+    return set() if first == second else {key}
+
+
+CONFIGS = {config_of(command).name: config_of(command) for command in RUNS}
+
+
+def settings(config: RunConfig) -> tuple[Any, ...]:
+    algorithm = config.algorithm
+    is_fixed = algorithm.objective == "clip"
+    assert is_fixed or algorithm.objective == "bapo"
+    bounds = (algorithm.fixed.low, algorithm.fixed.high) if is_fixed else None
+    return bounds, algorithm.dual_clip
+
+
+def test_the_table_has_every_curve_once() -> None:
+    assert len(RUNS) == len(CONFIGS)
+    tables = {"bp-math-7b-64k-grpo", "bp-math-7b-64k", "bp-math-32b-64k-grpo", "bp-math-32b-64k"}
+    assert CONFIGS.keys() == R1_64_PROMPTS.keys() | LLAMA.keys() | tables
+
+
+@pytest.mark.parametrize("name", R1_64_PROMPTS)
+def test_a_run_of_r1_distill_is_what_its_row_says(name: str) -> None:
+    updates, bounds, dual_clip, budget = R1_64_PROMPTS[name]
+    config = CONFIGS[name]
+    assert settings(config) == (bounds, dual_clip)
+    assert config.algorithm.updates_per_batch == updates
+    assert config.rollout.partial_tokens == budget
+    responses = config.rollout.groups_per_step * config.rollout.samples_per_group
+    assert responses == updates * 1024
+    (line,) = [line for line in TEXT.splitlines() if f"name={name} " in f"{line.replace('`', ' ')}"]
+    cells = [cell.strip() for cell in line.split("|")]
+    if len(cells) == 6:  # tables with the responses per step
+        assert cells[3] == f"{responses:,}"
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_a_run_of_llama_is_what_its_row_says(name: str) -> None:
+    assert settings(CONFIGS[name]) == LLAMA[name]
+    assert CONFIGS[name].rollout.groups_per_step == 256
+
+
+def test_targets_are_those_that_were_published() -> None:
+    targets = {
+        name: (CONFIGS[name].algorithm.bapo.measure, CONFIGS[name].algorithm.bapo.target)
+        for name in ("r1-4x-bapo", "r1-4x-share0.5", "r1-4x-ratio0.5", "r1-4x-recipe", "llama-bapo")
+    }
+    assert targets == {
+        "r1-4x-bapo": ("share", 0.4),
+        "r1-4x-share0.5": ("share", 0.5),
+        "r1-4x-ratio0.5": ("ratio", 0.5),
+        "r1-4x-recipe": ("ratio", 1.0),
+        "llama-bapo": ("share", 0.45),
+    }
+
+
+@pytest.mark.parametrize(
+    ("bapo", "control"),
+    [
+        ("bp-math-7b-64k", "bp-math-7b-64k-grpo"),
+        ("bp-math-32b-64k", "bp-math-32b-64k-grpo"),
+        *((f"r1-{n}x-bapo", f"r1-{n}x-{arm}") for n in (2, 4) for arm in ("grpo", "clip-higher")),
+        *(("r1-4x-bapo", f"r1-4x-{arm}") for arm in ("start", "corner", "grpo-dual3")),
+        *((f"r1-budget{n}k-bapo", f"r1-budget{n}k-grpo") for n in (2, 4)),
+        *(("llama-bapo", f"llama-{arm}") for arm in ("grpo", "corner", "grpo-dual3")),
+    ],
+)
+def test_a_control_differs_from_its_run_in_the_clip_rule_alone(bapo: str, control: str) -> None:
+    allowed = {"name", "run_dir", "algorithm.objective", "algorithm.fixed.low"}
+    allowed |= {"algorithm.fixed.high", "algorithm.dual_clip", "train.steps"}
+    assert differences(CONFIGS[bapo].model_dump(), CONFIGS[control].model_dump()) <= allowed
+
+
+@pytest.mark.parametrize("command", RUNS, ids=CONFIGS)
+def test_a_run_of_the_table_fits_and_passes_the_checks_at_its_start(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of(command)
+    write_inputs(config)
+    assert_starts(config)
+
+
+@pytest.mark.parametrize("name", ["r1-2x-bapo", "r1-4x-grpo"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("rollout.max_response_tokens=31744", "parallel.context=2"),
+        ("algorithm.epochs=2",),
+        ("train.dump_tokens=20",),
+    ],
+)
+def test_what_the_text_says_to_add_can_be_added(
+    name: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(each in TEXT for each in more)
+    monkeypatch.chdir(tmp_path)
+    (command,) = [command for command in RUNS if f"name={name}" in command]
+    config = config_of(command, *more)
+    write_inputs(config)
+    assert_starts(config)
+
+
+@pytest.mark.parametrize("command", EVALUATIONS)
+def test_an_evaluation_of_the_tables_loads(command: tuple[str, ...]) -> None:
+    config = config_of(command)
+    assert config.eval.samples_per_prompt == 16
+    longest = config.data.max_prompt_tokens + config.eval.max_response_tokens
+    assert longest <= hf_config(config)["max_position_embeddings"]
+
+
+def assert_starts(config: RunConfig) -> None:
+    plan = make_plan(
+        config, read_hf_config_file(hf_config_file(config)), PlanOptions(gpu_memory_gb=80)
+    )
+    assert plan.fits
+    assert plan.notes == []
+    parallel = config.parallel
+    check_config(config, parallel.tensor * parallel.pipeline * parallel.context)
