@@ -1,8 +1,9 @@
-"""The speed of GPUs by their data sheets."""
+"""The GPUs of this machine, and the speed of each kind by its data sheet."""
 
 import difflib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,15 @@ GPUS = {
     )
 }
 """NVIDIA's SXM parts (data sheets of 2020, 2022, 2023 and 2024)."""
+
+
+def count_gpus() -> int:
+    """Return how many GPUs CUDA shows; without a driver 0, without importing torch."""
+    if not Path("/dev/nvidiactl").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def find_gpu(name: str) -> Gpu:

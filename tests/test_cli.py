@@ -14,6 +14,7 @@ import bapo_megatron
 from bapo_megatron import cli
 from bapo_megatron.commands import train
 from tests.launch import REPOSITORY, run, torchrun
+from tests.trainer.dumps import make_random_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +103,34 @@ def test_version_and_help_name_the_package_and_its_commands() -> None:
     for name, line in cli.COMMANDS.items():
         assert f"{name} " in listed
         assert line in listed
+
+
+@pytest.mark.parametrize("command", ["--help", "config", "make-tiny --help"])
+def test_what_takes_half_a_second_imports_no_slow_library(command: str, tmp_path: Path) -> None:
+    arguments = command.split()
+    if command == "config":
+        make_random_model(tmp_path)
+        prompts = tmp_path / "train.jsonl"
+        prompts.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+        files = [f"model.path={tmp_path}", f"data.train.path={prompts}", "eval.sets=[]"]
+        arguments += ["configs/demo.yaml", *files]
+    program = """
+import sys
+from bapo_megatron import cli
+try:
+    cli.main()
+finally:
+    print(sorted({"numpy", "torch", "transformers"} & set(sys.modules)))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("[]\n")
 
 
 @pytest.mark.distributed

@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from bapo_megatron.tiny.make import make_tiny
-
 
 def command(
     out: Annotated[Path, typer.Argument(help="Directory for model/, train.jsonl, heldout.jsonl.")],
     seed: Annotated[int, typer.Option(help="Seed of data, initialisation and warm-up.")] = 0,
 ) -> None:
     """Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic)."""
+    from bapo_megatron.tiny.make import make_tiny  # transformers takes seconds
+
     report = make_tiny(out, seed=seed)
     typer.echo(
         f"made {report.model_dir} ({report.num_parameters:,} parameters) "

@@ -1,4 +1,4 @@
-"""What training needs, checked before anything is started; imports neither torch nor Megatron."""
+"""What training needs, checked before anything is started; imports torch only for a user's code."""
 
 import importlib.util
 import os
@@ -8,6 +8,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.gpus import count_gpus
 
 
 def check_training(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
@@ -17,17 +18,21 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
         ConfigError: A rule is broken, or the engine cannot do what is asked.
         UserCodeError: The objective or the advantage cannot be used.
     """
-    from bapo_megatron.algorithm.advantage import Advantages  # imports torch
-    from bapo_megatron.algorithm.load_objective import load_objective
-
     _check_packages(config.log.wandb_project if owns_files else "")
     check_config(config, world_size, owns_files=owns_files)
     if owns_files and config.replay.dumps is None:
         load_kind(config.rollout.engine).check(config)
         _check_gpus(config.rollout)
+    algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.
-    load_objective(config.algorithm)
-    Advantages(config.algorithm.advantage, config.algorithm.baseline_shift)
+    if ":" in algorithm.objective:
+        from bapo_megatron.algorithm.load_objective import load_objective
+
+        load_objective(algorithm)
+    if ":" in algorithm.advantage:
+        from bapo_megatron.algorithm.advantage import Advantages
+
+        Advantages(algorithm.advantage, algorithm.baseline_shift)
 
 
 def _check_packages(wandb_project: str) -> None:
@@ -48,9 +53,7 @@ def _check_packages(wandb_project: str) -> None:
 
 def _check_gpus(rollout: RolloutConfig) -> None:
     """Servers beside the ranks of this node have other GPUs than these, or release their memory."""
-    import torch
-
-    server, num_gpus = rollout.server, torch.cuda.device_count()
+    server, num_gpus = rollout.server, count_gpus()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_own = rollout.engine == "sglang" and rollout.starts_servers
     if not has_own or rollout.colocated or not num_gpus or server.first_gpu >= num_ranks:

@@ -21,7 +21,8 @@ def on_node(monkeypatch: pytest.MonkeyPatch):
     """Checks the section ``rollout`` on a node with GPUs, ranks of the trainer, or neither."""
 
     def check(num_gpus: int, num_ranks: int, **rollout: Any) -> None:
-        monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+        for module in ("trainer.check", "engine.sglang.kind"):
+            monkeypatch.setattr(f"bapo_megatron.{module}.count_gpus", lambda: num_gpus)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
         _check_gpus(RolloutConfig.model_validate(rollout))
 

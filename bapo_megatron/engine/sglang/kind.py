@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bapo_megatron.config.check import check_heads, check_model, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from bapo_megatron.gpus import count_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -108,8 +109,6 @@ def _read(path: Path) -> list[str]:
 
 def _check_own_servers(config: RunConfig) -> None:
     """Check that this machine can run the servers, and that their command lines hold no secrets."""
-    import torch
-
     rollout, server = config.rollout, config.rollout.server
     for argument in server.extra_args:
         if (name := argument.partition("=")[0]) in _SECRET_ARGUMENTS:
@@ -131,7 +130,7 @@ def _check_own_servers(config: RunConfig) -> None:
             f"rollout.server.start_timeout_s = {restart_s:g}, in which a stuck server is noticed "
             f"and started again, got {health.patience_s:g}; raise it, or lower one of them"
         )
-    num_gpus, wanted = torch.cuda.device_count(), server.count * server.tensor
+    num_gpus, wanted = count_gpus(), server.count * server.tensor
     if num_gpus and server.first_gpu + wanted > num_gpus:
         raise ConfigError(
             "rollout.server.count: first_gpu + count × tensor must be at most this machine's "

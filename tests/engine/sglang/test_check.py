@@ -151,19 +151,19 @@ def test_servers_of_others_need_not_fit_this_machine(check):
 def test_servers_that_this_machine_cannot_run_are_refused(
     check, monkeypatch, num_gpus, overrides, message
 ):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: num_gpus)
     with pytest.raises(ConfigError) as caught:
         check(*overrides)
     assert str(caught.value) == message
 
 
 def test_servers_that_fit_this_machine_pass(check, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: 8)
     check("rollout.server.count=4", "rollout.server.tensor=2", "rollout.server.port=65532")
     check("rollout.colocated=true", "rollout.weight_sync.method=tensor")
     broadcast = ["rollout.weight_sync.method=broadcast", "rollout.weight_sync.backend=gloo"]
     check("rollout.colocated=true", *broadcast)
     # Others' servers are on other machines.
     check("rollout.servers=[http://a:1]", "rollout.server.count=9")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("bapo_megatron.engine.sglang.kind.count_gpus", lambda: 0)
     check("rollout.server.count=4")  # SGLang's CPU engine
