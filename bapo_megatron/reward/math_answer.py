@@ -150,6 +150,8 @@ def _sentence_answers(line: str) -> list[str]:
 
 def _compare(given_text: str, wanted_text: str) -> Reason:
     given, (wanted, wanted_parts) = canonical(given_text), _reference(wanted_text)
+    if not given:
+        return Reason.DIFFERENT  # not even where the reference is missing
     if given == wanted:
         return Reason.EQUAL_TEXT
     if len(wanted) > _MAX_ANSWER:

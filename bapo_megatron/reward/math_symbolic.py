@@ -1,14 +1,17 @@
 r"""Comparison by math-verify, with guards where it is more generous than mathematics.
 
-math-verify's parser takes ``R`` for ``r``, a list for a point in any order, and numbers below
-10⁻⁶ for 0; its comparison evaluates every power. Each guard below answers one of these. What is
-left may still take forever: only the worker's limits (``pool.RewardPool``) bound it.
+math-verify's parser takes ``R`` for ``r``, ``y'`` for ``y``, ``2(3)`` for a sum, a list for a point
+in any order; its comparison takes numbers below 10⁻¹⁵ for 0 and evaluates every power. Each guard
+below answers one of these. Relations are compared by ``math_relations`` instead, and values that
+``math_values`` finds to differ are not compared at all. What is left may still take forever: only
+the worker's limits (``pool.RewardPool``) bound it.
 """
 
 import itertools
 import logging
 import math
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +27,15 @@ from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 from sympy.core.relational import Relational
 
+from bapo_megatron.reward.math_relations import (
+    are_equal_chains,
+    are_matched,
+    assigned,
+    is_answer,
+    relations_of,
+)
 from bapo_megatron.reward.math_text import as_number
+from bapo_megatron.reward.math_values import differ, is_affordable, is_undefined
 
 # It warns that its own time limits are off, which is intended: the worker's limits apply.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -32,10 +43,6 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_NESTING = 24
 """Brackets within brackets; the parser's time grows exponentially with them."""
 
-_MAX_DIGITS = 20_000
-"""Digits of the longest integer that the comparison may write out."""
-_MAX_TERMS = 5_000
-"""Terms of the largest power of a sum that simplification may expand."""
 _RELATIVE_TOLERANCE = 1e-4
 _SAME_VALUE = 1e-9
 _NORMALIZATION = NormalizationConfig(
@@ -48,7 +55,12 @@ _VARIABLES = frozenset("abcxyzmnpqrk")
 _MAX_PRODUCT = 3
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?!=)([^=]+)")
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"(?<![_^\d])\d+(?:\.\d+)? \d")
-_FACTORS_SIDE_BY_SIDE = re.compile(r"(?<![_^.\w])\d+\(\d+\)|(?<!\w)\(\d+\)(?:\d+|\(\d+\))")
+_FACTOR = re.compile(r"((?<![_^.\w\\}])\d+\s*(?=\()|(?<![\w}])\(-?\d+\)\s*(?=[\d(\\]))")
+"""A number before a bracket; to the parser, ``2(3)`` and ``2(\\frac53)`` were sums."""
+_MIXED = re.compile(r"(?<![_^.\d])(\d{1,9})\s*\\frac\{(\d{1,9})\}\{(\d{1,9})\}")
+_PRIMED = re.compile(r"(?:\\(?P<command>[A-Za-z]+)|(?P<letter>[A-Za-z]))(?P<primes>'+)(?!\s*\()")
+_PRIMED_FUNCTION = re.compile(r"([A-Za-z])('*)\s*\(")
+_PRIME = re.compile(r"\^\{?((?:\\prime\s*)+)\}?")
 _CAPITAL = re.compile(
     r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z]|\s*[(_])"
 )
@@ -77,15 +89,16 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
         TooLargeError: One of them cannot be evaluated in reasonable time.
     """
     if given.casefold() == wanted.casefold() or any(
-        _NUMBERS_SIDE_BY_SIDE.search(text)
-        or _FACTORS_SIDE_BY_SIDE.fullmatch(text)
-        or _ELLIPSIS.search(text)
-        for text in (given, wanted)
+        _NUMBERS_SIDE_BY_SIDE.search(text) or _ELLIPSIS.search(text) for text in (given, wanted)
     ):
         return False  # other letters; and the parser would add the numbers
     given, wanted = _SEPARATOR.sub(",", given), _SEPARATOR.sub(",", wanted)
-    # The parser takes a capital Greek letter for the small one.
-    given, wanted = (_CAPITAL.sub(r"{X_{capital\1}}", text) for text in (given, wanted))
+    given, wanted = (
+        _PRIME.sub(lambda match: "'" * match[1].count("p"), t) for t in (given, wanted)
+    )
+    if _differ_in_primes(given, wanted):
+        return False
+    given, wanted = (_with_all_letters(text) for text in (given, wanted))
     for text in (given, wanted):
         if nesting(text) > MAX_NESTING:
             raise TooLargeError("brackets are nested too deeply")
@@ -96,13 +109,43 @@ def is_equal_symbolically(given: str, wanted: str) -> bool:
     if left is None or right is None:
         return False
     for expression in (left, right):
-        if not _is_affordable(expression):
+        if not is_affordable(expression):
             raise TooLargeError("the numbers are too large")
-    relations = [part for part in (left, right) if isinstance(part, Relational)]
-    closed = [part for part in relations if not part.free_symbols]
-    if len(closed) == 2 or any(part.doit() == sympy.false for part in closed):
-        return False  # 1 = 1 says nothing about 2 = 2, nor 3 = 5 about 5
-    return bool(verify([right], [left], timeout_seconds=None)) and _is_close(left, right)
+    return _is_same(left, right)
+
+
+def _is_same(given: Any, wanted: Any) -> bool:
+    """Whether two parsed answers say the same, and something."""
+    given_chain, wanted_chain = relations_of(given), relations_of(wanted)
+    if given_chain and wanted_chain:
+        return are_equal_chains(given_chain, wanted_chain, _is_same)
+    if given_chain:  # the value that an equation ends with
+        is_equation = all(isinstance(part, sympy.Eq) for part in given_chain)
+        return is_equation and is_answer(given_chain) and _is_same(given_chain[-1].rhs, wanted)
+    if wanted_chain:
+        return _is_solution(given, wanted, wanted_chain)
+    are_sets = isinstance(given, sympy.FiniteSet) and isinstance(wanted, sympy.FiniteSet)
+    if are_sets and any(relations_of(part) for part in (*given.args, *wanted.args)):
+        return are_matched(given.args, wanted.args, _is_same)
+    if not all(isinstance(part, sympy.Basic | sympy.MatrixBase) for part in (given, wanted)):
+        return False
+    if is_undefined(given) or differ(given, wanted):
+        return False
+    return bool(verify([wanted], [given], timeout_seconds=None)) and _is_close(given, wanted)
+
+
+def _is_solution(given: Any, wanted: Any, chain: Sequence[Relational]) -> bool:
+    """Whether a value or set is what the reference's equation or inequality gives."""
+    if (equation := assigned(chain)) is not None and _is_same(given, equation.rhs):
+        return True
+    if not isinstance(given, sympy.Set) or not all(part.free_symbols for part in chain):
+        return False
+    try:
+        solutions = wanted.as_set()
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return False
+    says_nothing = solutions in (sympy.S.EmptySet, sympy.S.Reals, sympy.S.UniversalSet)
+    return not says_nothing and _is_same(given, solutions)
 
 
 def contradicts_itself(answer: str) -> bool:
@@ -127,18 +170,36 @@ def _arithmetic_value(text: str) -> tuple[Any, Any] | None:
     if _ARITHMETIC.fullmatch(text) is None:
         return None
     number = as_number(text.strip())
-    if number is None and (
-        _NUMBERS_SIDE_BY_SIDE.search(text) or _FACTORS_SIDE_BY_SIDE.search(text)
-    ):
+    if number is None and _NUMBERS_SIDE_BY_SIDE.search(text):
         return None  # the parser would add them
     expression = _parse(text) if number is None else sympy.Rational(number)
-    if expression is None or not _is_number(expression) or not _is_affordable(expression):
+    if expression is None or not _is_number(expression) or not is_affordable(expression):
         return None
     value = expression.doit().evalf(30)
     if not value.is_real or not value.is_finite:
         return None
     decimals = re.search(r"\.(\d*)", text)
     return value, sympy.Float(10) ** -len(decimals[1]) if decimals else sympy.Float(0)
+
+
+def _with_all_letters(text: str) -> str:
+    """Names for letters that the parser does not tell apart: capital Greek ones, primed ones."""
+    text = _CAPITAL.sub(r"{X_{capital\1}}", text)
+    if r"\text" in text:
+        return text
+    return _PRIMED.sub(_named_prime, text)
+
+
+def _named_prime(primed: re.Match[str]) -> str:
+    name = primed["letter"] or primed["command"]
+    return f"{{X_{{prime{len(primed['primes'])}{name}}}}}"
+
+
+def _differ_in_primes(given: str, wanted: str) -> bool:
+    """Whether one has a function where the other has its derivative; both are f to the parser."""
+    one, other = (set(_PRIMED_FUNCTION.findall(text)) for text in (given, wanted))
+    both = {letter for letter, _ in one} & {letter for letter, _ in other}
+    return any(letter in both for letter, _ in one ^ other)
 
 
 def nesting(text: str) -> int:
@@ -168,6 +229,8 @@ def _aligned(given: str, wanted: str) -> tuple[str, str] | None:
         and len(_split(given)) != len(_split(wanted))
     ):
         return None
+    if kinds == {"list"} and _assigns_several(given) != _assigns_several(wanted):
+        return _bracketed(given, "tuple"), _bracketed(wanted, "tuple")
     if "list" in kinds and kinds & {"set", "tuple"}:
         if given_kind == "list":
             return _bracketed(given, wanted_kind), wanted
@@ -237,6 +300,12 @@ def _is_thousands(text: str, comma: int) -> bool:
     return bool(before and re.match(r",\d{3}(?!\d)", text[comma:]))
 
 
+def _assigns_several(text: str) -> bool:
+    """Whether a list names each value, as in ``x=1,y=2``, so that its order matters."""
+    names = [match[1] for part in _split(text) if (match := _ASSIGNMENT.fullmatch(part))]
+    return len(set(names)) == len(_split(text))
+
+
 def _bracketed(text: str, kind: str) -> str:
     """A list as the set or point that it is compared with."""
     parts = _split(text)
@@ -259,6 +328,10 @@ def are_letters(text: str) -> bool:
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Any:
     """The expression, or None; cached, since all responses of a group share the reference."""
+    mixed = _MIXED.findall(text)
+    if any(int(top) >= int(bottom) for _, top, bottom in mixed):
+        return None  # neither a mixed number nor clearly a product
+    text = _FACTOR.sub(r"\1\\cdot ", _MIXED.sub(_improper, text))
     try:
         latex = normalize_latex(text, _NORMALIZATION)
         try:
@@ -270,6 +343,11 @@ def _parse(text: str) -> Any:
         raise
     except Exception:  # noqa: BLE001 - not mathematics that the parser knows
         return None
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, top, bottom = map(int, mixed.groups())
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
 def _convert(latex: str) -> Any:
@@ -294,61 +372,3 @@ def _is_close(left: Any, right: Any) -> bool:
 
 def _is_number(expression: Any) -> bool:
     return isinstance(expression, sympy.Expr) and not expression.free_symbols
-
-
-def _is_affordable(expression: Any) -> bool:
-    """Whether numbers stay below ``_MAX_DIGITS`` digits and powers below ``_MAX_TERMS`` terms."""
-    if isinstance(expression, sympy.MatrixBase):
-        return all(_is_affordable(entry) for entry in expression)
-    if not isinstance(expression, sympy.Basic):
-        return True
-    return _digits(expression) <= _MAX_DIGITS
-
-
-def _digits(node: Any) -> float:
-    """An upper estimate of the decimal digits that evaluating a tree may write."""
-    if isinstance(node, sympy.Integer):
-        return int(node).bit_length() * math.log10(2) + 1
-    if isinstance(node, sympy.Rational):
-        return _digits(sympy.Integer(node.p)) + _digits(sympy.Integer(node.q))
-    if isinstance(node, sympy.Float | sympy.Symbol | sympy.NumberSymbol) or not node.args:
-        return 17
-    parts = [_digits(part) for part in node.args]
-    if max(parts) > _MAX_DIGITS:
-        return math.inf
-    if isinstance(node, sympy.Pow):
-        return _power_digits(node, parts)
-    if isinstance(node, sympy.factorial):
-        size = _magnitude(node.args[0])
-        return size * max(1.0, math.log10(max(size, 1.0)))
-    if isinstance(node, sympy.binomial):
-        return _magnitude(node.args[0])
-    return sum(parts)
-
-
-def _power_digits(node: Any, parts: list[float]) -> float:
-    base, exponent = node.args
-    size = _magnitude(exponent)
-    if base.free_symbols:
-        if not isinstance(base, sympy.Add):
-            return parts[0]
-        terms = len(base.args)
-        log_terms = math.lgamma(size + terms) - math.lgamma(size + 1) - math.lgamma(terms)
-        if size > 1 and log_terms > math.log(_MAX_TERMS):
-            return math.inf
-    return parts[0] * max(size, 1.0)
-
-
-def _magnitude(node: Any) -> float:
-    """An upper estimate of the absolute value; 1 for symbols, infinite beyond any use."""
-    if node.free_symbols:
-        return 1.0
-    if isinstance(node, sympy.Number):
-        return abs(float(node)) if _digits(node) < 300 else math.inf
-    if _digits(node) > 300:
-        return math.inf
-    try:
-        value = abs(complex(node.doit().evalf(5)))
-    except (TypeError, ValueError, OverflowError):
-        return math.inf
-    return value if math.isfinite(value) else math.inf
