@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed_launch import run_ranks
-from tests.trainer.aggregation_ranks import gradients_of_each_path
+from tests.trainer.aggregation_ranks import gradients_of_each_objective, gradients_of_each_path
 
 pytestmark = pytest.mark.distributed
 
@@ -62,3 +63,24 @@ def test_every_path_gives_the_loss_and_the_gradients_of_the_reference(
     for results in ranks:
         for path in ("compiled", "chunked"):
             _assert_equal(results[search, path], results[search, "reference"])
+
+
+def test_one_fresh_update_is_the_same_under_all_bounds(
+    random_model: Path, mixed_dumps: Path
+) -> None:
+    """Without lag every ratio is 1, so nothing is clipped, whatever the search has found."""
+    dump = mixed_dumps / "step_000001.parquet"
+    bounds = {"grpo": (0.8, 1.2), "start": (0.6, 1.2), "corner": (0.9, 3.0)}
+    algorithms: dict[str, dict[str, Any]] = {
+        name: {"objective": "clip", "fixed": {"low": low, "high": high}}
+        for name, (low, high) in bounds.items()
+    }
+    algorithms["bapo"] = {"bapo": {"target": 0.99}}
+    for algorithm in algorithms.values():
+        algorithm["behaviour"] = "recomputed"  # by the weights that are about to be updated
+    (found,) = run_ranks(gradients_of_each_objective, 1, random_model, dump, {}, algorithms, 64, 0)
+    assert found["bapo"]["bounds"] == pytest.approx((0.9, 3.0))
+    for name in bounds:
+        for parameter, gradient in found[name]["gradients"].items():
+            assert gradient.abs().max() > 0, parameter
+            assert torch.equal(gradient, found["bapo"]["gradients"][parameter]), (name, parameter)
