@@ -81,6 +81,8 @@ class BatchCollector:
     _num_regenerated: int = 0
     _is_paused: bool = False
     _started_s: float = 0.0
+    _spent_s: float = 0.0
+    """Generation of the batch before an interruption, maybe in an earlier process."""
     _before: _Totals = _Totals()
     """As of the last batch."""
     _loop_lag: LoopLag = field(default_factory=LoopLag)
@@ -141,10 +143,13 @@ class BatchCollector:
         num_new = self.config.groups_per_step - len(replayed)
         num_ahead = self._selection.steps_ahead(step) * self.config.groups_per_step
         if not self._episodes.is_running and self._ahead is None:
-            self._started_s = time.monotonic()  # generation starts: time counts from now
+            # Generation starts, or goes on after an interruption: time counts from now.
+            self._started_s, self._spent_s = time.monotonic() - self._spent_s, 0.0
         with reporting(lambda: self.report(f"rollout {step}: {self._describe()}")):
             generated = await self._generate(step, version, num_new, num_ahead)
         if generated is None:
+            if not self._episodes.is_running:
+                self._spent_s = time.monotonic() - self._started_s
             return None
         chosen, generation_s = generated
         left_over = self._selection.left_over(chosen)
@@ -178,8 +183,11 @@ class BatchCollector:
 
     def state(self) -> SavedRollout:
         """Data position, buffer, and what was counted since the last batch, as they are now."""
+        is_underway = self._episodes.is_running or self._ahead is not None
+        spent_s = time.monotonic() - self._started_s if is_underway else self._spent_s
         about = {
             "prompts": self.prompts.state(),
+            "generation_s": spent_s,
             "counted": asdict(self._totals().since(self._before)),
             "sampled_version": self._sampled_version,
             "fixed_lag": self.config.fixed_lag,
@@ -198,31 +206,12 @@ class BatchCollector:
         self.prompts.restore(state["prompts"])
         self._buffer.restore(saved.buffer)
         self._before = self._totals().since(_Totals(**state["counted"]))
+        self._spent_s = state["generation_s"]
         self._sampled_version = state["sampled_version"]
-        for name in ("fixed_lag", "partial_tokens", "environment"):
-            value = getattr(self.config, name)
-            if state[name] != value:
-                raise ValueError(
-                    f"rollout.{name}: was {state[name]} when the samples were saved and is {value} "
-                    "now; resume with the same value"
-                )
-        size, max_tokens = self.config.samples_per_group, self.config.max_response_tokens
-        earlier = (group for batch in self._buffer.earlier for group in batch)
-        for group in (*self._buffer, *earlier):
-            if len(group.samples) != size:
-                raise ValueError(
-                    f"rollout.samples_per_group: was {len(group.samples)} when group "
-                    f"{group.group_id} was saved and is {size} now; resume with the same value"
-                )
+        saved.check(self.config)
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
                 group.start_again((), sees_groups=True)  # as other reward functions left it
-            num_tokens = max(pending.num_tokens for pending in group.samples)
-            if num_tokens > max_tokens:
-                raise ValueError(
-                    f"rollout.max_response_tokens: must be at least the {num_tokens} tokens of a "
-                    f"saved sample, got {max_tokens}; resume with the former value"
-                )
 
     def _request_of(self, pending: PendingSample) -> GenerateRequest:
         """The request for a sample's whole response."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.columns import RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
@@ -34,6 +35,35 @@ class SavedRollout:
     about: dict[str, Any]
     """Data position and counters, JSON values."""
     buffer: RolloutBuffer
+
+    def check(self, config: RolloutConfig) -> None:
+        """Refuse settings under which the samples cannot go on.
+
+        Raises:
+            ValueError: A group has another size, a sample is too long, or a mode has changed.
+        """
+        for name in ("fixed_lag", "partial_tokens", "environment"):
+            value = getattr(config, name)
+            if self.about[name] != value:
+                raise ValueError(
+                    f"rollout.{name}: was {self.about[name]} when the samples were saved and is "
+                    f"{value} now; resume with the same value"
+                )
+        size, max_tokens = config.samples_per_group, config.max_response_tokens
+        earlier = (group for batch in self.buffer.earlier for group in batch)
+        for group in (*self.buffer, *earlier):
+            if len(group.samples) != size:
+                raise ValueError(
+                    f"rollout.samples_per_group: was {len(group.samples)} when group "
+                    f"{group.group_id} was saved and is {size} now; resume with the same value"
+                )
+        for group in self.buffer:
+            num_tokens = max(pending.num_tokens for pending in group.samples)
+            if num_tokens > max_tokens:
+                raise ValueError(
+                    f"rollout.max_response_tokens: must be at least the {num_tokens} tokens of a "
+                    f"saved sample, got {max_tokens}; resume with the former value"
+                )
 
 
 class _Row(NamedTuple):

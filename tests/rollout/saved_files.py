@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,11 @@ from bapo_megatron.rollout.saved import read_saved, write_saved
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.saved import SavedRollout
+
+
+def without_clock(saved: SavedRollout) -> bytes:
+    """All of the file that repeats."""
+    return file_of(replace(saved, about=saved.about | {"generation_s": 0.0}))
 
 
 def file_of(saved: SavedRollout) -> bytes:

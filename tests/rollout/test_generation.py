@@ -236,6 +236,22 @@ def test_a_new_process_continues_from_the_saved_state_as_the_old_one_would() -> 
     asyncio.run(run())
 
 
+def test_the_time_of_a_batch_goes_on_where_its_tokens_do() -> None:
+    """Tokens from before a stop count for the batch, so the seconds in which they came do, too."""
+
+    async def run() -> None:
+        with FakeSglang(stop_at=40, stalls=STALLS) as fake:
+            async with _setup(fake) as setup:
+                state = setup.collector.state()
+                state.about["generation_s"] = 100.0
+                setup.collector.restore(state)
+                assert 100 < (await setup.collect(1)).stats.generation_s < 130
+                assert setup.collector.state().about["generation_s"] == 0
+                assert (await setup.collect(2)).stats.generation_s < 30
+
+    asyncio.run(run())
+
+
 def test_a_state_with_other_group_sizes_or_longer_samples_is_refused() -> None:
     async def run() -> None:
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:

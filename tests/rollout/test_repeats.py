@@ -29,7 +29,7 @@ from tests.fakes.fake_pool import deliver
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import single_turn
-from tests.rollout.saved_files import file_of, read_file
+from tests.rollout.saved_files import read_file, without_clock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -163,7 +163,7 @@ class Case:
             assert not pool.requests
             pool.version += UPDATES
             await batches.resume()
-            run.states.append(file_of(batches.state()))
+            run.states.append(without_clock(batches.state()))
             run.batches.append(content_of(batch))
         await batches.close()
         return run

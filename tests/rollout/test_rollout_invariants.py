@@ -32,7 +32,7 @@ from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import WRITTEN, FakePool, Request, logprobs_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import single_turn
-from tests.rollout.saved_files import file_of, read_file
+from tests.rollout.saved_files import file_of, read_file, without_clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -211,13 +211,13 @@ class RolloutMachine(RuleBasedStateMachine):
                 (sample.group_id, sample.index) for sample in batch.samples
             ]
             if self.disk_is_full and not before:
-                before.append(file_of(self.batches.state()))
+                before.append(without_clock(self.batches.state()))
                 raise OSError("the disk is full")
 
         try:
             return await self.batches.collect(self.step, hand_over)
         except OSError:
-            assert [file_of(self.batches.state())] == before
+            assert [without_clock(self.batches.state())] == before
             return await self.batches.collect(self.step, hand_over)
 
     def score_all(self) -> None:
