@@ -1,4 +1,4 @@
-"""Files and directories that are either complete or absent, even after a crash.
+"""Files and directories that are either complete or absent, even after a crash; long lines.
 
 Everything is written beside its destination under a name that starts with a dot and ends in
 ``.tmp``, flushed to the disk, then renamed. An error of the operating system names the file that
@@ -11,6 +11,23 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+MAX_LINE_BYTES = 64 << 20
+"""A line of a file beyond it is an error, before memory is full."""
+
+
+def read_lines(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends; a ``ValueError`` names one that is too long."""
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MB; give one JSON object "
+                "per line"
+            )
+        yield line
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:

@@ -5,7 +5,13 @@ import os
 
 import pytest
 
-from bapo_megatron.files import atomic_directory, atomic_write_bytes, atomic_write_text
+from bapo_megatron import files
+from bapo_megatron.files import (
+    atomic_directory,
+    atomic_write_bytes,
+    atomic_write_text,
+    read_lines,
+)
 
 
 def test_a_written_file_holds_the_content_and_leaves_nothing_else_behind(tmp_path):
@@ -63,3 +69,18 @@ def test_a_directory_replaces_the_old_one_and_what_a_killed_writer_left(tmp_path
 
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
     assert [p.name for p in (tmp_path / "step_1").iterdir()] == ["new"]
+
+
+def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 4 << 20)
+    path = tmp_path / "data.jsonl"
+    with path.open("wb") as stream:
+        stream.write(b"{}\n")
+        stream.truncate(200 << 20)  # of zeros
+
+    with path.open("rb") as stream:
+        lines = read_lines(stream, path)
+        assert next(lines) == b"{}\n"
+        with pytest.raises(ValueError, match=r"data\.jsonl:2: longer than 4 MB; give one JSON"):
+            next(lines)
+        assert stream.tell() < 5 << 20

@@ -23,6 +23,7 @@ from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer
+from bapo_megatron.files import MAX_LINE_BYTES
 from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
@@ -35,7 +36,6 @@ CLOSED_PIPE = 141
 
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
-_MAX_LINE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 16
 _MAX_SHOWN = 60
 _T = TypeVar("_T")
@@ -175,9 +175,9 @@ async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[tuple[str, byte
             number += 1
             if content.strip():
                 yield f"{name}:{number}", content
-        if len(rest) > _MAX_LINE_BYTES:
+        if len(rest) > MAX_LINE_BYTES:
             raise GradeError(
-                f"{name}:{number + 1}: longer than {_MAX_LINE_BYTES >> 20} MB; give one JSON "
+                f"{name}:{number + 1}: longer than {MAX_LINE_BYTES >> 20} MB; give one JSON "
                 "object per line"
             )
     if rest.strip():

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import Message
+from bapo_megatron.files import read_lines
 
 _MAX_QUOTED = 60
 _MAX_REASON = 300
@@ -67,7 +68,7 @@ def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
 def _read_jsonl(path: Path) -> Iterator[Row]:
     """One JSON object per line; blank lines count as rows but hold no prompt."""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines):
+        for number, line in enumerate(read_lines(lines, path)):
             if line.strip():
                 yield _row(f"{path.name}:{number}", f"{path}:{number + 1}", _parse_json(line))
 

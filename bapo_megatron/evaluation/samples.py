@@ -33,6 +33,7 @@ from bapo_megatron.evaluation.settings import (
     settings_path,
     write_settings,
 )
+from bapo_megatron.files import read_lines
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
@@ -262,7 +263,7 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
     """
     seen: set[tuple[str, int]] = set()
     with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(read_lines(stream, path), start=1):
             place = f"{path}:{number}"
             if not line.endswith(b"\n"):
                 if allow_torn:

@@ -238,9 +238,14 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            strays = [file for file in weight_map.values() if Path(file).name != file]
             files = {name: model_dir / file for name, file in weight_map.items()}
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{index}: no readable weight_map; restore the file") from error
+        if strays:
+            raise ValueError(
+                f"{index}: names {strays[0]!r}, which is not a file beside it; restore the file"
+            )
         if absent := sorted({path.name for path in files.values() if not path.is_file()}):
             raise ValueError(f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}")
         held = {path: set(_open(path).keys()) for path in sorted(set(files.values()))}

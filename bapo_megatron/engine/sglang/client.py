@@ -182,6 +182,8 @@ class SglangClient:
                         sink.retracted(num_retractions)
                     if part is not None:
                         sink.take(part)
+                if parser.is_finished:
+                    break
 
     async def score(self, token_ids: Sequence[int], timeout_s: float) -> list[float]:
         """See ``Engine``.

@@ -27,6 +27,9 @@ _CONNECT_TIMEOUT_S = 10.0
 # The server closes idle connections after 5 s; one that it is just closing must not be used.
 _KEEPALIVE_EXPIRY_S = 3.0
 _MAX_REASON = 300
+_MAX_REST_BYTES = 64 << 10
+_MAX_REPLY_BYTES = 64 << 20
+"""Of an answer that comes as a whole; the largest are log-probs of a long context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,11 @@ class SglangHttp:
         path = "/generate"
         async with self._send("POST", path, body, admin=False) as reply:
             if reply.status != HTTPStatus.OK:
-                whole = Reply(reply.status, await reply.read(), reply.headers)
+                async with asyncio.timeout(self._timeout_s):
+                    whole = await self._read(reply, path)
                 self._check_status(whole, f"{path} ({label})", admin=False)
             yield reply.content.iter_any()
+            await _drain(reply)
 
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
@@ -126,7 +131,7 @@ class SglangHttp:
         method = "GET" if body is None else "POST"
         try:
             async with asyncio.timeout(limit_s), self._send(method, path, body, admin=admin) as got:
-                reply = Reply(got.status, await got.read(), got.headers)
+                reply = await self._read(got, path)
         except aiohttp.ClientError as error:
             raise BrokenConnectionError(
                 f"{self.address}{path}: no connection ({describe_cause(error)}); see the server's "
@@ -139,6 +144,17 @@ class SglangHttp:
             ) from error
         self._check_status(reply, path, admin=admin)
         return reply
+
+    async def _read(self, reply: aiohttp.ClientResponse, path: str) -> Reply:
+        content = bytearray()
+        async for piece in reply.content.iter_any():
+            content += piece
+            if len(content) > _MAX_REPLY_BYTES:
+                raise ServerError(
+                    f"{self.address}{path}: an answer of more than {_MAX_REPLY_BYTES >> 20} MB; "
+                    "look at what answers there"
+                )
+        return Reply(reply.status, bytes(content), reply.headers)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """POST a control call as ``call``."""
@@ -177,6 +193,17 @@ class SglangHttp:
                 f"{self.address}: unusable answer ({label}): {reason}; use an SGLang version that "
                 "this project supports, or see the server's log"
             ) from error
+
+
+async def _drain(reply: aiohttp.ClientResponse) -> None:
+    """Read what follows the last event, so that the connection is free; leave more than that."""
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            async for piece in reply.content.iter_any():
+                num_bytes += len(piece)
+                if num_bytes > _MAX_REST_BYTES:
+                    return
 
 
 def _reason(reply: Reply) -> str:

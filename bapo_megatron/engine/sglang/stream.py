@@ -35,7 +35,8 @@ class EventReader:
     """Cuts a stream of server-sent events into their JSON values."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
+        self._num_bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
         """Yield the events that end in ``chunk``.
@@ -43,13 +44,17 @@ class EventReader:
         Raises:
             ValueError: It is no stream of events.
         """
-        *lines, self._rest = (self._rest + chunk).split(b"\n\n")
-        for line in lines:
-            if not line.startswith(b"data: "):
-                raise ValueError(f"not an event of a stream: {line[:80]!r}")
-            if (content := line[6:]) != _END:
-                yield orjson.loads(content)
-        if len(self._rest) > _MAX_EVENT_BYTES:
+        self._rest.append(chunk)
+        self._num_bytes += len(chunk)
+        if b"\n" in chunk:  # else nothing ends, and what came before is not searched again
+            *lines, rest = b"".join(self._rest).split(b"\n\n")
+            self._rest, self._num_bytes = [rest], len(rest)
+            for line in lines:
+                if not line.startswith(b"data: "):
+                    raise ValueError(f"not an event of a stream: {line[:80]!r}")
+                if (content := line[6:]) != _END:
+                    yield orjson.loads(content)
+        if self._num_bytes > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
 
 

@@ -15,7 +15,7 @@ import pytest
 from bapo_megatron.engine.sglang import http as sglang_http
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.errors import BrokenConnectionError
+from bapo_megatron.errors import BrokenConnectionError, ServerError
 from tests.engine.sglang.servers import with_http
 from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.wave_server import WaveServer
@@ -155,3 +155,49 @@ def test_https_servers_are_checked_against_the_authorities_of_the_system(
         # What OpenSSL, and with it every program of the system, takes for its authorities.
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "public.pem"))
         assert with_http(fake.address, ask) == "0"
+
+
+async def _endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server whose answers never end; the path is their status."""
+    with contextlib.suppress(ConnectionError):
+        status = (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1].strip(b"/")
+        status = b"200" if status == b"generate" else status
+        writer.write(b"HTTP/1.1 " + status + b" OK\r\nConnection: close\r\n\r\n")
+        while True:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def _to_endless_server() -> AsyncIterator[SglangHttp]:
+    listener = await asyncio.start_server(_endless, "127.0.0.1", 0)
+    http = SglangHttp(
+        f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", ApiKeys(), request_timeout_s=60
+    )
+    try:
+        async with asyncio.timeout(20):
+            yield http
+    finally:
+        await http.close()
+        listener.close()
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_without_end_is_refused(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_http, "_MAX_REPLY_BYTES", 2 << 20)
+
+    async def run() -> None:
+        async with _to_endless_server() as http:
+            with pytest.raises(ServerError, match=f"/{status}: an answer of more than 2 MB"):
+                await http.call(f"/{status}", admin=True)
+
+    asyncio.run(run())
+
+
+def test_what_follows_the_last_event_without_end_is_not_waited_for() -> None:
+    async def run() -> None:
+        async with _to_endless_server() as http, http.stream({}, "a request") as chunks:
+            async for _ in chunks:
+                break
+
+    asyncio.run(run())

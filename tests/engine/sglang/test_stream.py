@@ -9,6 +9,7 @@ import pytest
 
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.sglang import stream
 from bapo_megatron.engine.sglang.stream import EventReader, StreamParser
 from bapo_megatron.errors import RefusedError
 from bapo_megatron.types import FinishReason
@@ -190,3 +191,11 @@ def test_events_are_found_however_the_bytes_arrive(size: int) -> None:
 def test_what_is_no_stream_of_events_is_refused() -> None:
     with pytest.raises(ValueError, match="not an event of a stream: b'<html>'"):
         list(EventReader().feed(b"<html>\n\n"))
+
+
+def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_MAX_EVENT_BYTES", 1000)
+    reader = EventReader()
+    assert list(reader.feed(b"data: " + bytes(900))) == []
+    with pytest.raises(ValueError, match="an event of more than 1000 bytes"):
+        list(reader.feed(bytes(100)))
