@@ -217,6 +217,8 @@ class CheckpointConfig(Section):
     value is always saved, kept, and named by ``checkpoints/best``. Empty: none."""
     asynchronous: bool = False
     """Write in the background while training goes on (from a copy in host memory)."""
+    verify: bool = True
+    """Compare what a resumed run reads with the checksums that were written with it."""
     at_end: bool = True
     """Save a checkpoint and a Hugging Face export when the run ends."""
 

@@ -35,6 +35,7 @@ from bapo_megatron.distributed import (
 )
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import checkpoint_files as files
+from bapo_megatron.policy.checkpoint_reader import CheckedReader, megatron_reads_by
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes, write_common
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
@@ -152,11 +153,14 @@ class CheckpointSaver:
                 raise OSError(_reason(writer.error)) from writer.error
             if save.wait_for_rollout is not None:
                 save.wait_for_rollout()
-        written = gather_objects(([*writer.file_names, _rng_name(groups)], writer.results), groups)
+        own = [*writer.file_names, _rng_name(groups)], writer.results, writer.pieces
+        written = gather_objects(own, groups)
         with _written_together(root, save.step, groups):
             if written is not None:
-                writer.write_metadata([results for _, results in written])
-                names = [name for names, _ in written for name in names]
+                writer.write_metadata([results for _, results, _ in written])
+                names = [name for names, _, _ in written for name in names]
+                pieces = {name: of for _, _, pieces in written for name, of in pieces.items()}
+                files.write_checksums(files.unfinished_directory(root, save.step), pieces)
                 files.publish(root, save.step, save.fields, names)
                 if save.best is not None:
                     files.name_best(root, save.best)
@@ -196,11 +200,15 @@ def _written_together(root: Path, step: int, groups: ProcessGroups) -> Iterator[
         raise
 
 
-def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
+def load_checkpoint(
+    directory: Path, policy: MegatronPolicy, *, verify: bool = True
+) -> dict[str, Any]:
     """Continue from a checkpoint of this layout or another; return its ``extra``.
 
-    A collective over all ranks. Random states are restored where the layout is the one that saved
-    them; in another layout each rank keeps the streams that its seed gave it.
+    A collective over all ranks. Nothing that the files hold is run. With ``verify`` rank 0 compares
+    the small files with their checksums, and each rank the pieces that it reads. Random states are
+    restored where the layout is the one that saved them; in another layout each rank keeps the
+    streams that its seed gave it.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, damaged or of another model; raised on every
@@ -211,6 +219,12 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
         state = files.read_state(directory)
         if groups.rank == 0:
             files.check_files(directory, state)
+        with _damage_of(directory):
+            checksums = files.read_checksums(directory) if verify else None
+            if groups.rank == 0 and checksums is not None:
+                files.verify_small_files(directory, checksums)
+            reader = CheckedReader(directory, None if checksums is None else checksums.pieces)
+            reader.read_metadata()
         if state.distributed_optimizer != _is_distributed(policy):
             wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
             raise files.CheckpointError(
@@ -221,14 +235,18 @@ def load_checkpoint(directory: Path, policy: MegatronPolicy) -> dict[str, Any]:
     # One rank of each data-parallel group reads a shard, and gives it to the others.
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), groups.data)
     try:
-        loaded = dist_checkpointing.load(
-            _sharded_state(policy, is_loading=True), str(directory), strategy
-        )
+        with megatron_reads_by(reader):
+            loaded = dist_checkpointing.load(
+                _sharded_state(policy, is_loading=True), str(directory), strategy
+            )
     except LOAD_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and is_peer_loss(error)
         ):
             raise  # not the checkpoint's fault
+        with _damage_of(directory):
+            if isinstance(first := _first(error), files.DamagedError):
+                raise first from error
         raise files.CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
             f"the model that saved it; or, {files.OTHER_CHECKPOINT}"
@@ -287,10 +305,27 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
         ) from error
 
 
+@contextmanager
+def _damage_of(directory: Path) -> Iterator[None]:
+    """Say of a damaged file which checkpoint it is in, and what to do."""
+    try:
+        yield
+    except files.DamagedError as error:
+        raise files.CheckpointError(
+            f"{directory}: damaged, {error}; {files.OTHER_CHECKPOINT}"
+        ) from error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error of the first rank that failed, where torch has gathered them."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
 def _reason(error: BaseException) -> str:
     """Return the first line of what went wrong first."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    error = _first(error)
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return "a file is damaged"  # torch's message suggests trusting it
     cause: BaseException | None = error

@@ -1,7 +1,7 @@
 """The files of checkpoints: names, state.json, damage, publication, retention.
 
-    <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, rng_<rank>.pt,
-                        rollout.parquet (what the rollout's source continues from)
+    <root>/step_<n>/    weights and optimizer (Megatron's torch_dist), state.json, checksums.json,
+                        rng_<rank>.pt, rollout.parquet (what the rollout's source continues from)
     <root>/latest       name of the newest complete checkpoint
     <root>/best         the checkpoint with the best evaluation, metric and value, as JSON
 
@@ -14,10 +14,12 @@ place; where one of the same number was being replaced, under the name of
 import json
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import ProcessGroups
@@ -28,6 +30,8 @@ FORMAT = 4
 LATEST_NAME = "latest"
 BEST_NAME = "best"
 STATE_NAME = "state.json"
+CHECKSUMS_NAME = "checksums.json"
+METADATA_NAME = ".metadata"
 ROLLOUT_NAME = "rollout.parquet"
 STEP_PATTERN = re.compile(r"step_(\d+)")
 
@@ -39,6 +43,20 @@ OTHER_CHECKPOINT = (
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or of another model; the message says what to do."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint has changed, or holds what none may; the message names it alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Contents of checksums.json: XXH3 of 64 bits in hexadecimal digits."""
+
+    files: dict[str, str]
+    """Of every small file; state.json is written later, rollout.parquet has its own."""
+    pieces: dict[str, dict[str, str]]
+    """Of each piece of a file of shards, by its first byte: ranks read pieces, not files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +185,7 @@ def read_state(directory: Path) -> CheckpointState:
         raise CheckpointError(
             f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; {OTHER_CHECKPOINT}"
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+    except (OSError, UnicodeError, json.JSONDecodeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); {OTHER_CHECKPOINT}") from error
 
 
@@ -181,6 +199,50 @@ def check_files(directory: Path, state: CheckpointState) -> None:
                 f"{directory}: damaged, {name} {actual} instead of {num_bytes} bytes; "
                 f"{OTHER_CHECKPOINT}"
             )
+
+
+new_checksum = xxhash.xxh3_64
+"""The hash of ``Checksums``, for content that comes in parts."""
+
+
+def checksum(content: bytes) -> str:
+    """Return what ``Checksums`` holds of some bytes."""
+    return new_checksum(content).hexdigest()
+
+
+def write_checksums(directory: Path, pieces: Mapping[str, Mapping[str, str]]) -> None:
+    """Complete a checkpoint's files but state.json; ``pieces`` are those of ``Checksums``."""
+    files = {
+        path.name: checksum(path.read_bytes())
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.name not in (*pieces, ROLLOUT_NAME)
+    }
+    content = json.dumps({"files": files, "pieces": pieces})
+    atomic_write_text(directory / CHECKSUMS_NAME, content + "\n")
+
+
+def read_checksums(directory: Path) -> Checksums | None:
+    """Read checksums.json; None where there is none, as other tools leave it.
+
+    Raises:
+        DamagedError: It cannot be read.
+    """
+    path = directory / CHECKSUMS_NAME
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Checksums(dict(fields["files"]), {k: dict(v) for k, v in fields["pieces"].items()})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{CHECKSUMS_NAME} cannot be read ({error})") from error
+
+
+def verify_small_files(directory: Path, checksums: Checksums) -> None:
+    """Raise ``DamagedError`` for a small file that has changed since it was written."""
+    for name, written in checksums.files.items():
+        path = directory / name
+        if not path.is_file() or checksum(path.read_bytes()) != written:
+            raise DamagedError(f"{name} has changed since it was written")
 
 
 def remove_unfinished(root: Path) -> None:

@@ -11,7 +11,7 @@ import queue
 import threading
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import Buffer
 
 from bapo_megatron.files import atomic_write_bytes
+from bapo_megatron.policy.checkpoint_files import new_checksum
 
 BACKEND = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
 TORCH_SAVE = SerializationFormat.TORCH_SAVE
@@ -45,6 +47,32 @@ def write_common(common: dict[str, Any], directory: Path) -> None:
     atomic_write_bytes(directory / COMMON_STATE_FNAME, torch_bytes(common).getvalue())
 
 
+class HashedFile(io.IOBase):
+    """A file that is written piece by piece.
+
+    Attributes:
+        pieces: Checksum of each piece by its first byte, see ``checkpoint_files.Checksums``.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._hash, self._start = stream, new_checksum(), stream.tell()
+        self.pieces: dict[str, str] = {}
+
+    def write(self, content: Buffer) -> int:
+        """Append to the piece."""
+        self._hash.update(content)
+        return self._stream.write(content)
+
+    def tell(self) -> int:
+        """Return the file's position."""
+        return self._stream.tell()
+
+    def end_piece(self) -> None:
+        """Note the checksum of what was written since the piece before."""
+        self.pieces[str(self._start)] = self._hash.hexdigest()
+        self._hash, self._start = new_checksum(), self.tell()
+
+
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy up to the plan."""
 
@@ -58,6 +86,7 @@ class ShardWriter:
     Attributes:
         common: What ``write_common`` writes on rank 0.
         file_names: The files of this rank.
+        pieces: Checksums of what was written, see ``checkpoint_files.Checksums``.
         results: What was written where, when the writing has ended.
         error: Why it ended early, if it did.
     """
@@ -88,6 +117,7 @@ class ShardWriter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.file_names = [name for _, name, _ in self._buckets]
+        self.pieces: dict[str, dict[str, str]] = {}
         self.results: list[WriteResult] = []
         self.error: Exception | None = None
 
@@ -97,14 +127,17 @@ class ShardWriter:
         try:
             for path, name, (objects, tensors) in self._buckets:
                 with open(path, "wb") as stream:  # noqa: PTH123 - Megatron's paths are strings
+                    hashed = HashedFile(stream)
+                    self.pieces[name] = hashed.pieces
                     for item, data in chain(objects, tensors):
                         if self._stop.is_set():
                             raise InterruptedError("the save was abandoned")
                         if isinstance(data, Tensor):
                             data = data.to("cpu")  # one at a time; no copy of one that is there
                         self.results.append(
-                            _write_item(transforms, stream, data, item, name, TORCH_SAVE)
+                            _write_item(transforms, hashed, data, item, name, TORCH_SAVE)
                         )
+                        hashed.end_piece()
                     stream.flush()
                     os.fsync(stream.fileno())
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for this writer

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from bapo_megatron.files import atomic_directory
 from bapo_megatron.policy import hf_weights, weight_export
-from bapo_megatron.policy.convert_torch_dist import METADATA_NAME, TorchDistReader, write_parameters
+from bapo_megatron.policy.checkpoint_files import METADATA_NAME
+from bapo_megatron.policy.convert_torch_dist import TorchDistReader, write_parameters
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.policy.megatron_setup import DTYPES
 

@@ -28,27 +28,29 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _write_item
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bapo_megatron.policy import hf_weights
-from bapo_megatron.policy.checkpoint_files import first_line
-from bapo_megatron.policy.checkpoint_shards import BACKEND, TORCH_SAVE, torch_bytes, write_common
+from bapo_megatron.policy.checkpoint_files import (
+    DamagedError,
+    first_line,
+    read_checksums,
+    verify_small_files,
+    write_checksums,
+)
+from bapo_megatron.policy.checkpoint_reader import CheckedReader
+from bapo_megatron.policy.checkpoint_shards import (
+    BACKEND,
+    TORCH_SAVE,
+    HashedFile,
+    torch_bytes,
+    write_common,
+)
 from bapo_megatron.policy.hf_config import HfConfig
 from bapo_megatron.policy.hf_weights import Weight
 
-METADATA_NAME = ".metadata"
-
-_UNPICKLING_ERRORS = (
-    pickle.UnpicklingError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-"""What damaged bytes may raise, depending on which of them changed."""
+_OTHER = "restore the files or use another checkpoint"
 
 Piece = tuple[dcp_planner.WriteItem, Tensor | io.BytesIO, int]
 """What a file holds, and its bytes."""
@@ -100,7 +102,7 @@ class TorchDistReader:
                 that names files or keys.
         """
         self.directory = directory
-        self._metadata = _read_metadata(directory)
+        self._reader, self._metadata = _open_checked(directory)
         self._stored = {
             key: stored
             for key, stored in self._metadata.state_dict_metadata.items()
@@ -131,7 +133,6 @@ class TorchDistReader:
                 shapes.append((key, found, expected))
         hf_weights.refuse_shapes(shapes, directory)
         self._check_files()
-        self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.dtypes = {key: self._stored[key].properties.dtype for key in keys}
 
@@ -155,6 +156,8 @@ class TorchDistReader:
         try:
             with _first_error(str(self.directory)):
                 self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except DamagedError as error:
+            raise ValueError(f"{self.directory}: damaged, {error}; {_OTHER}") from error
         except (RuntimeError, EOFError, pickle.UnpicklingError, BadZipFile) as error:
             raise ValueError(
                 f"{self.directory}: {slot.key} is damaged ({first_line(error)}); restore the "
@@ -197,6 +200,7 @@ def write_parameters(
     results: list[WriteResult] = []
     num_files = 0
     stream: io.BufferedWriter | None = None
+    pieces: dict[str, dict[str, str]] = {}
     try:
         # No generator: while it makes the next piece, it would hold on to the last parameter.
         for item, data, num_bytes in chain(
@@ -207,10 +211,13 @@ def write_parameters(
                     stream.close()
                 # Megatron's names: the rank that wrote the file, and its number.
                 stream = (directory / f"__0_{num_files}.distcp").open("xb")
+                hashed = HashedFile(stream)
+                pieces[Path(stream.name).name] = hashed.pieces
                 num_files += 1
             name = Path(stream.name).name
             with _first_error(stream.name):
-                written = _write_item(storage.transforms, stream, data, item, name, TORCH_SAVE)
+                written = _write_item(storage.transforms, hashed, data, item, name, TORCH_SAVE)
+            hashed.end_piece()
             items.append(item)
             results.append(written)
             del data  # before the next one is read
@@ -226,6 +233,7 @@ def write_parameters(
     _, metadata = create_default_global_save_plan([dcp_planner.SavePlan(items)])
     storage.finish(metadata, [results])
     save_config(BACKEND, str(directory))
+    write_checksums(directory, pieces)
     return num_files
 
 
@@ -291,8 +299,14 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     return states
 
 
-def _read_metadata(directory: Path) -> dcp_metadata.Metadata:
+def _open_checked(directory: Path) -> tuple[CheckedReader, dcp_metadata.Metadata]:
     backend = BACKEND.sharded_backend
+    try:
+        checksums = read_checksums(directory)
+        if checksums is not None:
+            verify_small_files(directory, checksums)
+    except DamagedError as error:
+        raise ValueError(f"{directory}: damaged, {error}; {_OTHER}") from error
     try:
         config = maybe_load_config(str(directory))
     except (ValueError, TypeError) as error:
@@ -305,9 +319,8 @@ def _read_metadata(directory: Path) -> dcp_metadata.Metadata:
             f"{directory}: not a {backend} checkpoint ({found}); save it with --ckpt-format "
             f"{backend}, or restore the file"
         )
+    reader = CheckedReader(directory, None if checksums is None else checksums.pieces)
     try:
-        return FileSystemReader(directory).read_metadata()
-    except _UNPICKLING_ERRORS as error:
-        raise ValueError(
-            f"{directory / METADATA_NAME}: damaged ({first_line(error)}); use another checkpoint"
-        ) from error
+        return reader, reader.read_metadata()
+    except DamagedError as error:
+        raise ValueError(f"{directory}: damaged, {error}; {_OTHER}") from error

@@ -99,11 +99,13 @@ def claim_run_dir(config: RunConfig) -> None:
     atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
 
 
-def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -> Progress:
+def load_run(
+    root: Path, policy: MegatronPolicy, source: RolloutSource | None, *, verify: bool
+) -> Progress:
     """Continue from the newest checkpoint; start from the beginning where there is none yet.
 
     ``source`` is given on the first rank only, which decides which checkpoint under ``root`` is the
-    newest: not every node sees a change of ``latest`` at once.
+    newest: not every node sees a change of ``latest`` at once. ``verify``: see ``load_checkpoint``.
     """
     newest = find_latest(root) if source is not None else None
     own = None if source is None else (newest.name if newest else "").encode()
@@ -112,7 +114,7 @@ def load_run(root: Path, policy: MegatronPolicy, source: RolloutSource | None) -
         if source is not None:
             say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
-    extra = load_checkpoint(root / name, policy)
+    extra = load_checkpoint(root / name, policy, verify=verify)
     fields = dict(extra["progress"])
     best = fields.pop("best", None)
     progress = Progress(**fields, best=BestCheckpoint(**best) if best else None)

@@ -156,9 +156,10 @@ class Run:
         Nothing comes that could be saved, so what ends the run here is raised at once.
         """
         if self.config.resume:
-            root = self.config.run_dir / "checkpoints"
+            root, verify = self.config.run_dir / "checkpoints", self.config.checkpoint.verify
             with fail_together(self._groups, StoppedError):
-                self.progress = load_run(root, self.policy, self._generation.source)
+                source = self._generation.source
+                self.progress = load_run(root, self.policy, source, verify=verify)
         with self.timer.phase("server_start"):
             self._generation.wait_ready()
         self._raise_failure()

@@ -35,6 +35,12 @@ pytestmark = pytest.mark.slow
             [r"takes [\d.]+% of the loss stage", r"one all-reduce of [\d,]+ bytes per update"],
         ),
         (
+            "bench_verify",
+            ["--hidden=32", "--layers=1"],
+            {"with checksums", "without checksums"},
+            [],
+        ),
+        (
             "bench_loss_stage",
             ["--tokens=300", "--columns=64", "--hidden=8", "--hidden-rounds=1"],
             {"ours", "search alone", "eager torch", "all at once", "chunks of 256"},
@@ -55,7 +61,10 @@ def test_a_benchmark_reports_every_contender(
 ) -> None:
     out = tmp_path / "report"
     arguments = ["--rounds=1", f"--threads={torch.get_num_threads()}", *sizes, f"--out={out}"]
-    if name == "bench_logprob":  # leaves Megatron-core's process groups behind, and changes torch
+    if name in (
+        "bench_logprob",
+        "bench_verify",
+    ):  # leave Megatron-core's process groups behind, change torch
         process = start_fork(run_main, name, *arguments)
         process.join(300)
         assert process.exitcode == 0

@@ -26,6 +26,7 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
 from bapo_megatron.policy.checkpoint_files import CheckpointError, find_latest
 from bapo_megatron.policy.checkpoint_shards import ShardWriter
 from tests.distributed_launch import joined
+from tests.policy.checkpoint_damages import DAMAGES, flip
 from tests.policy.checkpoint_ranks import OPTIMIZER, resume, save, train_and_save, update
 from tests.policy.parity_ranks import build, snapshot
 
@@ -189,6 +190,13 @@ def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[
             spoil(damaged / "step_2")
         torch.distributed.barrier()
         errors[name] = _load_error(damaged / "step_2", policy)
+    silent = root / "unverified"
+    if groups.rank == 0:
+        shutil.copytree(root / "good", silent)
+        flip(silent / "step_2", verified=False)
+    torch.distributed.barrier()
+    errors["flipped bit without checksums"] = _load_error(silent / "step_2", policy)
+    executed = [path.parent.parent.name for path in root.rglob("executed")]
     previous = load_checkpoint(damaged / "step_1", policy)
     for name, model, megatron in (
         ("other model", "qwen3", {}),
@@ -198,40 +206,7 @@ def _damage(models: dict[str, Path], root: Path, groups: ProcessGroups) -> dict[
     ):
         other = build(models[model], groups, megatron=megatron)
         errors[name] = _load_error(root / "good" / "step_2", other)
-    return {"errors": errors, "previous": previous}
-
-
-def _truncate(directory: Path) -> None:
-    part = directory / "__1_0.distcp"
-    part.write_bytes(part.read_bytes()[:-1])
-
-
-def _scramble(part: Path) -> None:
-    part.write_bytes(bytes(part.stat().st_size))
-
-
-def _change_state(directory: Path, old: str, new: str) -> None:
-    path = directory / "state.json"
-    content = path.read_text()
-    assert old in content
-    path.write_text(content.replace(old, new))
-
-
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "truncated": _truncate,
-    "scrambled shards": lambda path: _scramble(path / "__1_0.distcp"),
-    "scrambled common part": lambda path: _scramble(path / "common.pt"),
-    "scrambled metadata": lambda path: _scramble(path / ".metadata"),
-    "scrambled rank file": lambda path: _scramble(path / "rng_1.pt"),
-    "missing shards": lambda path: (path / "__1_0.distcp").unlink(),
-    "missing rank file": lambda path: (path / "rng_1.pt").unlink(),
-    "missing metadata": lambda path: (path / ".metadata").unlink(),
-    "no state": lambda path: (path / "state.json").unlink(),
-    "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
-    "state of nothing": lambda path: (path / "state.json").write_text("[]"),
-    "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
-    "earlier format": lambda path: _change_state(path, '"format": 4', '"format": 3'),
-}
+    return {"errors": errors, "previous": previous, "executed": executed}
 
 
 def _disk_full(model: Path, root: Path, groups: ProcessGroups) -> dict[str, Any]:

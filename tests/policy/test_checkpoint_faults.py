@@ -104,10 +104,17 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
     ("name", "message"),
     [
         ("truncated", "damaged, __1_0.distcp has "),
-        ("scrambled shards", "cannot be loaded into this model (a file is damaged)"),
-        ("scrambled common part", "cannot be loaded into this model (a file is damaged)"),
-        ("scrambled metadata", "cannot be loaded into this model"),
-        ("scrambled rank file", "rng_1.pt: damaged (a file is damaged)"),
+        ("scrambled shards", "damaged, __1_0.distcp has changed since it was written, in the "),
+        ("scrambled common part", "damaged, common.pt has changed since it was written"),
+        ("scrambled metadata", "damaged, .metadata has changed since it was written"),
+        ("scrambled rank file", "damaged, rng_1.pt has changed since it was written"),
+        ("flipped bit", "_0.distcp has changed since it was written, in the "),
+        ("unreadable checksums", "damaged, checksums.json cannot be read ("),
+        ("crafted metadata", "damaged, .metadata names posix.mkdir, which no checkpoint needs"),
+        ("crafted object", "damaged, a shard names posix.mkdir, which no checkpoint needs"),
+        ("crafted common part", "cannot be loaded into this model (a file is damaged)"),
+        ("crafted rank file", "rng_0.pt: damaged (a file is damaged)"),
+        ("shards outside", "damaged, .metadata names '../step_1/__"),
         ("missing shards", "damaged, __1_0.distcp is missing instead of "),
         ("missing rank file", "damaged, rng_1.pt is missing instead of "),
         ("missing metadata", "damaged, .metadata is missing instead of "),
@@ -126,7 +133,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line_by_every_rank(
     two_ranks: list[dict[str, Any]], name: str, message: str
 ) -> None:
     first, second = (rank["damage"]["errors"][name] for rank in two_ranks)
-    assert message in first
+    assert message in first, first
     assert "step_2" in first
     assert "resume" in first
     if "damaged" in first:
@@ -134,9 +141,23 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line_by_every_rank(
     assert "\n" not in first
     if name == "missing rank file":  # rank 0 misses it, rank 1 cannot read it
         assert "rng_1.pt: damaged (No such file" in second.replace("[Errno 2] ", "")
+    elif name in ("missing metadata", "scrambled metadata"):
+        assert ".metadata cannot be read (" in second
+    elif name == "scrambled rank file":
+        assert "rng_1.pt: damaged (a file is damaged)" in second
     else:
         errors = {error.removeprefix("another rank: ") for error in (first, second)}
         assert len(errors) == 1
+
+
+def test_nothing_that_a_crafted_checkpoint_holds_is_run(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["damage"]["executed"] for rank in two_ranks] == [[], []]
+
+
+def test_without_checksums_a_flipped_bit_loads_silently(two_ranks: list[dict[str, Any]]) -> None:
+    # Else the test that finds it would prove nothing.
+    errors = [rank["damage"]["errors"]["flipped bit without checksums"] for rank in two_ranks]
+    assert errors == ["no error", "no error"]
 
 
 def test_the_checkpoint_before_a_damaged_one_loads_on_all_ranks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.policy.checkpoint_damages import Crafted
 from tests.policy.convert_models import (
     assert_same,
     convert_models,
@@ -125,6 +127,18 @@ def test_a_truncated_model_file_is_refused(models: dict[str, Path], tmp_path: Pa
     assert "not a readable safetensors file" in error_of(model, tmp_path / "megatron")
 
 
+@pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/secret.safetensors", "a/b"])
+def test_an_index_that_leaves_its_directory_is_refused(
+    models: dict[str, Path], tmp_path: Path, place: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models["qwen2"], model)
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
+    message = f"{index}: names '{place}', which is not a file beside it; restore the file"
+    assert message in error_of(model, tmp_path / "megatron")
+
+
 def _edit_metadata(checkpoint: Path, edit: Callable[[Any], Any]) -> None:
     path = checkpoint / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -155,8 +169,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing file": (lambda d: (d / "__0_1.distcp").unlink(), "damaged, __0_1.distcp is missing"),
     "overwritten": (_overwrite, "is damaged ("),
     "no description": (lambda d: (d / ".metadata").unlink(), "incomplete checkpoint, .metadata"),
-    "damaged description": (lambda d: _truncate(d / ".metadata"), ".metadata: damaged"),
-    "description of another module": (_rename_a_module, ".metadata: damaged (No module named "),
+    "damaged description": (
+        lambda d: _truncate(d / ".metadata"),
+        "damaged, .metadata cannot be read (",
+    ),
+    "description of another module": (
+        _rename_a_module,
+        "damaged, .metadata names torch.distributed.checkpoint.metadatb.",
+    ),
     "no format": (lambda d: (d / "metadata.json").unlink(), "metadata.json is missing"),
     "damaged format": (lambda d: (d / "metadata.json").write_text("{"), "metadata.json: damaged"),
     "other format": (
@@ -186,9 +206,34 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 ) -> None:
     checkpoint = tmp_path / "megatron"
     run_convert(models["qwen2"], checkpoint, max_file_bytes=40_000)
+    (checkpoint / "checksums.json").unlink()  # other tools write none
     apply, message = DAMAGES[damage]
     apply(checkpoint)
     assert message in error_of(checkpoint, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_1.distcp", "common.pt", "metadata.json"])
+def test_a_flipped_bit_is_found_by_the_checksums(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    checkpoint = tmp_path / "megatron"
+    run_convert(models["qwen2"], checkpoint, max_file_bytes=40_000)
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+    message = f"{checkpoint}: damaged, {name} has changed since it was written"
+    assert message in error_of(checkpoint, tmp_path / "back")
+
+
+def test_nothing_that_a_crafted_checkpoint_holds_is_run(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, mark = tmp_path / "megatron", tmp_path / "executed"
+    run_convert(models["qwen2"], checkpoint, max_file_bytes=40_000)
+    (checkpoint / "checksums.json").unlink()
+    _edit_metadata(checkpoint, lambda m: setattr(m, "planner_data", Crafted(mark)))
+    assert ".metadata names posix.mkdir, which" in error_of(checkpoint, tmp_path / "back")
+    assert not mark.exists()
 
 
 def test_a_checkpoint_says_which_model_it_is_of_or_must_be_told(

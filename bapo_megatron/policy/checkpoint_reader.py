@@ -1,0 +1,167 @@
+"""Reading shards without running anything that they hold, and noticing what has changed.
+
+torch's reader unpickles ``.metadata``, and its planner unpickles the objects among the shards: a
+crafted checkpoint runs code. Here ``.metadata`` may name only the records that torch and Megatron
+write, and objects only what ``torch.load(weights_only=True)`` admits. With checksums, each piece of
+a file is verified when it is read: by whoever needs it, and from the same bytes.
+"""
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError, checksum, first_line
+
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""torch's variable: every ``torch.load`` is restricted, also one that asks for the contrary."""
+
+_REFUSED = re.compile(r"GLOBAL (\S+)")
+"""What torch calls a name that it does not admit."""
+
+_UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+"""What damaged bytes may raise, depending on which of them changed."""
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device"},
+    "pathlib": {"PosixPath"},
+    "collections": {"OrderedDict"},
+}
+"""Names in ``.metadata`` by module, beside the dtypes; making one has no effect."""
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader of a directory."""
+
+    def __init__(self, directory: Path, pieces: Mapping[str, Mapping[str, str]] | None) -> None:
+        """Read nothing yet; ``pieces`` are those of ``checkpoint_files.Checksums``."""
+        super().__init__(directory)
+        self._pieces = pieces
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read ``.metadata`` once.
+
+        Raises:
+            DamagedError: It cannot be read, or names what no checkpoint needs, or files outside the
+                directory.
+        """
+        if self._metadata is None:
+            try:
+                with (Path(self.path) / METADATA_NAME).open("rb") as file:
+                    metadata = _MetadataUnpickler(file).load()
+            except DamagedError:
+                raise
+            except _UNPICKLING_ERRORS as error:
+                reason = first_line(error)
+                raise DamagedError(f"{METADATA_NAME} cannot be read ({reason})") from error
+            if not isinstance(metadata, Metadata):
+                raise DamagedError(f"{METADATA_NAME} holds no description of a checkpoint")
+            for place in (metadata.storage_data or {}).values():
+                if Path(place.relative_path).name != place.relative_path:
+                    raise DamagedError(
+                        f"{METADATA_NAME} names {place.relative_path!r}, which is not a file "
+                        "beside it"
+                    )
+            self._metadata = metadata
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for; raise ``DamagedError`` for an object that is refused."""
+        with only_weights():
+            try:
+                return super().read_data(plan, planner)
+            except pickle.UnpicklingError as error:
+                if refused := _REFUSED.search(str(error)):
+                    raise DamagedError(_forbidden("a shard", refused[1])) from error
+                raise
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        if self._pieces is None:
+            return super()._slice_file(file, sinfo)
+        file.seek(sinfo.offset)
+        content = file.read(sinfo.length)
+        written = self._pieces.get(sinfo.relative_path, {}).get(str(sinfo.offset))
+        if checksum(content) != written:
+            raise DamagedError(
+                f"{sinfo.relative_path} has changed since it was written, in the {sinfo.length} "
+                f"bytes from {sinfo.offset} on"
+            )
+        return io.BytesIO(content)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _RECORDS.get(module, ()):
+            raise DamagedError(_forbidden(METADATA_NAME, f"{module}.{name}"))
+        return super().find_class(module, name)
+
+
+def _forbidden(place: str, name: str) -> str:
+    return f"{place} names {name}, which no checkpoint needs and which might run code"
+
+
+@contextmanager
+def only_weights() -> Iterator[None]:
+    """Have every ``torch.load`` of the block admit tensors and plain values only."""
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
+
+
+@contextmanager
+def megatron_reads_by(reader: CheckedReader) -> Iterator[None]:
+    """Have Megatron's ``dist_checkpointing`` read the reader's directory by it in the block."""
+    former = torch_strategy._get_filesystem_reader
+    torch_strategy._get_filesystem_reader = lambda *_, **__: reader
+    try:
+        with only_weights():
+            yield
+    finally:
+        torch_strategy._get_filesystem_reader = former

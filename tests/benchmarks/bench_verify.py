@@ -1,0 +1,67 @@
+"""Cost of ``checkpoint.verify``: loading a checkpoint with and without its checksums, in turns.
+
+One rank without a GPU; the files are in the page cache after the first load, which is the worst
+case for the share: a disk would only add to both.
+
+    python -m tests.benchmarks.bench_verify --out docs/benchmarks/verify_cpu_202611
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.distributed import init_distributed, shutdown_distributed
+from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.checkpoint import CheckpointSaver, load_checkpoint
+from bapo_megatron.policy.megatron_import import import_megatron
+from tests.benchmarks import harness
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = harness.arguments("Loading with and without checksums.")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the model")
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    import_megatron()
+    cpu_compat.install()
+    groups = init_distributed(ParallelConfig())
+    from tests.policy.parity_ranks import build
+    from tests.policy.tiny_models import make_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        make_model(
+            "qwen2",
+            model,
+            hidden_size=options.hidden,
+            intermediate_size=4 * options.hidden,
+            num_hidden_layers=options.layers,
+        )
+        policy = build(model, groups)
+        saver = CheckpointSaver(Path(folder) / "checkpoints", CheckpointConfig())
+        saved = saver.save(1, policy, {})
+        num_bytes = sum(path.stat().st_size for path in saved.glob("*.distcp"))
+        contenders = [
+            harness.Contender(
+                name, partial(load_checkpoint, saved, policy, verify=verify), num_bytes=num_bytes
+            )
+            for name, verify in (("without checksums", False), ("with checksums", True))
+        ]
+        timings = harness.interleave(contenders, groups.device, rounds=options.rounds)
+    section = harness.Section(
+        f"One checkpoint of {num_bytes / 1e9:.2f} GB", timings, "without checksums"
+    )
+    harness.publish("Verifying a checkpoint", [section], options, groups.device)
+    shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What may have happened to a checkpoint: damage, and what an attacker would craft."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from bapo_megatron.policy.checkpoint_shards import torch_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def _truncate(directory: Path) -> None:
+    part = directory / "__1_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+
+
+def _scramble(part: Path) -> None:
+    part.write_bytes(bytes(part.stat().st_size))
+
+
+def _change_state(directory: Path, old: str, new: str) -> None:
+    path = directory / "state.json"
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+
+
+def flip(directory: Path, *, verified: bool = True) -> None:
+    """Change one bit of one weight, far from the ends of its record."""
+    metadata = FileSystemReader(directory).read_metadata()
+    place = next(
+        place
+        for index, place in metadata.storage_data.items()
+        if index.fqn == "decoder.layers.mlp.linear_fc2.weight"
+    )
+    part = directory / place.relative_path
+    content = bytearray(part.read_bytes())
+    content[place.offset + place.length // 2] ^= 1
+    part.write_bytes(content)
+    if not verified:
+        _forget_checksums(directory)
+
+
+def _forget_checksums(directory: Path) -> None:
+    """As another tool or an attacker leaves it."""
+    (directory / "checksums.json").unlink()
+    state = json.loads((directory / "state.json").read_text())
+    del state["file_bytes"]["checksums.json"]
+    names = state["file_bytes"]
+    state["file_bytes"] = {name: (directory / name).stat().st_size for name in names}
+    (directory / "state.json").write_text(json.dumps(state))
+
+
+class Crafted:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._mark),)
+
+
+def _craft_metadata(directory: Path) -> None:
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = Crafted(directory / "executed")
+    path.write_bytes(pickle.dumps(metadata))
+    _forget_checksums(directory)
+
+
+def _craft_object(directory: Path) -> None:
+    """In place of the first object, whose place is described anew."""
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    crafted = torch_bytes([Crafted(directory / "executed")]).getvalue()
+    for index, place in metadata.storage_data.items():
+        if "_extra_state" in index.fqn:
+            part = directory / place.relative_path
+            place.offset, place.length = part.stat().st_size, len(crafted)
+            part.write_bytes(part.read_bytes() + crafted)
+    path.write_bytes(pickle.dumps(metadata))
+    _forget_checksums(directory)
+
+
+def _craft_file(path: Path) -> None:
+    torch.save({"x": Crafted(path.parent / "executed")}, path)
+    _forget_checksums(path.parent)
+
+
+def _leave(directory: Path) -> None:
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../step_1/{place.relative_path}"
+    path.write_bytes(pickle.dumps(metadata))
+    _forget_checksums(directory)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "truncated": _truncate,
+    "flipped bit": flip,
+    "unreadable checksums": lambda path: (path / "checksums.json").write_bytes(
+        b"[" * (path / "checksums.json").stat().st_size
+    ),
+    "crafted metadata": _craft_metadata,
+    "crafted object": _craft_object,
+    "crafted common part": lambda path: _craft_file(path / "common.pt"),
+    "crafted rank file": lambda path: _craft_file(path / "rng_0.pt"),
+    "shards outside": _leave,
+    "scrambled shards": lambda path: _scramble(path / "__1_0.distcp"),
+    "scrambled common part": lambda path: _scramble(path / "common.pt"),
+    "scrambled metadata": lambda path: _scramble(path / ".metadata"),
+    "scrambled rank file": lambda path: _scramble(path / "rng_1.pt"),
+    "missing shards": lambda path: (path / "__1_0.distcp").unlink(),
+    "missing rank file": lambda path: (path / "rng_1.pt").unlink(),
+    "missing metadata": lambda path: (path / ".metadata").unlink(),
+    "no state": lambda path: (path / "state.json").unlink(),
+    "unreadable state": lambda path: (path / "state.json").write_bytes(b"\xff\x00{"),
+    "state of nothing": lambda path: (path / "state.json").write_text("[]"),
+    "state without a field": lambda path: _change_state(path, '"num_updates"', '"updates"'),
+    "earlier format": lambda path: _change_state(path, '"format": 4', '"format": 3'),
+}
