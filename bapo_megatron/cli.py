@@ -14,7 +14,11 @@ from typer.core import TyperGroup
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import InterruptedRunError, RolloutError
-from bapo_megatron.processes import end_by_exception, write_stacks_on_signal
+from bapo_megatron.processes import (
+    end_by_exception,
+    own_compiler_cache,
+    write_stacks_on_signal,
+)
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -95,6 +99,7 @@ def main() -> None:
     end_by_exception()
     write_stacks_on_signal()
     try:
+        own_compiler_cache()
         # standalone_mode=False returns the status that a command asked for instead of exiting; an
         # interrupt inside a command comes back as a status too.
         status = app(standalone_mode=False)

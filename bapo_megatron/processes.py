@@ -9,11 +9,15 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import os
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
@@ -37,6 +41,9 @@ _TORCHRUN_NAMES = frozenset(
 )
 _SHARED_FILES = ("sglang_loads_*", "sem.mp-*")
 """SGLang's load metrics, and semaphores of Python's multiprocessing, in /dev/shm."""
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_SHARED_NAMES = "shared_files"
+_PRIVATE_PREFIX = "bapo_megatron-"
 _MAPPED_INODE = re.compile(r" (\d+) +/dev/shm/")
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -122,6 +129,78 @@ def unlink_shared_files(group_id: int, known: Iterable[Path] = ()) -> None:
     """
     for path in {*known, *shared_files(group_id)}:
         path.unlink(missing_ok=True)
+
+
+def own_compiler_cache() -> None:
+    """Have torch.compile keep its code where nobody else writes.
+
+    By default it runs what it finds in ``/tmp/torchinductor_<user>``, whoever made that. Servers,
+    whose temporary directory does not last, use the same one.
+
+    Raises:
+        ValueError: The directory is another user's, or others may write to it.
+    """
+    if _COMPILER_CACHE in os.environ:
+        return
+    path = Path(tempfile.gettempdir()) / f"bapo_megatron_compiled_{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"{path}: not a directory that only you can write to; set {_COMPILER_CACHE} to one"
+        )
+    os.environ[_COMPILER_CACHE] = str(path)
+
+
+class PrivateDirectory:
+    """A directory for temporary files that only this user can enter, gone after ``close``.
+
+    Its maker holds a lock on it. What a killed process left has none, and goes when the next one
+    is made.
+    """
+
+    def __init__(self) -> None:
+        root = Path(tempfile.gettempdir())
+        for path in root.glob(f"{_PRIVATE_PREFIX}*"):
+            _remove_abandoned(path)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=root))
+            # Another process may take it for abandoned before it is locked, and remove it.
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
+
+    def note_shared_files(self, files: Iterable[Path]) -> None:
+        """Have files in /dev/shm removed with the directory, should this process be killed."""
+        (self.path / _SHARED_NAMES).write_text("".join(f"{file.name}\n" for file in files))
+
+    def close(self) -> None:
+        """Remove the directory; safe to call twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove a private directory of this user, and its shared files, if nobody holds the lock."""
+    with contextlib.suppress(OSError):  # it is another user's, or was removed meanwhile
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(lock).st_uid != os.geteuid():
+                return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            noted = path / _SHARED_NAMES
+            for name in noted.read_text().splitlines() if noted.exists() else ():
+                (Path("/dev/shm") / Path(name).name).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        finally:
+            os.close(lock)
 
 
 def describe_exit(status: int) -> str:

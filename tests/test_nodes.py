@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
 
-KEYS = {KEY: "admin-secret", "BAPO_MEGATRON_API_KEY": "user-secret"}
+KEYS = {KEY: "admin-secret" * 2, "BAPO_MEGATRON_API_KEY": "user-secret" * 2}
 
 
 @pytest.fixture(scope="module")

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
 from bapo_megatron.processes import (
+    PrivateDirectory,
     child_environment,
     describe_exit,
     end_group,
+    own_compiler_cache,
     request_stacks,
     tail,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_child_does_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +75,62 @@ def test_a_process_that_would_end_by_it_is_not_asked_for_its_stacks() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_compiled_code_is_kept_where_nobody_else_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored at the end")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    cache = tmp_path / f"bapo_megatron_compiled_{os.geteuid()}"
+    cache.mkdir()
+    cache.chmod(0o777)  # as somebody who was here first
+    with pytest.raises(ValueError, match="not a directory that only you can write to; set TORCH"):
+        own_compiler_cache()
+    cache.rmdir()
+    own_compiler_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from bapo_megatron.processes import PrivateDirectory
+directory = PrivateDirectory()
+shared = Path("/dev/shm") / f"sglang_loads_test_{os.getpid()}.shm"
+shared.touch()
+directory.note_shared_files([shared])
+print(shared, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_private_directory_goes_with_its_maker_at_the_latest_when_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = tmp_path / "others"
+    others.mkdir()
+    (tmp_path / "bapo_megatron-link").symlink_to(others)
+    living = PrivateDirectory()
+    assert living.path.stat().st_mode & 0o777 == 0o700
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shared = Path(killed.stdout.strip())
+    assert shared.exists()
+    assert len(list(tmp_path.glob("bapo_megatron-????????"))) == 2
+    new = PrivateDirectory()
+    assert set(tmp_path.glob("bapo_megatron-????????")) == {living.path, new.path}
+    assert not shared.exists()
+    assert others.is_dir()
+    for directory in (living, new):
+        directory.close()
+        directory.close()
+    assert not list(tmp_path.glob("bapo_megatron-????????"))

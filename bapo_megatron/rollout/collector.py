@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,7 +33,11 @@ from bapo_megatron.environment.load import load_environment
 from bapo_megatron.errors import RolloutError, first_cause
 from bapo_megatron.evaluation.settings import load_sets
 from bapo_megatron.evaluation.summary import votes_pool
-from bapo_megatron.processes import OWNER_PID_VARIABLE, write_stacks_on_signal
+from bapo_megatron.processes import (
+    OWNER_PID_VARIABLE,
+    PrivateDirectory,
+    write_stacks_on_signal,
+)
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.reward.shaping import Shaping
@@ -147,8 +150,9 @@ class Collector:
             self._timeline = Timeline()
         self._has_weights = run.rollout.starts_servers and not request.awaits_weights
         self._start_servers(request)  # early, because they take longest
-        wire_dir = tempfile.TemporaryDirectory(prefix="bapo-megatron-")
-        self._wire_dir = Path(self._stack.enter_context(wire_dir))
+        wire_dir = PrivateDirectory()
+        self._stack.callback(wire_dir.close)
+        self._wire_dir = wire_dir.path
         tokenizer = load_tokenizer(run.model.path, run.data.chat_template)
         renderer = ChatRenderer(tokenizer, run.data)
         train_sets = load_train_sets(run.data, renderer) if request.for_training else []

@@ -40,7 +40,7 @@ from tests.trainer.dumps import make_random_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-KEYS = {"BAPO_MEGATRON_ADMIN_API_KEY": "soak-admin", "BAPO_MEGATRON_API_KEY": "soak"}
+KEYS = {"BAPO_MEGATRON_ADMIN_API_KEY": "soak-admin" * 2, "BAPO_MEGATRON_API_KEY": "soak" * 4}
 MARK = "BAPO_MEGATRON_SOAK"
 """Environment variable that every process of the run inherits."""
 DISK_BYTES = 400 << 20

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--fate", type=Path)
     parser.add_argument("--random-seed", type=int)
     options, _ = parser.parse_known_args(arguments)
-    keys = json.loads(sys.stdin.readline())
+    keys = json.loads(sys.stdin.readline())["keys"]
     fates = options.fate.read_text().split()
     fate = fates[options.random_seed % len(fates)]
     sys.stdout.write(f"fate: {fate}; an api key: {bool(keys['api_key'])}\n")

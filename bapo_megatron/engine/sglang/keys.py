@@ -23,6 +23,9 @@ API_KEY_VARIABLE = "BAPO_MEGATRON_API_KEY"
 ADMIN_API_KEY_VARIABLE = "BAPO_MEGATRON_ADMIN_API_KEY"
 """Environment variable with the key of control calls for servers in ``rollout.servers``."""
 
+MIN_KEY_BYTES = 16
+"""Shorter keys could be guessed."""
+
 _GENERATION_PATHS = ("/generate", "/model_info")
 """Paths that the API key opens; open to everybody if there is none."""
 _PUBLIC_PATHS = ("/ready", "/health")
@@ -40,9 +43,18 @@ class ApiKeys:
     """For control calls: abort, weight updates, how the server was started."""
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """Read the keys of servers that somebody else started."""
-        return cls(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_API_KEY_VARIABLE, ""))
+    def from_environment(cls, min_bytes: int = 1) -> Self:
+        """Read the keys from the environment; one whose variable is not set is empty.
+
+        Raises:
+            ValueError: A variable is set to fewer than ``min_bytes`` bytes.
+        """
+        keys = []
+        for name in (API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE):
+            if name in os.environ:
+                check_key(os.environ[name], name, "unset the variable", min_bytes)
+            keys.append(os.environ.get(name, ""))
+        return cls(*keys)
 
     @staticmethod
     def variable(*, admin: bool) -> str:
@@ -53,6 +65,16 @@ class ApiKeys:
         """Return the HTTP headers of one call; without an admin key, the other one stands in."""
         key = (self.admin_api_key or self.api_key) if admin else self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def check_key(key: str, place: str, remedy: str, min_bytes: int = MIN_KEY_BYTES) -> None:
+    """Raise a ``ValueError`` for a key that is too short; the message does not show it."""
+    num_bytes = len(key.encode())
+    if num_bytes < min_bytes:
+        raise ValueError(
+            f"{place}: a key must have at least {min_bytes} bytes, this one has {num_bytes}; make "
+            f"one with 'openssl rand -hex 16', or {remedy}"
+        )
 
 
 class KeyCheck:

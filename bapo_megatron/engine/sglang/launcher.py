@@ -1,15 +1,16 @@
 """Entry point of an SGLang server: ``python -m bapo_megatron.engine.sglang.launcher <arguments>``.
 
-The arguments are those of ``sglang.launch_server``. This is the only file that imports sglang. What
-it adds:
+The arguments are those of ``sglang.launch_server``; ``server.SglangServer`` starts it. This is the
+only file that imports sglang. What it adds:
 
 * Without CUDA it makes sglang importable, and its processes are forks of this one.
-* The API keys are not arguments, so neither a process listing nor the server shows them, and they
-  are kept out of the log. They are in the variables that the trainer reads too (``keys.ApiKeys``).
+* The API keys come by standard input, not as arguments, so neither a process listing nor the server
+  shows them, and they are kept out of the log.
 * Which call takes which key is decided by ``keys.KeyCheck``, not by SGLang; ``questions`` has what
   a server with keys answers about itself.
-* Started by ``server.SglangServer`` (``OWNER_PID_VARIABLE`` is set), it reads the keys from its
-  standard input instead, and ends the whole process group when the owner is gone, however it died.
+* The server's ranks meet at a file in its private temporary directory. SGLang's own way is a store
+  of torch, which listens on all interfaces and knows no key.
+* The whole process group ends when the owner is gone, however it died, and the directory with it.
 """
 
 import importlib.machinery
@@ -18,20 +19,22 @@ import logging
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
 import types
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from bapo_megatron.cpu_torch import declare_torchvision_operators, uncompiled_imports
-from bapo_megatron.engine.sglang.keys import ApiKeys, KeyCheck
+from bapo_megatron.engine.sglang.keys import KeyCheck
 from bapo_megatron.engine.sglang.questions import InfoAnswers
 from bapo_megatron.processes import OWNER_PID_VARIABLE, unlink_shared_files
 
+_MEETING_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _OWNER_POLL_S = 1.0
 _SGL_KERNEL_NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
@@ -81,13 +84,12 @@ def main(arguments: list[str]) -> None:
     """Run the server with these arguments of ``sglang.launch_server`` until it ends."""
     # Which asks the run's own processes for their stacks; its children inherit that it is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    owner_pid = os.environ.pop(OWNER_PID_VARIABLE, None)
-    if owner_pid is None:
-        given = asdict(ApiKeys.from_environment())
-    else:
-        given = json.loads(sys.stdin.buffer.readline())
-        threading.Thread(target=_end_with_owner, args=(int(owner_pid),), daemon=True).start()
-    keys = {name: key for name, key in given.items() if key}
+    owner_pid = int(os.environ.pop(OWNER_PID_VARIABLE))
+    given = json.loads(sys.stdin.buffer.readline())
+    scratch = Path(given["scratch"])
+    threading.Thread(target=_end_with_owner, args=(owner_pid, scratch), daemon=True).start()
+    keys = {name: key for name, key in given["keys"].items() if key}
+    assert "admin_api_key" in keys, "without it anybody could replace the weights"
     _keep_out_of_log(list(keys.values()))
     if not torch.cuda.is_available():
         _prepare_cpu()
@@ -101,10 +103,12 @@ def main(arguments: list[str]) -> None:
     server_args = prepare_server_args(arguments)
     for name, key in keys.items():
         setattr(server_args, name, key)
-    if keys and server_args.tokenizer_worker_num != 1:
+    if server_args.tokenizer_worker_num != 1:
         sys.exit("--tokenizer-worker-num must be 1: with several, SGLang checks no key; remove it")
-    if keys:
-        auth.add_api_key_middleware = _add_middleware
+    auth.add_api_key_middleware = _add_middleware
+    is_one_group = server_args.nnodes == 1 and server_args.dp_size == 1
+    if is_one_group and not server_args.dist_init_addr:
+        os.environ.setdefault(_MEETING_VARIABLE, f"file://{scratch / 'ranks'}")
     try:
         run_server(server_args)
     finally:
@@ -135,8 +139,8 @@ def _keep_out_of_log(keys: list[str]) -> None:
     logging.setLogRecordFactory(make_redacted_record)
 
 
-def _end_with_owner(owner_pid: int) -> None:
-    """Kill the process group when the owner is gone, also by SIGKILL.
+def _end_with_owner(owner_pid: int, scratch: Path) -> None:
+    """Kill the process group when the owner is gone, also by SIGKILL, and remove ``scratch``.
 
     The end of standard input shows it at once. A process that the owner forked may hold the other
     end of that pipe; therefore the parent's process id is checked as well.
@@ -146,6 +150,7 @@ def _end_with_owner(owner_pid: int) -> None:
         if readable and not os.read(sys.stdin.fileno(), 1024):
             break
     unlink_shared_files(os.getpgrp())
+    shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -29,11 +29,12 @@ from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import START_VERSION, Engine, EngineServer, Readiness
 from bapo_megatron.engine.sglang.client import SglangClient
-from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.keys import MIN_KEY_BYTES, ApiKeys, check_key
 from bapo_megatron.engine.sglang.kind import given_addresses
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.processes import (
+    PrivateDirectory,
     child_environment,
     describe_exit,
     end_group,
@@ -93,6 +94,8 @@ class SglangServer:
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._port_holder: socket.socket | None = None
+        self._scratch: PrivateDirectory | None = None
+        """For its temporary files and sockets."""
         self._closing = threading.Lock()
         self._shared_files: set[Path] = set()
         """Found when it was ready: once its processes have ended, nobody can."""
@@ -135,10 +138,12 @@ class SglangServer:
         self._port_holder = _hold_port(self.host, self.port)
         self.port = self._port_holder.getsockname()[1]
         atexit.register(self.close)
+        self._scratch = PrivateDirectory()
+        scratch = str(self._scratch.path)
         with open_log(self.log_path) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", LAUNCHER, *self.arguments()],
-                env=self.environment(),
+                env={**self.environment(), "TMPDIR": scratch},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -147,7 +152,8 @@ class SglangServer:
         self.num_starts += 1
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already; exit_reason says why
-            self._process.stdin.write(json.dumps(asdict(self.keys)).encode() + b"\n")
+            given = {"keys": asdict(self.keys), "scratch": scratch}
+            self._process.stdin.write(json.dumps(given).encode() + b"\n")
             self._process.stdin.flush()
 
     def exit_reason(self) -> str | None:
@@ -169,6 +175,8 @@ class SglangServer:
             return Readiness.BUSY
         if not self._shared_files and self._process is not None:
             self._shared_files = await asyncio.to_thread(shared_files, self._process.pid)
+            if self._scratch is not None:
+                self._scratch.note_shared_files(self._shared_files)
         return Readiness.READY
 
     def kill(self) -> None:
@@ -186,13 +194,14 @@ class SglangServer:
         with self._closing:
             if self._port_holder is not None:
                 self._port_holder.close()
-            if self._process is None:
-                return
-            atexit.unregister(self.close)
-            unlink_shared_files(self._process.pid, self._shared_files)
-            self._shared_files = set()
-            end_group(self._process)  # at once, as sglang ends its own children: it has no state
-            self._process = None
+            if self._process is not None:
+                atexit.unregister(self.close)
+                unlink_shared_files(self._process.pid, self._shared_files)
+                self._shared_files = set()
+                end_group(self._process)  # at once, as sglang ends its children: it has no state
+                self._process = None
+            if self._scratch is not None:
+                self._scratch.close()
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the process."""
@@ -200,6 +209,9 @@ class SglangServer:
         if self.device == "cpu":
             # A thread per core makes a small model's steps several times slower.
             environment.setdefault("OMP_NUM_THREADS", "1")
+        if self.host == LOOPBACK:
+            # Nobody elsewhere is a member of its groups.
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.releases_memory:
             # The memory saver refuses the trainer's expandable segments.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -313,6 +325,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
 
     Raises:
         RolloutError: A server died before it was ever ready, or a port is in use.
+        ValueError: A key in the environment or in ``run_dir`` is too short.
         OSError: ``run_dir`` cannot be written.
     """
     import torch  # not at the top: the collector imports this module
@@ -320,7 +333,7 @@ def serve(config: RunConfig, show: Callable[[str], None]) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("bapo_megatron").setLevel(logging.INFO)
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    keys, exports, host = ApiKeys.from_environment(), [], config.rollout.server.host
+    keys, exports, host = ApiKeys.from_environment(MIN_KEY_BYTES), [], config.rollout.server.host
     for name in ["admin_api_key"] if host == LOOPBACK else list(asdict(keys)):
         if not getattr(keys, name):
             path = config.run_dir.absolute() / name
@@ -362,7 +375,9 @@ def _stored_key(path: Path) -> str:
                 path.hardlink_to(draft)  # all of it, and never in place of another node's
         finally:
             draft.unlink()
-    return path.read_text().strip()
+    key = path.read_text().strip()
+    check_key(key, str(path), "delete the file: serve makes a new one")
+    return key
 
 
 def _hold_port(host: str, port: int) -> socket.socket:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.engine.sglang.keys import KeyCheck
+from bapo_megatron.engine.sglang.keys import (
+    ADMIN_API_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    MIN_KEY_BYTES,
+    ApiKeys,
+    KeyCheck,
+)
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -63,3 +69,28 @@ def test_without_an_admin_key_the_other_one_opens_all() -> None:
 def test_websockets_take_the_admin_key_too() -> None:
     assert _status("/v1/realtime", "user", kind="websocket") == 1008
     assert _status("/v1/realtime", "admin", kind="websocket") == 200
+
+
+@pytest.mark.parametrize("name", [API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE])
+@pytest.mark.parametrize(("key", "num_bytes"), [("", 0), ("secret-of-fifte", 15)])
+def test_a_short_key_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch, name: str, key: str, num_bytes: int
+) -> None:
+    monkeypatch.setenv(name, key)
+    with pytest.raises(ValueError, match="at least 16 bytes") as caught:
+        ApiKeys.from_environment(MIN_KEY_BYTES)
+    assert str(caught.value) == (
+        f"{name}: a key must have at least 16 bytes, this one has {num_bytes}; make one with "
+        "'openssl rand -hex 16', or unset the variable"
+    )
+
+
+def test_the_keys_of_servers_of_others_may_be_short_but_not_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ADMIN_API_KEY_VARIABLE, raising=False)
+    monkeypatch.setenv(API_KEY_VARIABLE, "short")
+    assert ApiKeys.from_environment() == ApiKeys("short", "")
+    monkeypatch.setenv(API_KEY_VARIABLE, "")
+    with pytest.raises(ValueError, match="at least 1 bytes, this one has 0"):
+        ApiKeys.from_environment()

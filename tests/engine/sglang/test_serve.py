@@ -139,14 +139,32 @@ def test_servers_that_others_reach_want_a_key_for_generation_too(
 def test_keys_of_the_environment_are_used_and_kept_nowhere(
     start_serve: Start, tmp_path: Path
 ) -> None:
-    process = start_serve(**{ADMIN_API_KEY_VARIABLE: "admin-secret", API_KEY_VARIABLE: "secret"})
+    admin, user = "admin-secret-of-27-bytes-ooo", "secret-of-16-byt"
+    process = start_serve(**{ADMIN_API_KEY_VARIABLE: admin, API_KEY_VARIABLE: user})
     (shown,) = first_lines(process, 1)
     address = shown.removeprefix("'rollout.servers=[").partition(",")[0]
-    assert httpx.get(f"{address}/ready", trust_env=False).text == "admin-secret"
+    assert httpx.get(f"{address}/ready", trust_env=False).text == admin
     assert not (tmp_path / "run" / "admin_api_key").exists()
     assert "an api key: True" in (tmp_path / "run" / "logs" / "sglang_1.log").read_text()
     status, errors = end(process, signal.SIGINT)
     assert (status, errors.splitlines()[-1]) == (130, "bapo-megatron: interrupted")
+
+
+@pytest.mark.parametrize("name", ["admin_api_key", "api_key"])
+def test_an_empty_key_file_does_not_open_the_servers(
+    start_serve: Start, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    key_file = tmp_path / "run" / name
+    key_file.write_text("\n")
+    process = start_serve("rollout.server.host=localhost")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    assert errors.splitlines() == [
+        f"bapo-megatron: {key_file}: a key must have at least 16 bytes, this one has 0; make one "
+        "with 'openssl rand -hex 16', or delete the file: serve makes a new one"
+    ]
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 def test_servers_end_with_a_command_that_is_killed_and_the_next_one_has_the_same_key(

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,8 @@ from tests.engine.sglang.servers import KEYS
 from tests.launch import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.engine.helpers import MakeConfig
 
 OWNER = """
@@ -52,6 +55,13 @@ with open(sys.argv[1], "w+b") as file:
 print(f"/dev/shm/sem.{lock._semlock.name.lstrip('/')}", flush=True)
 time.sleep(600)
 """
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A temporary directory whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def _server(
@@ -245,18 +255,38 @@ def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path:
 
 
 @pytest.mark.sglang
-def test_no_process_outlives_an_owner_that_is_killed(
-    make_config: MakeConfig, tmp_path: Path
+def test_no_process_of_a_server_listens_beyond_the_loopback(server: SglangServer) -> None:
+    (launcher,) = descendants(mentioning=f"--port={server.port}")
+    addresses = {
+        connection.laddr.ip
+        for process in [launcher, *launcher.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.sglang
+def test_no_process_or_temporary_file_outlives_an_owner_that_is_killed(
+    make_config: MakeConfig, tmp_path: Path, scratch: Path
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(make_config().model_dump_json())
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(config)], stdout=subprocess.DEVNULL)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(config)],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(scratch)},
+    )
     try:
         deadline_s = time.monotonic() + 120
         while not _has_everything(descendants(owner.pid)):
             assert owner.poll() is None
             assert time.monotonic() < deadline_s, descendants(owner.pid)
             time.sleep(0.2)
+        made = list(scratch.rglob("*"))
+        assert {path.parent.parent for path in made if path.is_socket()} == {scratch}
+        launcher = next(p for p in descendants(owner.pid) if "sglang.launcher" in str(p.cmdline()))
+        shared = shared_files(launcher.pid)
         command_line = psutil.Process(owner.pid).cmdline()
         started = descendants(owner.pid)
         forked = {process for process in started if process.cmdline() == command_line}
@@ -264,6 +294,8 @@ def test_no_process_outlives_an_owner_that_is_killed(
         owner.kill()
         owner.wait()
     assert not psutil.wait_procs(started - forked, timeout=20)[1]
+    assert list(scratch.iterdir()) == []
+    assert not any(path.exists() for path in shared)
     for process in forked:
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have noticed by itself
             process.kill()
