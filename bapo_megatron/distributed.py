@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.config.section import is_loopback
 from bapo_megatron.processes import nccl_settings
 
 Value = TypeVar("Value")
@@ -30,6 +31,8 @@ _FLIGHT_RECORDER = {
 """Variables of torch, with their former names, and values."""
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _PEER_LOSS_TEXTS = (
     "Connection closed by peer",
@@ -128,18 +131,35 @@ def init_distributed(parallel: ParallelConfig) -> ProcessGroups:
         place |= {"store": HashStore(), "rank": 0, "world_size": 1}
     if device.type == "cuda":
         place["device_id"] = device  # otherwise NCCL guesses it in the first barrier
-    dist.init_process_group(backend, **place)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=(
-            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
-        ),
-        context_parallel_size=parallel.context,
-        distributed_timeout_minutes=parallel.timeout_s / 60,  # made a timedelta
-    )
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    with _gloo_within(os.environ.get("MASTER_ADDR", "")):
+        dist.init_process_group(backend, **place)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=(
+                parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+            ),
+            context_parallel_size=parallel.context,
+            distributed_timeout_minutes=parallel.timeout_s / 60,  # made a timedelta
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout)
     return megatron_groups(parallel, control, device)
+
+
+@contextmanager
+def _gloo_within(master_address: str) -> Iterator[None]:
+    """Have gloo's groups of ranks that meet on the loopback listen only there.
+
+    Groups that are formed later may reach further: that of the weights has members elsewhere.
+    """
+    if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
 
 
 def megatron_groups(

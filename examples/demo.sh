@@ -23,8 +23,7 @@ fi
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 "$python" -m bapo_megatron make-tiny "$tiny" --seed "$seed"
 rm -rf "$run" # an earlier demo
-"$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
-    --nproc-per-node 2 -m bapo_megatron \
+"$python" -m bapo_megatron.torchrun --nproc-per-node 2 -m bapo_megatron \
     train configs/demo.yaml "run_dir=$run" "seed=$seed" "model.path=$tiny/model" \
     "data.train.path=$tiny/train.jsonl" "eval.sets=[{path: $tiny/heldout.jsonl, name: heldout}]" "$@"
 "$python" -m bapo_megatron plot "$run"

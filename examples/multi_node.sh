@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on several machines: the same command on each, with its own NODE_RANK. Rank 0, which owns
-# data, servers and metrics, is on the machine with NODE_RANK=0, whose address is MASTER_ADDR.
+# data, servers and metrics, is on the machine with NODE_RANK=0; MASTER_ADDR is an address of its
+# own, on the network between the machines, and the only one that its store listens on.
 # usage: NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 [MASTER_PORT=29500] [NPROC=gpu] [PYTHON=python] \
 #            examples/multi_node.sh CONFIG [KEY=VALUE ...]
 # In a Slurm step of one task per node NODE_RANK may be left out. The same command continues a run.
@@ -18,7 +19,7 @@ export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-1800}
 trap '' USR1 # until torchrun handles it
 
-exec "${PYTHON:-python}" -m torch.distributed.run \
+exec "${PYTHON:-python}" -m bapo_megatron.torchrun \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "${NPROC:-gpu}" \
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     -m bapo_megatron train "$@" --resume

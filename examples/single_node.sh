@@ -14,5 +14,5 @@ export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-1800}
 trap '' USR1 # until torchrun handles it
 
-exec "${PYTHON:-python}" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
-    --nproc-per-node "${NPROC:-gpu}" -m bapo_megatron train "$@" --resume
+exec "${PYTHON:-python}" -m bapo_megatron.torchrun --nproc-per-node "${NPROC:-gpu}" \
+    -m bapo_megatron train "$@" --resume

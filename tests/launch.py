@@ -29,11 +29,9 @@ def command(arguments: list[str], *, ranks: int = 1) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "bapo_megatron.torchrun",
         "--nproc-per-node",
         str(ranks),
-        "--master-port",
-        str(free_port()),
         "-m",
         "bapo_megatron",
         *arguments,

@@ -134,7 +134,7 @@ def test_single_node_runs_torchrun_on_every_gpu_with_megatron_s_settings(command
     assert (status, lines) == (
         0,
         [
-            "1: -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node gpu "
+            "1: -m bapo_megatron.torchrun --nproc-per-node gpu "
             "-m bapo_megatron train a.yaml x=[1, 2] --resume"
         ],
     )
@@ -147,7 +147,7 @@ def test_in_a_slurm_step_the_task_s_number_is_the_node_s_rank(commands: Path) ->
     assert (status, lines) == (
         0,
         [
-            "-m torch.distributed.run --nnodes 4 --node-rank 3 --nproc-per-node gpu "
+            "-m bapo_megatron.torchrun --nnodes 4 --node-rank 3 --nproc-per-node gpu "
             "--master-addr node7 --master-port 29500 -m bapo_megatron train a.yaml --resume"
         ],
     )

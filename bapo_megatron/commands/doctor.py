@@ -69,6 +69,8 @@ class Machine:
     """Why Transformer Engine cannot be imported; empty if it can or is not installed."""
     tools: dict[str, str | None]
     """Version line of each compiler."""
+    interfaces: tuple[str, ...]
+    """Network interfaces that are up, without the loopback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,13 @@ def probe() -> Machine:
         apex_has_kernels=importlib.util.find_spec("amp_C") is not None,
         transformer_engine_error=_import_error("transformer_engine.pytorch"),
         tools={"c++": _version_line("c++", 0), "nvcc": _version_line("nvcc", -1)},
+        interfaces=tuple(
+            sorted(
+                path.name
+                for path in Path("/sys/class/net").iterdir()
+                if path.name != "lo" and (path / "operstate").read_text().strip() != "down"
+            )
+        ),
     )
 
 
@@ -151,6 +160,7 @@ def diagnose(machine: Machine) -> list[Finding]:
             Finding(name, "ok" if line else "note", line or "not found")
             for name, line in machine.tools.items()
         ),
+        _judge_network(machine),
     ]
 
 
@@ -301,6 +311,19 @@ def _judge_apex(machine: Machine) -> Finding:
         f"{version} is not NVIDIA's: the package index has an unrelated web framework of this "
         "name, or the CUDA extensions were not built",
         "pip uninstall apex, or build NVIDIA's from its repository with APEX_CUDA_EXT=1",
+    )
+
+
+def _judge_network(machine: Machine) -> Finding:
+    if not machine.interfaces:
+        return Finding("network", "ok", "no interface but the loopback")
+    return Finding(
+        "network",
+        "note",
+        f"{', '.join(machine.interfaces)}: ranks on several nodes listen there without a key, as "
+        "torchrun itself does even on one node, and who reaches them runs code as you",
+        "start ranks by python -m bapo_megatron.torchrun; close the network around their nodes "
+        "(docs/security.md)",
     )
 
 

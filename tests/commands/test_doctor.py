@@ -48,6 +48,7 @@ CPU_ONLY = Machine(
     apex_has_kernels=False,
     transformer_engine_error="",
     tools={"c++": "g++ 12", "nvcc": None},
+    interfaces=("eth0",),
 )
 
 ON_A_GPU = replace(
@@ -215,3 +216,13 @@ def test_servers_with_other_settings_of_nccl_than_the_trainer_are_a_problem_that
     assert unknown.remedy == "start it with NCCL_CUMEM_ENABLE=0"
     assert absent.verdict == "problem"
     assert "http://127.0.0.1:1/server_info: no connection" in absent.text
+
+
+def test_ports_without_a_key_are_warned_of_where_there_is_a_network() -> None:
+    (found,) = (finding for finding in diagnose(CPU_ONLY) if finding.topic == "network")
+    assert found.verdict == "note"
+    assert found.text.startswith("eth0: ranks on several nodes listen there without a key")
+    assert "python -m bapo_megatron.torchrun" in found.remedy
+    alone = diagnose(replace(CPU_ONLY, interfaces=()))
+    (found,) = (finding for finding in alone if finding.topic == "network")
+    assert (found.verdict, found.remedy) == ("ok", "")

@@ -1,0 +1,151 @@
+"""torchrun with a store that only its own nodes reach: ``python -m bapo_megatron.torchrun …``.
+
+The arguments are torchrun's. Of its rendezvous, the dynamic one reads pickles from a store that
+listens on all interfaces and knows no key: whoever reaches the port runs code here. The static one
+reads none, but whoever reaches its store can have the ranks connect to themselves. This one is
+static, and its store listens on one address: on the loopback for a single node, else on
+``--master-addr``, which must be an address of the first node's own. torchrun's logs, which hold
+the ranks' errors, are in a private directory that goes with it; its report has no traceback.
+"""
+
+import argparse
+import socket
+import sys
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+
+from bapo_megatron.config.section import is_loopback
+from bapo_megatron.processes import PrivateDirectory
+
+_BACKEND = "bapo-megatron"
+_LOOPBACK = "127.0.0.1"
+_DEFAULT_PORT = 29500
+_MEETING_S = 600.0
+"""Time limit for all nodes to come, as in torchrun's static rendezvous."""
+
+
+class BoundRendezvous(RendezvousHandler):
+    """A static rendezvous at a store that listens on one address of the first node."""
+
+    def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
+        """Open the store where ``rank`` is 0; a ``port`` of 0 is a free one.
+
+        Raises:
+            ValueError: ``address`` cannot be listened on, or other nodes do not reach it.
+        """
+        self._rank, self._num_nodes, self._run_id = rank, num_nodes, run_id
+        listener = _listen(address, port, num_nodes) if rank == 0 else None
+        if listener is not None:
+            port = listener.getsockname()[1]
+        self._place = RendezvousStoreInfo(address, port)
+        self._store = TCPStore(
+            address,
+            port,
+            num_nodes,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=_MEETING_S),
+            master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks are clients of this store."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name by which torchrun knows it."""
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store and the node's place."""
+        store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, self._rank, self._num_nodes, self._place)
+
+    def is_closed(self) -> bool:
+        """Return whether nodes may no longer come; nobody asks a static rendezvous."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes want to join; the number of nodes is fixed."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return torchrun's ``--rdzv-id``."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Do nothing: the store ends with this process, after the ranks."""
+        return True
+
+
+def _listen(address: str, port: int, num_nodes: int) -> socket.socket:
+    try:
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if num_nodes > 1 and is_loopback(str(place[0])):
+            raise ValueError(
+                f"--master-addr: {address} is {place[0]} on this node, which no other reaches; "
+                "give the address of the interface between the nodes"
+            )
+        return socket.create_server(place[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"--master-addr, --master-port: cannot listen on {address}:{port} ({error.strerror}); "
+            "give an address of the node with --node-rank 0 itself, and a free port"
+        ) from error
+
+
+def _make_rendezvous(params: RendezvousParameters) -> BoundRendezvous:
+    address, _, port = params.endpoint.rpartition(":")
+    rank = params.get_as_int("rank")
+    assert rank is not None, "main gives it"
+    return BoundRendezvous(address, int(port), rank, params.max_nodes, params.run_id)
+
+
+def _bind(args: argparse.Namespace) -> None:
+    """Have torchrun's parsed arguments mean the rendezvous of this module."""
+    min_nodes, num_nodes = parse_min_max_nnodes(args.nnodes)
+    if min_nodes != num_nodes or args.standalone or args.rdzv_backend != "static":
+        raise ValueError(
+            "--nnodes, --rdzv-backend, --standalone: the rendezvous is static; give one number of "
+            "nodes, and for several of them --node-rank, --master-addr and --master-port"
+        )
+    address, port = _LOOPBACK, args.master_port or 0
+    if num_nodes > 1:
+        address, port = args.master_addr, args.master_port or _DEFAULT_PORT
+    args.rdzv_backend, args.rdzv_endpoint = _BACKEND, f"{address}:{port}"
+    args.rdzv_conf = f"rank={args.node_rank}"
+
+
+def main() -> None:
+    """Run torchrun with the arguments of this process."""
+    args = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
+    rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
+    logs = PrivateDirectory()
+    try:
+        _bind(args)
+        args.log_dir = args.log_dir or str(logs.path)
+        run(args)  # type: ignore[no-untyped-call]
+    except ChildFailedError as failed:
+        sys.exit(str(failed))  # torchrun's report; its traceback would only hide it
+    except (ValueError, SignalException) as error:
+        sys.exit(f"bapo_megatron.torchrun: {error}")
+    finally:
+        logs.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Who reaches a run on one node: from another machine, nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.launch import REPOSITORY
+from tests.nodes import Node, make_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TRY_PORTS = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), timeout=5).close()
+        print(port)
+    except OSError:
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[Node, Node]]:
+    """Two machines; without the right to make them, this one, reached by its address."""
+    with ExitStack() as stack:
+        try:
+            first, second = stack.enter_context(make_nodes(2))
+        except pytest.skip.Exception:
+            addresses = [
+                address.address
+                for interface in psutil.net_if_addrs().values()
+                for address in interface
+                if address.family.name == "AF_INET" and not address.address.startswith("127.")
+            ]
+            if not addresses:
+                pytest.skip("no network namespaces for this user, and no address but the loopback")
+            first = second = Node("", addresses[0])
+        yield first, second
+
+
+def prefix(node: Node) -> tuple[str, ...]:
+    return node.prefix if node.name else ()
+
+
+def reached(
+    machines: tuple[Node, Node], launcher: str, num_ranks: int, tmp_path: Path
+) -> tuple[set[str], set[str]]:
+    """The ports of a run on the first machine, and those that the second one reaches."""
+    victim, attacker = machines
+    ports = tmp_path / "ports"
+    environment = {name: v for name, v in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    run = subprocess.Popen(
+        [
+            *(*prefix(victim), sys.executable, "-m", launcher),
+            *("--nproc-per-node", str(num_ranks), "-m", "tests.idle_rank", str(ports)),
+        ],
+        cwd=REPOSITORY,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        deadline_s = time.monotonic() + 120
+        while not ports.exists():
+            assert run.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        listening = ports.read_text().split()
+        attack = subprocess.run(
+            [*prefix(attacker), sys.executable, "-c", TRY_PORTS, victim.address, *listening],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return set(listening), set(attack.stdout.split())
+    finally:
+        os.killpg(run.pid, signal.SIGTERM)
+        run.wait(60)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_no_port_of_a_run_on_one_machine_is_reached_from_another(
+    machines: tuple[Node, Node], tmp_path: Path
+) -> None:
+    listening, open_to_all = reached(machines, "bapo_megatron.torchrun", 2, tmp_path)
+    assert len(listening) > 2  # the store's, and gloo's
+    assert open_to_all == set()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_attack_succeeds_against_torchrun_itself(
+    machines: tuple[Node, Node], tmp_path: Path
+) -> None:
+    # Else the test above would prove nothing. Its dynamic rendezvous has two stores.
+    _, open_to_all = reached(machines, "torch.distributed.run", 1, tmp_path)
+    assert len(open_to_all) >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--standalone"], r"--standalone: the rendezvous is static"),
+        (["--rdzv-backend", "c10d"], r"--rdzv-backend, .* is static"),
+        (["--nnodes", "1:2"], r"--nnodes, .* give one number of nodes"),
+        (
+            ["--nnodes", "2", "--master-addr", "localhost"],
+            r"--master-addr: localhost is 127\.0\.0\.1 on this node, which no other",
+        ),
+        (
+            ["--nnodes", "2", "--master-addr", "192.0.2.200"],
+            r"cannot listen on 192\.0\.2\.200:29500 .*; give an address of the node",
+        ),
+    ],
+)
+def test_what_would_open_the_store_or_hide_it_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bapo_megatron import torchrun
+
+    line = ["torchrun", *arguments, "--nproc-per-node", "1", "never.py"]
+    monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setattr(torchrun.rendezvous_handler_registry, "_registry", {})
+    with pytest.raises(SystemExit, match=message):
+        torchrun.main()
+
+
+def test_the_store_listens_on_one_address_only() -> None:
+    from bapo_megatron.torchrun import BoundRendezvous
+
+    rendezvous = BoundRendezvous("127.0.0.2", 0, 0, 1, "run")
+    place = rendezvous.next_rendezvous().bootstrap_store_info
+    assert place.master_addr == "127.0.0.2"
+    socket.create_connection(("127.0.0.2", place.master_port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", place.master_port), timeout=5)
