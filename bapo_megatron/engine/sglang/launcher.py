@@ -109,6 +109,9 @@ def main(arguments: list[str]) -> None:
     is_one_group = server_args.nnodes == 1 and server_args.dp_size == 1
     if is_one_group and not server_args.dist_init_addr:
         os.environ.setdefault(_MEETING_VARIABLE, f"file://{scratch / 'ranks'}")
+        # Without a store's address, SGLang names shared memory of CPU kernels after these.
+        os.environ.setdefault("MASTER_ADDR", server_args.host)
+        os.environ.setdefault("MASTER_PORT", str(server_args.port))
     try:
         run_server(server_args)
     finally:
