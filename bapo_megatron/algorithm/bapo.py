@@ -30,6 +30,8 @@ class Bapo(Clip):
     ) -> None:
         """Lay out the candidates; without ``kernels`` the search is for tokens on the CPU."""
         self.needs = config.scope
+        self.decisive = slice(_LOW, _HIGH + 1) if config.scope == "update" else None
+        self.speculate = config.speculate
         self.dual_clip = dual_clip
         self.search = BoundSearch(config, dual_clip, kernels)
 
@@ -41,6 +43,13 @@ class Bapo(Clip):
     def decide(self, total_K: Tensor) -> Tensor:
         """Search the bounds; return ``BOUNDS_FIELDS``."""
         return self.search.bounds(total_K)
+
+    def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
+        """Take the ratios of recent updates, with this update's own weight of each sign.
+
+        Σ |w A| of the tokens of a sign is known before their log-probs.
+        """
+        return known_K if recent_K is None else self.search.rescale(recent_K, known_K)
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the bounds that were found."""

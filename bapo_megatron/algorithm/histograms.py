@@ -51,10 +51,12 @@ class M2po(Clip):
     """
 
     needs = "update"
+    decisive = slice(0, 2)
 
     def __init__(self, options: M2poConfig, dual_clip: float | None) -> None:
         """Take the budget and the narrowest bounds."""
         self.options = options
+        self.speculate = options.speculate
         self.dual_clip = dual_clip
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
@@ -84,6 +86,10 @@ class M2po(Clip):
         low = torch.where(is_bounded, torch.exp(-tau).clamp(max=self.options.max_low), 0.0)
         high = torch.where(is_bounded, torch.exp(tau).clamp(min=self.options.min_high), torch.inf)
         return torch.stack([low, high, total / count.clamp(min=1), is_bounded.double()])
+
+    def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
+        """Take the moments of recent updates; with ℓ = μ no token moves."""
+        return known_K if recent_K is None else recent_K
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the bounds of the update."""

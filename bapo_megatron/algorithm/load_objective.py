@@ -26,7 +26,9 @@ from bapo_megatron.algorithm.objective import (
     differentiate,
     with_sums,
 )
+from bapo_megatron.algorithm.prediction import hide_rest
 from bapo_megatron.algorithm.user_code import UserCode
+from bapo_megatron.config.objectives import Speculate
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.backend import Kernels, select_kernels
 from bapo_megatron.ops.ratio import importance_ratio
@@ -84,6 +86,8 @@ def load_objective(
             objective.report_decision(tokens.decision.tolist())
             objective.refuses(tokens.decision)
             objective.explain_refusal(tokens.decision.tolist())
+        if objective.decisive is not None:
+            _try_decisive(objective, tokens, kernels)
     if config.entropy_share < 1:
         objective = HighEntropy(objective, config.entropy_share)
     tokens = with_sums(objective, trial_tokens(device))
@@ -119,6 +123,8 @@ class _UserObjective(Objective):
         self.needs = self._inner.needs
         self.trains_zero_advantage = self._inner.trains_zero_advantage
         self.selects_tokens = bool(self._inner.selects_tokens)
+        self.decisive = self._inner.decisive
+        self.speculate = self._inner.speculate
         if self.needs not in get_args(Needs):
             code.refuse(f"declares needs = {self.needs!r}; choose {', '.join(get_args(Needs))}")
         if self.needs != "token" and type(self._inner).statistics is Objective.statistics:
@@ -127,6 +133,17 @@ class _UserObjective(Objective):
             code.refuse(
                 f"selects tokens with needs = {self.needs!r}; the denominators count the selected "
                 "tokens before the first gradient, so declare needs = 'update'"
+            )
+        if self.speculate not in get_args(Speculate):
+            choices = ", ".join(get_args(Speculate))
+            code.refuse(f"declares speculate = {self.speculate!r}; choose {choices}")
+        if not isinstance(self.decisive, slice | None):
+            code.refuse(f"declares decisive = {self.decisive!r}; declare a slice of the decision")
+        if self.decisive is not None and (self.needs != "update" or self.selects_tokens):
+            code.refuse(
+                f"declares decisive with needs = {self.needs!r}"
+                f"{' and selects tokens' if self.selects_tokens else ''}; decisions of whole "
+                "updates that select no tokens are predicted, so remove the declaration"
             )
 
     def loss(self, tokens: TokenBatch) -> Tensor:
@@ -153,6 +170,14 @@ class _UserObjective(Objective):
         if not is_tensor or decision.dtype != torch.float64 or decision.dim() != 1:
             self.refuse("decide", f"returns {_kind(decision)} as decision; return float64 [D]")
         return decision  # type: ignore[no-any-return]
+
+    def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
+        with self._code.guard():
+            total_K: Any = self._inner.foresee(known_K, recent_K)
+        is_tensor = isinstance(total_K, Tensor)
+        if not is_tensor or total_K.dtype != torch.int64 or total_K.shape != known_K.shape:
+            self.refuse("foresee", f"foresees {_kind(total_K)}; return int64 [{len(known_K)}]")
+        return total_K  # type: ignore[no-any-return]
 
     def select(self, tokens: TokenBatch) -> Tensor:
         selected_T = self._per_token("select", tokens)
@@ -314,7 +339,36 @@ def _try_zero_advantage(objective: _UserObjective, tokens: TokenBatch, kernels: 
         )
 
 
+def _try_decisive(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> None:
+    """Refuse an objective that reads more of a decision than it declares."""
+    assert tokens.decision is not None
+    assert objective.decisive is not None
+    objective.foresee(objective.statistics(tokens), None)
+    hidden = hide_rest(tokens.decision, objective.decisive)
+    found = _values(objective, replace(tokens, decision=hidden), kernels)
+    for name, value_T in _values(objective, tokens, kernels).items():
+        if not torch.equal(found[name], value_T):
+            objective.refuse(
+                "loss",
+                f"declares decisive = {objective.decisive}, but its {name} changes with other "
+                "entries of the decision; name all that loss, bounds and report read",
+            )
+
+
 def _run(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> dict[str, Tensor]:
+    """``_values``, all of them finite."""
+    found = _values(objective, tokens, kernels)
+    for name, value_T in found.items():
+        if not bool(torch.isfinite(value_T).all()):
+            objective.refuse(
+                "loss",
+                f"returns NaN or infinity as {name} for finite tokens; guard divisions, logarithms "
+                "and exponentials",
+            )
+    return found
+
+
+def _values(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> dict[str, Tensor]:
     """Everything [T] that the objective says of tokens."""
     gradient = differentiate(objective, tokens, tokens.mask / 4, kernels)
     found = {"loss": gradient.loss_T * tokens.mask, "gradient": gradient.logprob_T}
@@ -329,13 +383,6 @@ def _run(objective: _UserObjective, tokens: TokenBatch, kernels: Kernels) -> dic
     limits = objective.bounds(tokens)
     if limits is not None:
         found["bounds"] = tokens.ratio.clamp(*limits)
-    for name, value_T in found.items():
-        if not bool(torch.isfinite(value_T).all()):
-            objective.refuse(
-                "loss",
-                f"returns NaN or infinity as {name} for finite tokens; guard divisions, logarithms "
-                "and exponentials",
-            )
     return {name: value_T.detach() for name, value_T in found.items()}
 
 

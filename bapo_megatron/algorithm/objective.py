@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from bapo_megatron.config.objectives import Speculate
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.ratio import importance_ratio
 
@@ -111,7 +112,14 @@ class Objective(Protocol):
     - ``micro_batch``: the same over the micro-batches that all data-parallel ranks compute at the
       same time. No collection pass, but the result depends on the division into micro-batches.
 
-    ``response`` and ``update`` cost a forward pass over the update before its first gradient."""
+    ``response`` and ``update`` cost a forward pass over the update before its first gradient, the
+    latter only where ``decisive`` cannot save it."""
+    decisive: slice | None = None
+    """With ``needs: update``: the entries of a decision that ``loss``, ``bounds`` and ``report``
+    read, if they lie on a grid, so that a prediction can be right to the last bit. The loss pass
+    then need not wait for them (docs/algorithm.md). None: predictions are not tried."""
+    speculate: Speculate = "auto"
+    """Whether the loss pass runs with predicted entries, where ``decisive`` names some."""
     trains_zero_advantage: bool | None = None
     """Whether A = 0 gives a token a loss, a gradient or a part in ``statistics``.
 
@@ -139,6 +147,14 @@ class Objective(Protocol):
     def decide(self, total_K: Tensor) -> Tensor:
         """Return the decision, [D] float64, that follows from the summed statistics."""
         return total_K.to(torch.float64)
+
+    def foresee(self, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
+        """Return the predicted total of an update's statistics, [K] int64, for ``decide``.
+
+        ``known_K`` are the statistics of its tokens with ℓ = μ. ``recent_K`` are those of earlier
+        updates, added up so that newer ones count more; None before the first.
+        """
+        return known_K
 
     def select(self, tokens: TokenBatch) -> Tensor:
         """Return which tokens train, [T] bool, where ``selects_tokens``."""

@@ -16,7 +16,7 @@ from bapo_megatron.commands.options import ConfigArgument, JsonOption, Overrides
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.disk import BUFFER_TOKEN_BYTES, DUMP_TOKEN_BYTES, OPTIMIZER_BYTES
 from bapo_megatron.planning.layout import Layout, chunk_parameters
-from bapo_megatron.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
+from bapo_megatron.planning.plan import ESTIMATED, MISS_SHARE, Plan, PlanOptions, make_plan
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from bapo_megatron.telemetry.console import say, uncut_console
 
@@ -58,6 +58,9 @@ def command(
     rollout_tokens_per_s: Annotated[
         float | None, typer.Option(min=0.001, help="Of one rollout GPU; default: estimated.")
     ] = None,
+    misses: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of predicted bounds that are wrong.")
+    ] = MISS_SHARE,
     model_config: Annotated[
         Path | None, typer.Option(help="A config.json; default: that of model.path.")
     ] = None,
@@ -79,6 +82,7 @@ def command(
         response_tokens=response_tokens,
         rollout_gpus=rollout_gpus,
         rollout_tokens_per_s=rollout_tokens_per_s,
+        miss_share=misses,
     )
     hf = _read_architecture(run_config.model.path, model_config)
     plan = make_plan(run_config, hf, options)
@@ -258,7 +262,7 @@ def _layouts_table(plan: Plan) -> Table:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    a = plan.assumptions
+    a, work = plan.assumptions, plan.workload
     rate = "given" if a.rollout_tokens_per_s is not None else "estimated"
     lines = [
         f"{a.gpu}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
@@ -270,6 +274,7 @@ def _assumptions(plan: Plan) -> list[str]:
         "responses uniform from 0 to twice that",
         f"rollout: {a.rollout_gpus} GPUs, {plan.rollout_tokens_per_s:,.0f} tokens/s each ({rate})",
         f"layers: {a.layers}",
+        *([f"predicted bounds: {a.miss_share:.0%} are wrong"] if work.passes.repeated else []),
         f"disk: {OPTIMIZER_BYTES} bytes of optimizer state per parameter, {DUMP_TOKEN_BYTES} bytes "
         f"per response token of a dump with texts, {BUFFER_TOKEN_BYTES} of an unfinished sample",
         *plan.notes,

@@ -39,6 +39,10 @@ SHIFTED = ("grpo_no_std", "rloo", "opo")
 """Those whose baseline ``algorithm.baseline_shift`` moves: they are R minus a baseline."""
 
 
+Speculate = Literal["auto", "never", "always"]
+"""Whether the loss pass runs with a predicted decision (docs/algorithm.md)."""
+
+
 class RangeConfig(Section):
     """The movable range of one clip bound, in importance ratios."""
 
@@ -90,7 +94,12 @@ class BapoConfig(Section):
     weight: Literal["uniform", "behaviour_prob"] = "uniform"
     """Token weight: 1, or π_rollout(y) (the literal reading of Eq. 8)."""
     scope: Literal["update", "micro_batch"]
-    """Bounds for each update (a forward-only pass comes first) or for each micro-batch."""
+    """Bounds for each update or for each micro-batch."""
+    speculate: Speculate = "auto"
+    """Bounds of an update follow from its log-probs. ``never``: a forward-only pass finds them
+    before the loss pass. ``always``: the loss pass runs with predicted bounds and finds the
+    log-probs itself; where the bounds prove wrong, it runs again. ``auto``: as long as that takes
+    less time, and both passes give the same log-probs. Results are equal."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,6 +116,11 @@ class BapoConfig(Section):
     @model_validator(mode="after")
     def _ranges(self) -> Self:
         low, high = self.lower, self.upper
+        if self.speculate == "always" and self.scope == "micro_batch":
+            raise ValueError(
+                "speculate must be auto or never with scope: micro_batch, got always: bounds of a "
+                "micro-batch are known before its loss; leave it out"
+            )
         if not 0.5 <= low.start <= low.max <= 1:
             raise ValueError(
                 f"needs 0.5 <= lower.start <= lower.max <= 1, got {low.start} and {low.max}"
@@ -230,3 +244,5 @@ class M2poConfig(Section):
     """The lower bound is never above this."""
     min_high: float = Field(1.5, ge=1)
     """The upper bound is never below this."""
+    speculate: Speculate = "auto"
+    """As in ``bapo``; where bounds are narrower than both limits, predictions are seldom right."""

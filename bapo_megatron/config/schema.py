@@ -131,6 +131,11 @@ class AlgorithmConfig(Section):
                     f"objective_options.{name} must be finite, got {value}; leave it out, or use "
                     "null"
                 )
+        if self.bapo.speculate == "always" and self.entropy_share < 1:
+            raise ValueError(
+                f"bapo.speculate must be auto or never with entropy_share: {self.entropy_share:g}, "
+                "got always: tokens are selected before their loss; leave it out"
+            )
         if self.dual_clip is not None and self.objective in set(OBJECTIVES) - set(DUAL_CLIPPED):
             raise ValueError(
                 f"dual_clip is for {', '.join(DUAL_CLIPPED)}, got {self.dual_clip:g} with "

@@ -21,6 +21,9 @@ from bapo_megatron.ops.extension import BOUNDS_FIELDS as BOUNDS_FIELDS
 EXIT_NAMES = ("start", "met", "exhausted", "unsearched", "refused")
 """What ``exit`` means; ``unsearched``: no token has a sign, so there are no shares."""
 
+_BIN_SLOTS = 4
+"""Slots of a bin of ratios: Σ |w A| of its tokens, and three of Σ |w A| r."""
+
 REFUSED = EXIT_NAMES.index("refused")
 
 
@@ -65,6 +68,10 @@ class BoundSearch:
         """The candidates."""
         # The candidates as the kernels take them: uint8, on the CPU for every device.
         self._grid_bytes = torch.frombuffer(bytearray(self.grid.to_bytes()), dtype=torch.uint8)
+        # The layout of a table is that of csrc/common/contribution.h.
+        middle = _BIN_SLOTS * (int(self._grid_bytes[:4].view(torch.int32)) + 1)
+        end = self.grid.num_slots - len(TokenCounts._fields)
+        self._sides = (slice(0, middle), slice(middle, end))
 
     def contributions(
         self, logprob_T: Tensor, behaviour_logprob_T: Tensor, advantage_T: Tensor, mask_T: Tensor
@@ -112,6 +119,20 @@ class BoundSearch:
             table_K, self._grid_bytes, config.target, config.contribution, config.measure
         )
         return bounds
+
+    def rescale(self, table_K: Tensor, like_K: Tensor) -> Tensor:
+        """Return a table with the importance ratios of one and the Σ |w A| of another.
+
+        Σ |w A| over the tokens of each sign becomes that of ``like_K``, to rounding; a sign without
+        tokens in either is taken from ``like_K`` as it is. So are the counts.
+        """
+        rescaled_K = like_K.clone()
+        for side in self._sides:
+            own_K, wanted_K = table_K[side], like_K[side]
+            own, wanted = (sums_K[::_BIN_SLOTS].sum().double() for sums_K in (own_K, wanted_K))
+            scaled_K = (own_K.double() * (wanted / own)).round().to(torch.int64)
+            rescaled_K[side] = torch.where((own > 0) & (wanted > 0), scaled_K, wanted_K)
+        return rescaled_K
 
     def path(self, table_K: Tensor) -> extension.SearchResult:
         """Search the bounds and return the balance at every pair of the path.

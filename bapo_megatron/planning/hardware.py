@@ -43,6 +43,8 @@ class Assumptions:
     """Mean."""
     response_tokens: int
     """Mean; lengths are taken to be uniform between 0 and twice this."""
+    miss_share: float
+    """Share of the predicted bounds that are wrong, of which each costs a loss pass."""
     placement: Placement
     rollout_gpus: int
     rollout_tokens_per_s: float | None

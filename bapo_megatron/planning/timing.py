@@ -100,8 +100,8 @@ def training_time(
     waiting = (layout.pipeline - 1) / (layout.virtual * work.micro_batches)
     phases = []
     for name, passes, trains in (
-        ("forward-only", work.forward_passes_per_step, False),
-        ("forward + backward", work.updates_per_step, True),
+        ("forward-only", work.passes.forward_only, False),
+        ("forward + backward", work.updates_per_step + work.passes.repeated, True),
     ):
         # Keys and values go round, and once more in the backward pass, with their gradients.
         rounds = 3 + case.recomputes_all if trains else 1

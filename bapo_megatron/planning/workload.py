@@ -16,6 +16,16 @@ from bapo_megatron.policy.hf_config import HfConfig
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """What a step makes beside a loss pass per update, each over the samples of one update."""
+
+    forward_only: int
+    """For bounds that are not predicted, and for ``behaviour: recomputed``."""
+    repeated: float
+    """Loss passes that are made again, because the predicted bounds were wrong."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """A run in one layout on the hardware assumed."""
 
@@ -24,8 +34,8 @@ class Scenario:
     hf: HfConfig
     layout: Layout
     assumptions: Assumptions
-    forward_passes_per_step: int
-    """``forward_passes`` of the run."""
+    passes: Passes
+    """Those of the run."""
 
     @property
     def element_bytes(self) -> int:
@@ -79,9 +89,8 @@ class Workload:
     """Mean, on one rank."""
     max_micro_batch_tokens: int
     """Limit of one rank: memory must hold so many."""
-    forward_passes_per_step: int
-    """Forward-only passes over an update's samples: for the bounds, and for ``behaviour:
-    recomputed``."""
+    passes: Passes
+    """Per step, beside a loss pass per update."""
     forward_flops_per_update: float
     """One forward pass over an update's samples, summed over all ranks."""
     attention_flops_per_update: float
@@ -120,17 +129,20 @@ def plan_workload(case: Scenario) -> Workload:
         micro_batches=micro_batches,
         micro_batch_tokens=math.ceil(mean_tokens),
         max_micro_batch_tokens=capacity,
-        forward_passes_per_step=case.forward_passes_per_step,
+        passes=case.passes,
         forward_flops_per_update=samples_per_update * flops.per_token * length + attention,
         attention_flops_per_update=attention,
         head_flops_per_update=2.0 * samples_per_update * length * hf.vocab_size * hf.hidden_size,
     )
 
 
-def forward_passes(algorithm: AlgorithmConfig) -> int:
-    """Forward-only passes of a step, each over the samples of one update (``trainer.step``)."""
-    collects = load_objective(algorithm).collects
-    passes = algorithm.updates_per_batch * algorithm.epochs if collects else 0
-    if algorithm.behaviour == "recomputed":  # the first update finds its log-probs there
-        passes += algorithm.updates_per_batch - (1 if collects else 0)
-    return passes
+def plan_passes(algorithm: AlgorithmConfig, miss_share: float) -> Passes:
+    """Count the passes of ``trainer.step``; ``miss_share`` of predicted decisions are wrong."""
+    loaded = load_objective(algorithm)
+    objective, updates = loaded.objective, algorithm.updates_per_batch * algorithm.epochs
+    behaviour = algorithm.updates_per_batch if algorithm.behaviour == "recomputed" else 0
+    # The first update finds its log-probs in the pass for the behaviour.
+    searches = updates - (behaviour > 0) if loaded.collects else 0
+    if objective.decisive is not None and objective.speculate != "never":
+        return Passes(behaviour, searches * miss_share)
+    return Passes(behaviour + searches, 0.0)

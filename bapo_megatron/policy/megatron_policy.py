@@ -182,7 +182,9 @@ class MegatronPolicy:
         return self._run_schedule(micro_batches, on_output, forward_only=False)
 
     @torch.no_grad()
-    def optimizer_step(self, faults: Tensor | None = None) -> OptimizerStep:
+    def optimizer_step(
+        self, faults: Tensor | None = None, remarks: Tensor | None = None
+    ) -> OptimizerStep:
         """Clip the gradients by their global norm and update the weights.
 
         With a non-finite norm or a fault nothing is changed, and the result says so; Megatron's own
@@ -190,14 +192,18 @@ class MegatronPolicy:
         that skips an update does not call this, and neither moments nor schedule move.
 
         ``faults`` are [F] counts on the device, equal on all ranks; any above 0 forbids the step.
-        This is where the host waits for the device: for the norm, with the faults ready beside it.
+        ``remarks`` [R] forbid nothing. This is where the host waits for the device: for the norm,
+        with faults and remarks ready beside it.
         """
         optimizer, lr = self.optimizer, self.lr
         optimizer.prepare_grads()  # it returns what loss scaling needs, which bfloat16 does not use
         grad_norm = float(optimizer.get_grad_norm())
-        counted = () if faults is None else tuple(faults.tolist())
+        given = [values for values in (faults, remarks) if values is not None]
+        read = tuple(torch.cat(given).tolist()) if given else ()
+        num_faults = 0 if faults is None else len(faults)
+        counted, noted = read[:num_faults], read[num_faults:]
         if not math.isfinite(grad_norm) or any(counted):
-            return OptimizerStep(applied=False, grad_norm=grad_norm, faults=counted)
+            return OptimizerStep(False, grad_norm, counted, noted)
         for inner in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(
                 inner.get_parameters(),
@@ -209,7 +215,7 @@ class MegatronPolicy:
             group["lr"] = lr
         optimizer.step_with_ready_grads()
         self.num_updates += 1
-        return OptimizerStep(applied=True, grad_norm=grad_norm, faults=counted)
+        return OptimizerStep(True, grad_norm, counted, noted)
 
     def export_hf(
         self, directory: Path, max_file_bytes: int = weight_export.MAX_FILE_BYTES

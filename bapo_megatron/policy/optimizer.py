@@ -173,6 +173,8 @@ class OptimizerStep:
     """Global gradient norm before clipping."""
     faults: tuple[float, ...] = ()
     """The caller's faults, read from the device."""
+    remarks: tuple[float, ...] = ()
+    """The caller's remarks, read from the device."""
 
 
 def sharded_state(

@@ -10,7 +10,7 @@ C = response tokens of a chunk, B = samples of the step's batch, D = entries of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ from bapo_megatron.algorithm.objective import (
     is_finite,
     response_sums,
 )
+from bapo_megatron.algorithm.prediction import Prediction, Predictor
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.distributed import ProcessGroups
@@ -49,6 +50,8 @@ class Collected:
     """This rank's, with what the objective asked for."""
     decision: Tensor | None = None
     """[D] float64, equal on all ranks."""
+    total: Tensor | None = None
+    """[K] int64, the statistics of all ranks; equal on them. Not those of responses."""
     faults: Tensor | None = None
     """[2] int64: tokens of this rank that train and whose collected values are not finite; and
     those to which the objective gave a statistic that is not."""
@@ -90,6 +93,34 @@ class LossStage:
         """D."""
         self.numbers = Numbers(loaded.report_names, corrects=config.correction.kind != "none")
         self._statistic_size = loaded.statistic_size
+        self.predictor: Predictor | None = None
+        """Of decisions; None where they are not predicted."""
+        if self.collects and loaded.objective.decisive is not None:
+            self.predictor = Predictor(loaded.objective)
+
+    def predict(self, micro_batches: Sequence[MicroBatch], context: UpdateContext) -> Prediction:
+        """Predict the decision of an update from what is known of these tokens of this rank.
+
+        A collective over the data-parallel group: one integer all-reduce.
+        """
+        assert self.predictor is not None
+        tokens = []
+        for _, safe in self._held(micro_batches, context):
+            behaviour_T = safe.micro_batch.behaviour_logprob_T
+            nothing_T = torch.zeros_like(behaviour_T)
+            tokens.append(safe.batch(behaviour_T, nothing_T, kernels=self._output.kernels))
+        total_K = self._total(tokens)
+        dist.all_reduce(total_K, group=self._data_group)
+        return self.predictor.predict(total_K)
+
+    def remark(self, prediction: Prediction, held: Collected, found: Collected) -> Tensor:
+        """Return whether a prediction missed, and whether another pass found the same, [2] bool."""
+        totals = (held.total, found.total)
+        assert held.decision is not None
+        assert totals[0] is not None
+        assert totals[1] is not None
+        differs = (totals[0] != totals[1]).any()
+        return torch.stack([prediction.misses(held.decision), differs])
 
     def collect(
         self,
@@ -105,25 +136,19 @@ class LossStage:
         objective selects tokens. ``policy`` has ℓ and H of each micro-batch; ``num_samples`` is B.
         """
         objective, kernels = self.objective, self._output.kernels
-        # A rank without any token takes part with zeros.
-        held = [
-            (index, _SafeTokens(self._config, micro_batch, None, context, self._device))
-            for index, micro_batch in enumerate(micro_batches)
-            if micro_batch.num_response_tokens
-        ]
+        held = self._held(micro_batches, context)
         tokens = {index: safe.batch(*policy[index], kernels=kernels) for index, safe in held}
         by_response = objective.needs == "response"
-        size = num_samples if by_response else self._statistic_size
-        total = torch.zeros(size, dtype=torch.int64, device=self._device)
         faults = torch.zeros(2, dtype=torch.int64, device=self._device)
-        for batch in tokens.values():
-            if by_response:
+        if by_response:
+            total = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
+            for batch in tokens.values():
                 value_T = torch.where(batch.mask > 0, objective.statistics(batch), 0.0)
                 finite_T = is_finite(value_T)
                 faults[1] += (~finite_T).sum()
                 add_over_responses(total, torch.where(finite_T, value_T, 0.0), batch.response)
-            else:
-                total += objective.statistics(batch)
+        else:
+            total = self._total(tokens.values())
         dist.all_reduce(total, group=self._data_group)
         decision = None if by_response else objective.decide(total)
         known = list(micro_batches)
@@ -139,7 +164,7 @@ class LossStage:
                 tokens[index] = replace(batch, decision=decision)
         if objective.selects_tokens:
             self._select(known, tokens, num_samples)
-        return Collected(tuple(known), decision, faults)
+        return Collected(tuple(known), decision, None if by_response else total, faults)
 
     def loss(
         self,
@@ -183,6 +208,23 @@ class LossStage:
         if decision is None:
             decision = torch.zeros(0, dtype=torch.float64, device=self._device)
         return loss, TokenReport(sums, maxima, decision, policy)
+
+    def _held(
+        self, micro_batches: Sequence[MicroBatch], context: UpdateContext
+    ) -> list[tuple[int, _SafeTokens]]:
+        """Return the micro-batches with tokens, and their indices; there may be none."""
+        return [
+            (index, _SafeTokens(self._config, micro_batch, None, context, self._device))
+            for index, micro_batch in enumerate(micro_batches)
+            if micro_batch.num_response_tokens
+        ]
+
+    def _total(self, tokens: Iterable[TokenBatch]) -> Tensor:
+        """Return the statistics of this rank's tokens, [K] int64; a rank without any has zeros."""
+        total_K = torch.zeros(self._statistic_size, dtype=torch.int64, device=self._device)
+        for batch in tokens:
+            total_K += self.objective.statistics(batch)
+        return total_K
 
     def _select(
         self, known: list[MicroBatch], tokens: dict[int, TokenBatch], num_samples: int

@@ -156,6 +156,8 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "train/computed_token_share": ("computed_tokens", "unmasked_tokens"),
     "train/packing_share": ("packing_real", "packing_slots"),
     "train/imbalance_ratio": ("flops_max", "flops_mean"),
+    "train/prediction_hit_share": ("hits", "predictions"),
+    "train/prediction_used_share": ("relied", "predictions"),
 }
 """Metric → a sum and what it is divided by; not reported where that is 0."""
 

@@ -3,51 +3,44 @@
 split → (recompute μ) → for each epoch and update: collect what the objective must know →
 forward and backward → reduce the reports over all ranks → check → optimizer step
 
-The host waits for the device in one place per update, where the gradient norm and the faults of the
-update are read, and once at the end of the step for its metrics.
+Where a prediction may take the place of what the objective must know (``speculation``), forward and
+backward come first, and again where it was wrong.
 
-Shape legend: S = sums, M = maxima, K = decisions of the update, D = entries of a decision.
+The host waits for the device in one place per loss pass, where the gradient norm and the faults of
+the update are read, and once at the end of the step for its metrics.
 """
 
-import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.objective import first_nonfinite
+from bapo_megatron.algorithm.prediction import Prediction
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.distributed import ProcessGroups, fail_together, first_message
+from bapo_megatron.distributed import fail_together, first_message
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.trainer.loss import Collected, LossStage, UpdateContext
+from bapo_megatron.trainer.measurement import (
+    Measurement,
+    find_faults,
+    read_measurements,
+    reduce_reports,
+)
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 from bapo_megatron.trainer.records import TokenDump, TokenReport
+from bapo_megatron.trainer.speculation import Speculation
 from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step
 from bapo_megatron.types import FinishReason, MicroBatch, RolloutBatch, UpdateResult
 
 Tokens = tuple[tuple[MicroBatch, TokenReport], ...]
 """This rank's tokens of an update, for a dump."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What one update measured over all ranks, equal on all of them and still on the device."""
-
-    sums: Tensor
-    """[S] float64."""
-    maxima: Tensor
-    """[M] float64."""
-    collected: Tensor
-    """[2] float64: the faults of the collection pass (``Collected.faults``)."""
-    decisions: Tensor
-    """[K, D] float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +52,18 @@ class _Outcome:
     measurement: Measurement | None = None
     """None where no update was made."""
     grad_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One loss pass of an update, and what became of its gradients."""
+
+    collected: Collected
+    """What the objective knew of the update, or, with a prediction, should have known."""
+    reports: list[TokenReport]
+    """Of this rank's micro-batches; none before the last stage."""
+    measurement: Measurement
+    made: OptimizerStep
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -87,7 +92,9 @@ class BatchTrainer:
         self._groups = self.policy.groups
         self._advantages = Advantages(self.config.advantage, self.config.baseline_shift)
         self.output = PolicyOutput.of(self.policy, self.ops, self.temperature)
-        self._stage = LossStage(self.config, self.output, self._groups)
+        self._stage = stage = LossStage(self.config, self.output, self._groups)
+        mode = "never" if stage.predictor is None else stage.objective.speculate
+        self._speculation = Speculation(mode, self._groups)
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
@@ -171,41 +178,140 @@ class BatchTrainer:
         ``policy`` has its ℓ and H where a pass with these weights was made. ``num_passes`` without
         gradients were made for it before.
         """
-        stage, place = self._stage, f"update {context.num_updates + 1}"
-        if not update.micro_batches:
+        stage, own = self._stage, update.micro_batches
+        if not own:
             return _Outcome(update.counts), ()
-        collected = Collected(update.micro_batches)
-        if stage.collects:
-            if policy is None:
-                self.note(f"training, forward only of {place}")
-                policy = self.policy.forward_only(update.micro_batches, self.output.read)
-                num_passes += 1
-            if self._groups.is_last_stage:
-                size = len(batch.samples)
-                collected = stage.collect(policy, update.micro_batches, context, num_samples=size)
-        micro_batches, decision = collected.micro_batches, collected.decision
+        place, size = f"update {context.num_updates + 1}", len(batch.samples)
+        num_loss_passes, searches = 1, stage.collects and policy is None
+        predictions: dict[str, float] = {}
+        if searches and self._speculation.predicts:
+            attempt, predictions = self._attempt_predicted(own, context, place, size)
+            num_passes += not predictions["relied"]
+            num_loss_passes += predictions["relied"] > predictions["hits"]
+        else:
+            num_passes += searches
+            collected = Collected(own)
+            if stage.collects:
+                collected = self._collect(own, context, place, size, policy)
+            attempt = self._attempt(collected, context, place)
+        flops = update.packing["forward_flops"]
+        work = {
+            "forward_only_flops": num_passes * flops,
+            "forward_backward_flops": 3 * num_loss_passes * flops,
+        }
+        update = replace(update, counts=update.counts | predictions | work)
+        reports, made = attempt.reports, attempt.made
+        if not made.applied:
+            return _Outcome(self._skip(batch, update, reports, attempt.measurement, made)), ()
+        # No reports before the last stage.
+        tokens = tuple(zip(attempt.collected.micro_batches, reports, strict=False))
+        counts = update.counts | update.packing
+        return _Outcome(counts, attempt.measurement, made.grad_norm), tokens
+
+    def _collect(
+        self,
+        micro_batches: tuple[MicroBatch, ...],
+        context: UpdateContext,
+        place: str,
+        num_samples: int,
+        policy: list[TokenLogprobs] | None = None,
+    ) -> Collected:
+        """Collect what the objective must know, by a pass without gradients unless one was made."""
+        if policy is None:
+            self.note(f"training, forward only of {place}")
+            policy = self.policy.forward_only(micro_batches, self.output.read)
+        if not self._groups.is_last_stage:
+            return Collected(micro_batches)
+        return self._stage.collect(policy, micro_batches, context, num_samples=num_samples)
+
+    def _attempt_predicted(
+        self,
+        micro_batches: tuple[MicroBatch, ...],
+        context: UpdateContext,
+        place: str,
+        num_samples: int,
+    ) -> tuple[_Attempt, dict[str, float]]:
+        """Predict the decision of an update and, where it pays, rely on that, twice if it misses.
+
+        Returns:
+            The attempt that counts, and whether the prediction was right and was relied on.
+        """
+        speculation, predictor = self._speculation, self._stage.predictor
+        relies, is_trial = speculation.relies, speculation.is_trial
+        prediction = None
+        if self._groups.is_last_stage:
+            prediction = self._stage.predict(micro_batches, context)
+        began_s = speculation.clock_s()
+        collected = Collected(micro_batches)
+        if not relies:
+            collected = self._collect(micro_batches, context, place, num_samples)
+        collected_s = speculation.clock_s()
+        attempt = self._attempt(
+            collected, context, place, prediction, relies=relies, compares=is_trial
+        )
+        missed, differs = (bool(remark) for remark in attempt.made.remarks)
+        speculation.count(missed=missed)
+        if is_trial:
+            loss_s = speculation.clock_s() - collected_s
+            speculation.end_trial(collected_s - began_s, loss_s, differs=differs)
+        if relies and missed:
+            attempt = self._attempt(attempt.collected, context, f"{place} again")
+        if predictor is not None and attempt.collected.total is not None:
+            predictor.learn(attempt.collected.total)
+        counts = {"predictions": 1.0, "hits": float(not missed), "relied": float(relies)}
+        return attempt, counts
+
+    def _attempt(
+        self,
+        collected: Collected,
+        context: UpdateContext,
+        place: str,
+        prediction: Prediction | None = None,
+        *,
+        relies: bool = False,
+        compares: bool = False,
+    ) -> _Attempt:
+        """Compute the gradients of an update, and make it if there is no fault.
+
+        With ``relies`` the prediction, which the last stage has, takes the place of the decision,
+        and must be right. With ``compares`` the statistics of this pass are compared with those
+        that were collected.
+        """
+        stage, is_last_stage = self._stage, self._groups.is_last_stage
+        decision = prediction.decision if relies and prediction else collected.decision
 
         def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
             return stage.loss(output, micro_batch, decision=decision, context=context)
 
         self.note(f"training, forward and backward of {place}")
-        reports = self.policy.forward_backward(micro_batches, loss_fn)
-        flops = update.packing["forward_flops"]
-        work = {"forward_only_flops": num_passes * flops, "forward_backward_flops": 3 * flops}
-        update = replace(update, counts=update.counts | work)
+        reports = self.policy.forward_backward(collected.micro_batches, loss_fn)
         self.note(f"training, optimizer step of {place}")
+        remarks = None
+        if is_last_stage and prediction is not None:
+            found = collected
+            if relies or compares:
+                policy = [report.policy for report in reports]
+                found = stage.collect(policy, collected.micro_batches, context, num_samples=0)
+            if relies:
+                assert found.decision is not None
+                reports = [replace(report, decision=found.decision) for report in reports]
+                collected = found
+            remarks = stage.remark(prediction, collected, found)
         measurement = reduce_reports(
             reports,
             collected.faults,
+            remarks,
             stage,
             self._groups,
-            num_decisions=len(micro_batches) if stage.objective.needs == "micro_batch" else 1,
+            num_decisions=len(collected.micro_batches)
+            if stage.objective.needs == "micro_batch"
+            else 1,
         )
-        made = self.policy.optimizer_step(find_faults(measurement, stage))
-        if not made.applied:
-            return _Outcome(self._skip(batch, update, reports, measurement, made)), ()
-        tokens = tuple(zip(micro_batches, reports, strict=False))  # none before the last stage
-        return _Outcome(update.counts | update.packing, measurement, made.grad_norm), tokens
+        faults = find_faults(measurement, stage)
+        if relies:
+            faults = torch.cat([faults, measurement.remarks[:1]])
+        made = self.policy.optimizer_step(faults, measurement.remarks)
+        return _Attempt(collected, reports, measurement, made)
 
     def _skip(
         self,
@@ -216,7 +322,7 @@ class BatchTrainer:
         made: OptimizerStep,
     ) -> dict[str, float]:
         """Return the sums of an update that was not made, or raise, as configured."""
-        nonfinite_tokens, nonfinite_losses, refused_decisions = made.faults
+        nonfinite_tokens, nonfinite_losses, refused_decisions, *_ = made.faults
         if nonfinite_tokens == 0 and refused_decisions > 0:
             raise ValueError(f"step {batch.step}: {_explain_refusal(measurement, self._stage)}")
         if self.config.on_nonfinite == "skip_update":
@@ -242,86 +348,6 @@ class BatchTrainer:
             "log-prob is finite; lower optimizer.lr, or set "
             "algorithm.on_nonfinite=skip_update to go on without such updates"
         )
-
-
-def reduce_reports(
-    reports: list[TokenReport],
-    collected: Tensor | None,
-    stage: LossStage,
-    groups: ProcessGroups,
-    *,
-    num_decisions: int,
-) -> Measurement:
-    """Add up the reports over micro-batches and data-parallel ranks, and tell all stages.
-
-    A collective of all ranks: those of the last pipeline stage have a report of each micro-batch,
-    the others [], but must know of faults as well.
-
-    Args:
-        reports: This rank's.
-        collected: ``Collected.faults`` of this rank; None where there was no collection pass.
-        stage: Names what the reports hold.
-        groups: This rank's groups.
-        num_decisions: K; with 1 all reports hold the same decision, else each has its own.
-    """
-    num_sums, num_maxima = len(stage.numbers.sum_names), len(stage.numbers.max_names)
-    shapes = ((num_sums,), (num_maxima,), (2,), (num_decisions, stage.decision_size))
-    sizes = [math.prod(shape) for shape in shapes]
-    if groups.is_last_stage:
-        sums = torch.stack([report.sums for report in reports]).sum(dim=0)
-        maxima = torch.stack([report.maxima for report in reports]).amax(dim=0)
-        found = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        if collected is not None:
-            found += collected
-        counted = torch.cat([sums, found])
-        dist.all_reduce(counted, group=groups.data)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=groups.data)
-        decisions = torch.stack([report.decision for report in reports[:num_decisions]])
-        packed = torch.cat([counted[:-2], maxima, counted[-2:], decisions.flatten()])
-    else:
-        packed = torch.empty(sum(sizes), dtype=torch.float64, device=groups.device)
-    if groups.pipeline_size > 1:
-        last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
-        dist.broadcast(packed, src=last, group=groups.pipeline)
-    parts = torch.split_with_sizes(packed, sizes)
-    return Measurement(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
-
-
-def find_faults(measurement: Measurement, stage: LossStage) -> Tensor:
-    """Return counts that must be 0 before an optimizer step, [3] float64, on the device.
-
-    Tokens and losses that are not finite, and refused decisions.
-    """
-    names = stage.numbers.sum_names
-    in_loss = measurement.sums[names.index("nonfinite_tokens")]
-    # A collection pass of its own saw other log-probs than the loss did.
-    tokens = torch.maximum(in_loss, measurement.collected[0])
-    losses = measurement.sums[names.index("nonfinite_losses")] + measurement.collected[1]
-    refused = torch.zeros_like(losses)
-    for decision in measurement.decisions:
-        is_refused = stage.objective.refuses(decision) if len(decision) else None
-        if is_refused is not None:
-            refused = refused + is_refused
-    return torch.stack([tokens, losses, refused])
-
-
-def read_measurements(measurements: list[Measurement], stage: LossStage) -> list[UpdateResult]:
-    """Bring measurements to the host, all in one copy."""
-    if not measurements:
-        return []
-    flat = [torch.cat([m.sums, m.maxima, m.decisions.flatten()]) for m in measurements]
-    values = iter(torch.cat(flat).tolist())
-    results = []
-    for measurement in measurements:
-        sums = {name: next(values) for name in stage.numbers.sum_names}
-        maxima = {name: next(values) for name in stage.numbers.max_names}
-        num_decisions, size = measurement.decisions.shape
-        decisions = tuple(
-            dict(stage.objective.report_decision([next(values) for _ in range(size)]))
-            for _ in range(num_decisions)
-        )
-        results.append(UpdateResult(sums, maxima, decisions, grad_norm=0.0, skipped=False))
-    return results
 
 
 def _explain_refusal(measurement: Measurement, stage: LossStage) -> str:

@@ -19,9 +19,9 @@ from bapo_megatron.data.device_copy import on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.trainer.loss import LossStage, UpdateContext
+from bapo_megatron.trainer.measurement import find_faults, reduce_reports
 from bapo_megatron.trainer.output import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape, split_step
-from bapo_megatron.trainer.step import find_faults, reduce_reports
 from tests.gpu.training import read_batch_arrays, write_batch_arrays
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -147,7 +147,7 @@ def test_search_and_loss_never_wait_for_the_device(
             decision, nonfinite = collected.decision, collected.faults
         loss, report = stage.loss(output(), micro_batch, decision=decision, context=context)
         loss.backward()
-        measurement = reduce_reports([report], nonfinite, stage, groups, num_decisions=1)
+        measurement = reduce_reports([report], nonfinite, None, stage, groups, num_decisions=1)
         faults = find_faults(measurement, stage)
     assert faults.tolist() == [0.0, 0.0, 0.0]
     assert torch.isfinite(loss)

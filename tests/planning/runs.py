@@ -9,7 +9,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.planning.hardware import LayerKind
 from bapo_megatron.planning.layout import Layout
 from bapo_megatron.planning.plan import PlanOptions, make_assumptions
-from bapo_megatron.planning.workload import Scenario
+from bapo_megatron.planning.workload import Passes, Scenario
 from bapo_megatron.policy.hf_config import HfConfig
 
 
@@ -22,7 +22,7 @@ def run_config(**settings: Any) -> RunConfig:
 def scenario(
     hf: HfConfig, layout: Layout, layers: LayerKind = "transformer-engine", **settings: Any
 ) -> Scenario:
-    """Such a run of a model in a layout, whose steps have no forward-only pass."""
+    """Such a run of a model in a layout, whose steps have nothing but a loss pass per update."""
     config = run_config(**settings)
     assumptions = make_assumptions(config, layout.gpus, PlanOptions(layers=layers))
-    return Scenario(config, hf, layout, assumptions, forward_passes_per_step=0)
+    return Scenario(config, hf, layout, assumptions, Passes(forward_only=0, repeated=0.0))

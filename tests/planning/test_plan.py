@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.planning.plan import Plan, PlanOptions, make_plan
+from bapo_megatron.planning.workload import Passes
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
 from tests.planning.cases import MODELS
 from tests.planning.runs import run_config
@@ -50,24 +51,41 @@ def test_the_step_of_the_7b_run_by_hand() -> None:
     # 3 samples of 4352 tokens fit 16,384; 2 replicas.
     assert work.micro_batches == 171
     assert work.micro_batch_tokens == 13_031
-    assert work.forward_passes_per_step == 1
+    assert work.passes == Passes(forward_only=0, repeated=0.05)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "passes"),
+    ("algorithm", "forward_only", "repeated"),
     [
-        ({"updates_per_batch": 4}, 4),
-        ({"updates_per_batch": 4, "epochs": 2}, 8),
-        ({"updates_per_batch": 4, "objective": "clip"}, 0),
-        ({"updates_per_batch": 4, "behaviour": "recomputed"}, 7),
-        ({"updates_per_batch": 4, "behaviour": "recomputed", "objective": "clip"}, 4),
-        ({"updates_per_batch": 4, "bapo": {"scope": "micro_batch"}}, 0),
+        ({"updates_per_batch": 4}, 0, 1.0),
+        ({"updates_per_batch": 4, "epochs": 2}, 0, 2.0),
+        ({"updates_per_batch": 4, "bapo": {"speculate": "never"}}, 4, 0.0),
+        ({"updates_per_batch": 4, "bapo": {"speculate": "never"}, "epochs": 2}, 8, 0.0),
+        ({"updates_per_batch": 4, "objective": "gspo"}, 4, 0.0),
+        ({"updates_per_batch": 4, "objective": "clip"}, 0, 0.0),
+        ({"updates_per_batch": 4, "behaviour": "recomputed"}, 4, 0.75),
+        (
+            {"updates_per_batch": 4, "behaviour": "recomputed", "bapo": {"speculate": "never"}},
+            *(7, 0.0),
+        ),
+        ({"updates_per_batch": 4, "behaviour": "recomputed", "objective": "clip"}, 4, 0.0),
+        ({"updates_per_batch": 4, "bapo": {"scope": "micro_batch"}}, 0, 0.0),
     ],
 )
-def test_forward_only_passes_are_those_that_the_trainer_makes(
-    algorithm: dict[str, Any], passes: int
+def test_passes_are_those_that_the_trainer_makes(
+    algorithm: dict[str, Any], forward_only: int, repeated: float
 ) -> None:
-    assert plan_7b(algorithm=algorithm).workload.forward_passes_per_step == passes
+    work = plan_7b(PlanOptions(miss_share=0.25), algorithm=algorithm).workload
+    assert work.passes == Passes(forward_only, repeated)
+
+
+def test_a_miss_costs_a_loss_pass() -> None:
+    plain, wrong = (
+        {phase.name: phase.seconds for phase in plan_7b(PlanOptions(miss_share=share)).phases}
+        for share in (0.0, 0.5)
+    )
+    assert wrong["forward + backward"] == pytest.approx(1.5 * plain["forward + backward"])
+    assert wrong["forward-only"] == plain["forward-only"] == 0.0
 
 
 def test_the_optimizer_is_divided_over_data_and_context_ranks_only_if_distributed() -> None:
@@ -222,7 +240,8 @@ def test_recomputation_trades_memory_for_time() -> None:
 
 
 def test_the_time_of_products_is_operations_over_peak_and_mfu() -> None:
-    plan = plan_7b(PlanOptions(gpus=4, gpu="A100", mfu_share=0.5, prompt_tokens=96))
+    options = PlanOptions(gpus=4, gpu="A100", mfu_share=0.5, prompt_tokens=96)
+    plan = plan_7b(options, algorithm={"bapo": {"speculate": "never"}})
     length, samples = 96 + 4096, 1024
     # Two operations per weight and token, without the embedding; and 2·L² per query channel.
     weights = 7_615_616_512 - 152_064 * 3584 - 57 * 3584 - 28 * 4608

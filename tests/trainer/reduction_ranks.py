@@ -12,8 +12,8 @@ from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, REFUSED
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.trainer.measurement import find_faults, read_measurements, reduce_reports
 from bapo_megatron.trainer.records import Numbers, TokenReport
-from bapo_megatron.trainer.step import find_faults, read_measurements, reduce_reports
 from tests.distributed_launch import joined
 
 
@@ -47,7 +47,7 @@ def reduce_on_two_stages(
         if staged.is_last_stage:
             reports = [_report(1.0, nonfinite_tokens, False), _report(10.0, 0.0, refused)]
         found = torch.tensor(collected) if staged.is_last_stage else None
-        return _read(reduce_reports(reports, found, STAGE, staged, num_decisions=2))
+        return _read(reduce_reports(reports, found, None, STAGE, staged, num_decisions=2))
 
 
 def reduce_over_data_ranks() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def reduce_over_data_ranks() -> dict[str, Any]:
     with joined() as groups:
         reports = [_report(1.0 + groups.rank, 0.0, False)]
         found = torch.tensor([groups.rank + 1, 2])
-        return _read(reduce_reports(reports, found, STAGE, groups, num_decisions=1))
+        return _read(reduce_reports(reports, found, None, STAGE, groups, num_decisions=1))
 
 
 def _read(measurement: Any) -> dict[str, Any]:

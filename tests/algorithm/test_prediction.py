@@ -1,0 +1,135 @@
+"""Decisions predicted from the tokens' advantages and the ratios of earlier updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.algorithm.bapo import Bapo
+from bapo_megatron.algorithm.load_objective import load_objective
+from bapo_megatron.algorithm.prediction import Predictor
+from bapo_megatron.algorithm.user_code import UserCodeError
+from bapo_megatron.config.objectives import BapoConfig
+from bapo_megatron.config.schema import AlgorithmConfig
+from tests.fakes.given_tokens import make_tokens
+
+
+def _statistics(bapo: Bapo, ratio: float, positive: float, negative: float) -> Tensor:
+    """A token of each sign with this ratio, whose advantages have these sizes."""
+    log_ratio = torch.tensor(ratio).log().expand(2)
+    advantage = torch.tensor([positive, -negative])
+    return bapo.statistics(make_tokens(log_ratio - 1, torch.full((2,), -1.0), advantage))
+
+
+def test_without_history_a_ratio_of_1_is_predicted() -> None:
+    bapo = Bapo(BapoConfig.model_validate({"target": 0.4}), None)
+    prediction = Predictor(bapo).predict(_statistics(bapo, 1.0, 3.0, 1.0))
+    assert prediction.decision[:2].tolist() == pytest.approx([0.6, 1.2])
+    assert prediction.decision[2:].isnan().all()
+
+
+def test_ratios_come_from_earlier_updates_and_weights_from_this_one() -> None:
+    bapo = Bapo(BapoConfig.model_validate({"target": 0.4}), None)
+    predictor = Predictor(bapo)
+    predictor.learn(_statistics(bapo, 2.0, 5.0, 1.0))
+    # With ratios of 2, P = 1.5 · min(2, c) and N = 3.25 · 2. The share reaches 0.4 where
+    # P = 6.5 · 2/3, above 3: all candidates fail. With A = 2.9 it is c ≥ 1.494.
+    known_K = _statistics(bapo, 1.0, 1.5, 3.25)
+    assert predictor.predict(known_K).decision[:2].tolist() == pytest.approx([0.9, 3.0])
+    known_K = _statistics(bapo, 1.0, 2.9, 3.25)
+    assert predictor.predict(known_K).decision[:2].tolist() == pytest.approx([0.6, 1.5])
+
+
+def test_newer_updates_count_more() -> None:
+    bapo = Bapo(BapoConfig.model_validate({"target": 0.4}), None)
+    predictor = Predictor(bapo)
+    for _ in range(3):
+        predictor.learn(_statistics(bapo, 0.7, 1.0, 1.0))
+    for _ in range(12):
+        predictor.learn(_statistics(bapo, 2.0, 1.0, 1.0))
+    known_K = _statistics(bapo, 1.0, 2.9, 3.25)
+    # Three old updates of 0.75^12 … 0.75^14 beside four: a little more than 1.494 is needed.
+    assert predictor.predict(known_K).decision[:2].tolist() == pytest.approx([0.6, 1.5])
+
+
+@pytest.mark.parametrize(("positive", "negative"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_an_update_without_one_sign_is_predicted_right(positive: float, negative: float) -> None:
+    bapo = Bapo(BapoConfig.model_validate({}), None)
+    predictor = Predictor(bapo)
+    predictor.learn(_statistics(bapo, 1.3, 2.0, 1.0))
+    prediction = predictor.predict(_statistics(bapo, 1.0, positive, negative))
+    assert not prediction.misses(bapo.decide(_statistics(bapo, 1.4, positive, negative)))
+
+
+def test_a_sign_that_recent_updates_lacked_has_a_ratio_of_1() -> None:
+    bapo = Bapo(BapoConfig.model_validate({}), None)
+    predictor = Predictor(bapo)
+    predictor.learn(_statistics(bapo, 1.3, 0.0, 1.0))
+    prediction = predictor.predict(_statistics(bapo, 1.0, 1.0, 1.0))
+    # P = 1, N = 1.3: the share is 0.435.
+    assert prediction.decision[:2].tolist() == pytest.approx([0.6, 1.2])
+
+
+def test_a_rescaled_table_has_the_ratios_of_one_and_the_weights_of_the_other() -> None:
+    bapo = Bapo(BapoConfig.model_validate({"contribution": "gradient"}), 3.0)
+    ratios, weights = _statistics(bapo, 1.7, 2.0, 0.5), _statistics(bapo, 1.0, 0.25, 3.0)
+    found = bapo.search.path(bapo.search.rescale(ratios, weights))
+    expected = bapo.search.path(_statistics(bapo, 1.7, 0.25, 3.0))
+    for pair, wanted in zip(found.candidates, expected.candidates, strict=True):
+        assert pair.positive == pytest.approx(wanted.positive, abs=2**-16)
+        assert pair.negative == pytest.approx(wanted.negative, abs=2**-16)
+    assert bapo.search.rescale(weights, weights).equal(weights)
+
+
+def test_misses_are_those_of_decisive_entries() -> None:
+    bapo = Bapo(BapoConfig.model_validate({}), None)
+    decision = bapo.decide(_statistics(bapo, 1.0, 1.0, 1.0))
+    prediction = Predictor(bapo).predict(_statistics(bapo, 1.0, 1.0, 1.0))
+    other = decision.clone()
+    other[2:] = 7.0
+    assert not prediction.misses(other)
+    other[1] += 0.05
+    assert prediction.misses(other)
+
+
+def _load(name: str, **options: Any) -> Any:
+    settings = {"objective": f"{__name__}:{name}", "objective_options": options}
+    return load_objective(AlgorithmConfig.model_validate(settings))
+
+
+class Narrow(Bapo):
+    """Declares fewer entries than it reads."""
+
+    def __init__(self, decisive: Any = slice(0, 1), speculate: Any = "auto") -> None:
+        super().__init__(BapoConfig.model_validate({}), None)
+        self.decisive, self.speculate = decisive, speculate
+
+
+class Selecting(Narrow):
+    """Leaves tokens out."""
+
+    selects_tokens = True
+
+
+def test_an_own_objective_takes_part_by_a_declaration() -> None:
+    assert _load("Narrow", decisive=slice(0, 2)).objective.decisive == slice(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("Narrow", {}, "declares decisive = slice(0, 1, None), but its loss changes"),
+        ("Narrow", {"decisive": 2}, "declares decisive = 2; declare a slice"),
+        ("Narrow", {"speculate": "often"}, "declares speculate = 'often'; choose auto, never"),
+        ("Selecting", {}, "declares decisive with needs = 'update' and selects tokens"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_before_the_run(
+    name: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserCodeError) as raised:
+        _load(name, **options)
+    assert problem in str(raised.value)

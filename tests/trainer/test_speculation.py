@@ -1,0 +1,132 @@
+"""Predicted decisions change no bit of a training, only the passes that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed_launch import run_ranks
+from tests.trainer.dumps import write_dumps
+from tests.trainer.speculation_ranks import (
+    Case,
+    Outcome,
+    bits,
+    train_in_each_mode,
+    train_with_other_kernels,
+)
+
+pytestmark = pytest.mark.distributed
+
+CASES = {
+    1: (
+        Case("one rank", modes=("never", "always", "auto")),
+        Case("two epochs", algorithm={"epochs": 2}),
+        Case("μ recomputed", algorithm={"behaviour": "recomputed", "updates_per_batch": 4}),
+        Case("M2PO", algorithm={"objective": "m2po", "m2po": {"budget": 1.0}}),
+        Case("chunks", ops={"logits_chunk_tokens": 13}, megatron={"recompute": "full"}),
+        Case("spoiled values", algorithm={"on_nonfinite": "skip_update"}, spoils="values"),
+    ),
+    2: (
+        Case("TP 2", {"tensor": 2}),
+        Case("PP 2", {"pipeline": 2}, modes=("never", "always", "auto")),
+        Case("CP 2", {"context": 2}, ops={"logits_chunk_tokens": 13}),
+        Case("DP 2, one without a token", algorithm={"updates_per_batch": 4}, spoils="responses"),
+    ),
+}
+RUNS = [(case.name, mode) for cases in CASES.values() for case in cases for mode in case.modes[1:]]
+WORK = ("forward_only_flops", "forward_backward_flops", "predictions", "hits", "relied")
+
+
+@pytest.fixture(scope="module")
+def stale_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
+    """Three steps whose samples come from a policy far from the model: searches end everywhere."""
+    return write_dumps(tmp_path_factory.mktemp("stale"), random_model, steps=3, noise=0.7)
+
+
+@pytest.fixture(scope="module")
+def trained(random_model: Path, stale_dumps: Path) -> dict[tuple[str, str], list[Outcome]]:
+    """Outcomes of all ranks by names of case and mode."""
+    outcomes: dict[tuple[str, str], list[Outcome]] = {}
+    for ranks, cases in CASES.items():
+        found = run_ranks(train_in_each_mode, ranks, random_model, stale_dumps, cases)
+        outcomes |= {name: [rank[name] for rank in found] for name in found[0]}
+    return outcomes
+
+
+def _sum(outcome: Outcome, name: str) -> float:
+    return sum(result.sums.get(name, 0.0) for result in outcome.results)
+
+
+@pytest.mark.parametrize(("case", "mode"), RUNS)
+def test_a_training_with_predictions_equals_one_without_bit_for_bit(
+    trained: dict[tuple[str, str], list[Outcome]], case: str, mode: str
+) -> None:
+    for found, plain in zip(trained[case, mode], trained[case, "never"], strict=True):
+        for result, expected in zip(found.results, plain.results, strict=True):
+            both = [
+                {name: value for name, value in each.sums.items() if name not in WORK}
+                for each in (result, expected)
+            ]
+            assert bits(both[0]) == bits(both[1])
+            assert bits(result.maxima) == bits(expected.maxima)
+            assert bits(result.decisions) == bits(expected.decisions)
+            assert result.grad_norm.hex() == expected.grad_norm.hex()
+            assert result.skipped == expected.skipped
+        assert len(found.weights) == len(plain.weights) > 0
+        for weight, other in zip(found.weights, plain.weights, strict=True):
+            assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize(("case", "mode"), [run for run in RUNS if run[1] == "always"])
+def test_a_hit_takes_one_pass_and_a_miss_two(
+    trained: dict[tuple[str, str], list[Outcome]], case: str, mode: str
+) -> None:
+    for found, plain in zip(trained[case, mode], trained[case, "never"], strict=True):
+        pairs = zip(found.results, plain.results, strict=True)
+        for result, expected in pairs:
+            if not result.sums.get("predictions"):
+                continue  # without a gradient, or log-probs are known
+            flops = expected.sums["forward_backward_flops"]
+            assert result.sums["forward_only_flops"] < expected.sums["forward_only_flops"]
+            assert result.sums["forward_backward_flops"] == flops * (2 - result.sums["hits"])
+    assert _sum(trained[case, mode][0], "hits") > 0
+
+
+def test_the_searches_of_the_test_hit_and_miss_and_end_in_every_way(
+    trained: dict[tuple[str, str], list[Outcome]],
+) -> None:
+    (found,) = trained["one rank", "always"]
+    assert 0 < _sum(found, "hits") < _sum(found, "predictions") == 6
+    exits = {n for r in found.results for d in r.decisions for n, v in d.items() if v == 1.0}
+    assert {"bapo/exit_met_share", "bapo/exit_exhausted_share"} <= exits
+
+
+def test_faults_and_missing_gradients_skip_the_same_updates(
+    trained: dict[tuple[str, str], list[Outcome]],
+) -> None:
+    for mode in ("never", "always"):
+        (found,) = trained["spoiled values", mode]
+        assert sum(result.skipped for result in found.results) >= 1
+        assert _sum(found, "nonfinite_tokens") == 1.0
+
+
+def test_auto_begins_with_two_updates_that_rely_on_nothing(
+    trained: dict[tuple[str, str], list[Outcome]],
+) -> None:
+    for outcome in (*trained["one rank", "auto"], *trained["PP 2", "auto"]):
+        relied = [result.sums["relied"] for result in outcome.results]
+        assert relied[:2] == [0.0, 0.0]
+        assert outcome.said == []
+    first, last = (rank.results[-1].sums for rank in trained["PP 2", "auto"])
+    assert first == last
+
+
+def test_auto_stays_off_where_the_passes_give_other_log_probs_and_says_so(
+    random_model: Path, stale_dumps: Path
+) -> None:
+    (outcome,) = run_ranks(train_with_other_kernels, 1, random_model, stale_dumps)
+    assert _sum(outcome, "predictions") == 2.0  # those of the trials of two trainers
+    assert _sum(outcome, "relied") == 0.0
+    assert ["different log-probs" in line for line in outcome.said] == [True, True]
