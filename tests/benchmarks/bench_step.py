@@ -1,6 +1,6 @@
 """Replays the batches of a run and says where the time of a training step goes.
 
-make demo && python -m tests.benchmarks.bench_step runs/demo
+make demo && python -m tests.benchmarks.bench_step runs/demo [KEY=VALUE …]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.telemetry.sinks import read_metrics
 from tests.benchmarks.harness import heading, machine, write_report
 from tests.benchmarks.step_ranks import PARTS, profile_steps
 from tests.distributed_launch import run_ranks
@@ -27,7 +28,7 @@ WARM_UP = 2
 """Steps that are left out."""
 
 
-def measure(run_dir: Path, steps: int) -> dict[str, dict[str, float]]:
+def measure(run_dir: Path, steps: int, further: list[str]) -> dict[str, dict[str, float]]:
     """Median seconds per step on rank 0 of every part, by layout."""
     table = {}
     for name, (ranks, overrides) in LAYOUTS.items():
@@ -41,6 +42,7 @@ def measure(run_dir: Path, steps: int) -> dict[str, dict[str, float]]:
                 "parallel.tensor=1",
                 "parallel.pipeline=1",
                 *overrides,
+                *further,
             ]
             config = run_dir / "config.yaml"
             (first, *_) = run_ranks(profile_steps, ranks, settings, config, True, timeout_s=1800)
@@ -62,8 +64,9 @@ def _markdown(report: dict[str, Any]) -> str:
         "# Where the time of a training step goes",
         "",
         *heading(where),
-        "The batches of the demo (256 responses, 4 updates per step) are replayed; medians over "
-        f"{report['steps']} steps on rank 0, in ms, and the share of the whole. Generation and the "
+        f"The batches of the demo (256 responses, {report['updates']:.0f} updates per step) are "
+        f"replayed{''.join(f', {s}' for s in report['settings'])}; medians over {report['steps']} "
+        "steps on rank 0, in ms, and the share of the whole. Generation and the "
         "servers' loading are not part of it.",
         "",
         "| | " + " | ".join(names) + " |",
@@ -82,13 +85,16 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a finished run of the demo")
+    parser.add_argument("settings", nargs="*", help="KEY=VALUE for all layouts")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     options = parser.parse_args()
     report = {
         "machine": machine(torch.device("cpu")),
         "steps": options.steps,
-        "seconds": measure(options.run_dir, options.steps),
+        "settings": options.settings,
+        "updates": read_metrics(options.run_dir / "metrics.jsonl")[-1]["train/updates"],
+        "seconds": measure(options.run_dir, options.steps, options.settings),
     }
     text = _markdown(report)
     print(text)  # noqa: T201
