@@ -21,6 +21,7 @@ from examples.study.tier_a import CONTRASTS, PRIMARY_LAGS
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MultipleLocator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,11 +110,12 @@ def entropy_slope(row: Row) -> float:
     return float(np.polyfit(np.arange(len(entropy)), entropy, 1)[0])
 
 
-def contrasts(results: Results, lags: list[int]) -> dict[str, Estimate]:
+def contrasts(results: Results, lags: list[int], rate: float | None = None) -> dict[str, Estimate]:
     """BAPO's final expected reward minus that of each control, averaged over lags."""
 
     def mean_of(arm: str) -> NDArray[np.float64]:
-        return np.mean([results.values(results.rows(arm, lag), final) for lag in lags], axis=0)
+        found = [results.values(results.rows(arm, lag, rate), final) for lag in lags]
+        return np.mean(found, axis=0)
 
     bapo = mean_of("bapo")
     return {arm: estimate(bapo - mean_of(arm)) for arm in CONTRASTS}
@@ -138,6 +140,22 @@ def contrast_lines(results: Results) -> list[str]:
             f"| {TITLES[arm]} | {each.mean:+.3f} | {each.low:+.3f} … {each.high:+.3f} | "
             f"{each.p_value:.4f} | {p_value:.4f} | {'yes' if each.is_within(MARGIN) else 'no'} |"
         )
+    return lines
+
+
+def lag_contrast_lines(results: Results, rate: float | None) -> list[str]:
+    """The contrasts of each lag, without correction."""
+    lines = [
+        "| BAPO minus | " + " | ".join(f"lag {lag}" for lag in results.lags) + " |",
+        "|---" * (len(results.lags) + 1) + "|",
+    ]
+    by_lag = [contrasts(results, [lag], rate) for lag in results.lags]
+    for arm in CONTRASTS:
+        cells = [
+            f"{each[arm].mean:+.3f} ({each[arm].low:+.3f} … {each[arm].high:+.3f})"
+            for each in by_lag
+        ]
+        lines.append(f"| {TITLES[arm]} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -257,12 +275,17 @@ def tables(results: Results) -> str:
         "",
         *contrast_lines(results),
         "",
+        "## The contrasts of each lag (exploratory; without correction)",
+        "",
+        *lag_contrast_lines(results, None),
+        "",
         "## Final expected reward at the best learning rate, which is in brackets",
         "",
         *lag_lines(results, None),
     ]
     for rate in results.rates:
         lines += ["", f"## At learning rate {rate:g}", "", *lag_lines(results, rate)]
+        lines += ["", *lag_contrast_lines(results, rate)]
     if results.manifest["plan"]["updates"]:
         for rate in results.rates:
             lines += ["", f"## Updates per step, without lag, at {rate:g}", ""]
@@ -333,6 +356,8 @@ def _draw_contrasts(results: Results, axes: Axes) -> None:
     axes.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.15)
     axes.axvline(0, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(CONTRASTS)), [TITLES[arm] for arm in CONTRASTS])
+    axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MultipleLocator(0.05))
     axes.set(xlabel="final expected reward: BAPO minus …", title="95 % intervals; grey: equivalent")
     axes.legend(fontsize=7)
 
