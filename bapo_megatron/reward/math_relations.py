@@ -8,8 +8,8 @@ the same, and all that hold everywhere. Here two relations are equal where
 - they are equations of the same letters, each of them has solutions, and those of each solve the
   other; with several letters these are the solutions for one of them.
 
-A relation that holds for no letters or for all of them says nothing. It is equal to its own
-spelling alone, whatever the order of its sides.
+A relation that holds nowhere or everywhere says nothing. Nowhere, it is equal to its multiples;
+everywhere, to its own spelling alone, in any order of sides and terms.
 """
 
 import math
@@ -20,6 +20,8 @@ from typing import Any
 import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
+from sympy.functions.elementary.trigonometric import TrigonometricFunction
+from sympy.logic.boolalg import BooleanAtom
 
 from bapo_megatron.reward.math_values import (
     UnknownError,
@@ -125,7 +127,7 @@ def are_equal(given: Relational, wanted: Relational, same_value: SameValue) -> b
 
 
 def _say_the_same(kind: type, given: Any, wanted: Any, same_value: SameValue) -> bool:
-    """Whether two expressions have the same relation to 0 at the same points, and not at all."""
+    """Whether two expressions of the same letters have this relation to 0 at the same points."""
     letters = _letters(given)
     if not letters or letters != _letters(wanted):
         return False
@@ -160,12 +162,13 @@ def _in_order(node: Any) -> Any:
 
 
 def _is_name(expression: Any) -> bool:
-    """Whether it names a value: ``x``, ``f(x)``, ``AB``, ``S/n``."""
+    """Whether it names a value, being of letters alone: ``x``, ``f(2)``, ``|AB|``, ``(p,q)``."""
+    if isinstance(expression, sympy.Symbol | AppliedUndef):
+        return True
     if isinstance(expression, sympy.Pow):
         return expression.exp == -1 and _is_name(expression.base)
-    if isinstance(expression, sympy.Mul):
-        return all(map(_is_name, expression.args))
-    return isinstance(expression, sympy.Symbol | AppliedUndef)
+    parts = [part for part in expression.args if not isinstance(part, BooleanAtom)]
+    return bool(parts) and all(map(_is_name, parts))
 
 
 def _is_solved(relation: Relational) -> bool:
@@ -229,7 +232,13 @@ def _degree(expression: Any, letter: Any) -> float:
 
 @lru_cache(maxsize=256)
 def _solutions(expression: Any, letter: Any) -> tuple[Any, ...]:
-    """Where the expression is 0 at real letters; cached, since a group shares its reference."""
+    """Where the expression is 0 at real letters; cached, since a group shares its reference.
+
+    Of periodic functions sympy has some of the solutions only, which are then not counted.
+    """
+    periodic = expression.atoms(TrigonometricFunction)
+    if any(letter in function.free_symbols for function in periodic):
+        return ()
     try:
         found = sympy.solve(expression, letter)
     except NotImplementedError:

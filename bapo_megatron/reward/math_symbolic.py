@@ -25,6 +25,7 @@ from latex2sympy2_extended.latex2sympy2 import (
 from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
+from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from bapo_megatron.reward.math_relations import (
@@ -118,6 +119,11 @@ def _is_same(given: Any, wanted: Any) -> bool:
     """Whether two parsed answers say the same, and something."""
     given_chain, wanted_chain = relations_of(given), relations_of(wanted)
     if given_chain and wanted_chain:
+        is_membership = isinstance(given, sympy.Eq) and isinstance(given.rhs, sympy.Set)
+        if is_membership and not isinstance(wanted, sympy.Eq):  # x in [1,2] for 1<=x<=2
+            return given.lhs in wanted.free_symbols and _is_solution(
+                given.rhs, wanted, wanted_chain
+            )
         return are_equal_chains(given_chain, wanted_chain, _is_same)
     if given_chain:  # the value that an equation ends with
         is_equation = all(isinstance(part, sympy.Eq) for part in given_chain)
@@ -140,8 +146,9 @@ def _is_solution(given: Any, wanted: Any, chain: Sequence[Relational]) -> bool:
         return True
     if not isinstance(given, sympy.Set) or not all(part.free_symbols for part in chain):
         return False
+    names = {call: sympy.Symbol(str(call), real=True) for call in wanted.atoms(AppliedUndef)}
     try:
-        solutions = wanted.as_set()
+        solutions = wanted.xreplace(names).as_set()
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return False
     says_nothing = solutions in (sympy.S.EmptySet, sympy.S.Reals, sympy.S.UniversalSet)

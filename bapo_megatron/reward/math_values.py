@@ -167,6 +167,8 @@ def _are_apart(left: Any, right: Any, is_rounded: bool) -> bool:
 
 @lru_cache(maxsize=4096)
 def _coordinate(name: str, index: int) -> Any:
+    if name == "e":  # upright, it is a letter to the parser
+        return +_CONTEXT.e
     sign = -1 if index % 2 and index // 2 % 2 != len(name) % 2 else 1
     return sign * _CONTEXT.mpf(random.Random(f"{name} {index}").uniform(0.2, 3.0))
 

@@ -1,8 +1,9 @@
-"""What grading costs: ten thousand answers, one in a hundred of them hostile.
+"""What grading costs: ten thousand answers, one in a hundred of them hostile, or all formulas.
 
-Answers are those of the hand-labelled pairs behind a long reasoning, and hostile ones that try to
-hang or exhaust the grader. They are graded by the pool that trains, while a task in the same event
-loop, which stands for generation, notes how late it is woken.
+Answers are those of the hand-labelled pairs behind a long reasoning; hostile ones that try to hang
+or exhaust the grader; and formulas that differ from their references, the ordinary wrong answers
+where the answer is no number. They are graded by the pool that trains, while a task in the same
+event loop, which stands for generation, notes how late it is woken.
 
     python -m tests.benchmarks.bench_rewards --out docs/benchmarks/rewards_cpu_202611
 """
@@ -11,20 +12,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bapo_megatron.reward.math_text import as_number
 from bapo_megatron.reward.pool import RewardPool
 from tests.benchmarks import harness
+from tests.reward.answer_corpus import pairs
 from tests.reward.hostile import HOSTILE
 
 _PAIRS = Path(__file__).parents[1] / "reward" / "answer_pairs.jsonl"
@@ -38,6 +43,7 @@ class Load:
 
     answers: int
     hostile_share: float
+    formula_share: float
     workers: int
     timeout_s: float
     memory_limit_mb: int
@@ -68,27 +74,40 @@ class _Item:
     response: str
     answer: str
     reward: float | None
-    """What it should earn; none for pairs that are known limits."""
+    """What it should earn; none for pairs that are known limits, and for formulas."""
     hostile: str = ""
 
 
 def make_items(load: Load) -> list[_Item]:
     """The answers in a seeded order."""
     generator = random.Random(0)
-    pairs = [json.loads(line) for line in _PAIRS.read_text().splitlines()]
+    labelled = [json.loads(line) for line in _PAIRS.read_text().splitlines()]
     reasoning = _REASONING * (load.reasoning_characters // len(_REASONING))
     num_hostile = round(load.answers * load.hostile_share)
+    num_formulas = round(load.answers * load.formula_share)
     names = list(HOSTILE)
     items = [
         _Item(HOSTILE[names[number % len(names)]], "42", 0.0, names[number % len(names)])
         for number in range(num_hostile)
     ]
-    for _ in range(load.answers - num_hostile):
-        pair = generator.choice(pairs)
+    items += [
+        _Item(rf"{reasoning}\boxed{{{given}}}", wanted, None)
+        for given, wanted in itertools.islice(_formula_pairs(), num_formulas)
+    ]
+    for _ in range(load.answers - num_hostile - num_formulas):
+        pair = generator.choice(labelled)
         reward = None if "known_limit" in pair else float(pair["equal"])
         items.append(_Item(reasoning + pair["response"], pair["answer"], reward))
     generator.shuffle(items)
     return items
+
+
+def _formula_pairs() -> Iterator[tuple[str, str]]:
+    """Different references of which the second is no number; a few of them are equal."""
+    for seed in itertools.count():
+        for _, given, wanted in pairs(1000, seed=seed):
+            if as_number(wanted) is None:
+                yield given, wanted
 
 
 async def _keep_beating(gaps_s: list[float]) -> None:
@@ -169,7 +188,9 @@ def _report(
         f"{load.reasoning_characters:,} characters of reasoning before one of the "
         "hand-labelled answers of tests/reward/answer_pairs.jsonl. Hostile ones are those of "
         "tests/reward/hostile.py: towers of powers, megabytes of braces, bait for regular "
-        "expressions, integrals without an end. The time of an answer is that from the call to "
+        "expressions, integrals without an end. Different formulas are pairs of different "
+        "references of tests/reward/answer_corpus.py, nine in ten of one form and none a number. "
+        "The time of an answer is that from the call to "
         "the score, and of one that is killed the limit; the start of the next worker falls to "
         "the answer after it. The heartbeat is a task in the event loop that asks for the scores; "
         "its delay is what grading could add to generation.",
@@ -204,11 +225,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--timeout-s", type=float, default=5.0)
     arguments = parser.parse_args()
-    load = Load(arguments.answers, 0.01, arguments.workers, arguments.timeout_s, 2048, 8000)
-    harmless = Load(arguments.answers, 0.0, arguments.workers, arguments.timeout_s, 2048, 8000)
+    limits = (arguments.workers, arguments.timeout_s, 2048, 8000)
+    load = Load(arguments.answers, 0.01, 0.0, *limits)
+    loads = {
+        "no hostile answer": replace(load, hostile_share=0.0),
+        "1 % hostile": load,
+        "different formulas": replace(load, hostile_share=0.0, formula_share=1.0),
+    }
     machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
     idle_ms = asyncio.run(_measure_idle(20.0))
-    rows = [measure("no hostile answer", harmless), measure("1 % hostile", load)]
+    rows = [measure(case, load) for case, load in loads.items()]
     machine |= harness.machine(torch.device("cpu"))
     report = _report(load, rows, idle_ms, machine)
     print(report)  # noqa: T201

@@ -66,7 +66,7 @@ FORMS: dict[str, Draw] = {
         "negative": r"-<L>",
         "thousands": r"<A>,<L><B>",
         "decimal": r"<A>.<L>",
-        "fraction": r"\frac{<L>}{<A>}",
+        "fraction": r"\frac{<L>1}{<A>}",
         "slashed fraction": r"<A>/<L>",
         "mixed number": r"<L>\frac{1}{<A>}",
         "repeating decimal": r"0.<A>\overline{<B>}",
@@ -80,14 +80,14 @@ FORMS: dict[str, Draw] = {
         "scientific": r"<A>.<B>\times 10^{<C>}",
         "tiny": r"<A>\cdot 10^{-<L>}",
         "power": r"<A>^{<L>}",
-        "factorial": r"<A>!",
+        "factorial": r"1<A>!",
         "binomial": r"\binom{<L>}{<A>}",
         "root": r"<A>\sqrt{<L>}",
-        "sum with a root": r"<N>+<A>\sqrt{<B>}",
-        "fraction with a root": r"\frac{<A><N>\sqrt{<B>}}{<C>}",
+        "sum with a root": r"<N>+<A>\sqrt{<B>3}",
+        "fraction with a root": r"\frac{<A><N>\sqrt{<B>3}}{<C>}",
         "cube root": r"\sqrt[3]{<L>}",
         "nested root": r"\sqrt{<L>+<A>\sqrt{<B>}}",
-        "logarithm": r"\log_{<A>} <L>",
+        "logarithm": r"\log_{<A>} <L>1",
         "natural logarithm": r"<A>\ln <B>",
         "exponential": r"<A>e^{<B>}",
         "sine": r"\sin <L>^\circ",
@@ -176,7 +176,7 @@ FORMS: dict[str, Draw] = {
 }
 FORMS |= {
     "word": lambda generator: generator.choice(
-        ["even", "odd", "yes", "no", "true", "false", "Monday", "red", "Evelyn", "square", "north"]
+        ["even", "odd", "yes", "no", "Monday", "red", "Evelyn", "square", "north"]
     ),
     "phrase": lambda generator: generator.choice(
         ["no solution", r"\text{no real roots}", r"\text{not possible}", r"\text{all real numbers}"]

@@ -1,0 +1,227 @@
+r"""Answers that should earn nothing, in numbers: universal answers, pairs of different references.
+
+Universal answers are graded against references of every form, half of them against each. Pairs of
+different references, generated ones and those of data sets, are graded against each other; those
+that are accepted are listed to be read. References are rewritten by sympy (expanded, factored, …),
+and none of them may be refuted by values where math-verify alone accepts it.
+
+    python -m tests.benchmarks.reward_pairs --universal \
+        --out docs/benchmarks/reward_universal_202611
+    python -m tests.benchmarks.reward_pairs --data ../shared/data \
+        --out docs/benchmarks/reward_pairs_202611
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import sympy
+import torch
+from math_verify import verify
+
+from bapo_megatron.data.rows import parse_answer
+from bapo_megatron.reward.math_answer import grade_math_answer
+from bapo_megatron.reward.math_symbolic import _parse
+from bapo_megatron.reward.math_values import differ
+from tests.benchmarks import harness
+from tests.reward.answer_corpus import UNIVERSAL, pairs, references
+
+_REWRITES: tuple[Callable[[Any], Any], ...] = (
+    sympy.expand,
+    sympy.factor,
+    sympy.together,
+    sympy.expand_trig,
+    sympy.radsimp,
+    sympy.powsimp,
+    lambda value: value.evalf(12),
+    lambda value: value.rewrite(sympy.exp),
+    lambda value: value.rewrite(sympy.cos),
+)
+_NO_FORMULAS = (
+    "word",
+    "phrase",
+    "choice",
+    "constant",
+    "area",
+    "length",
+    "unevaluated",
+    "undefined",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One answer and its score."""
+
+    form: str
+    given: str
+    wanted: str
+    reward: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """What became of references in other spellings."""
+
+    spellings: int
+    accepted: int
+    refuted: tuple[tuple[str, str], ...]
+    """Refuted by values, though equal to math-verify alone."""
+
+
+def grade(asked: list[tuple[str, str, str]]) -> list[Graded]:
+    """Grade (form, given, wanted); no answer here needs the limits of a worker."""
+    scores = [grade_math_answer(rf"\boxed{{{given}}}", wanted) for _, given, wanted in asked]
+    return [
+        Graded(*one, score.reward, score.reason) for one, score in zip(asked, scores, strict=True)
+    ]
+
+
+def data_pairs(folder: Path, number: int) -> list[tuple[str, str, str]]:
+    """Pairs of different answers of GSM8K and AIME, seeded; none without a folder."""
+    generator = random.Random(0)
+    found = []
+    for name in ("gsm8k_test.jsonl", "aime24.parquet", "aime25.parquet"):
+        path = folder / name
+        if path.suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+            texts = [row["reward_model"]["ground_truth"] for row in rows]
+        else:
+            lines = path.read_text().splitlines()
+            texts = [parse_answer(json.loads(line)["answer"]) for line in lines]
+        answers = sorted(set(texts))
+        found += [(path.stem, *generator.sample(answers, 2)) for _ in range(number)]
+    return list(dict.fromkeys(found))
+
+
+def rewrite(per_form: int) -> Rewritten:
+    """Grade rewritten references, and compare what values refute with math-verify alone."""
+    asked = [
+        (form, spelling, text)
+        for form, texts in references(per_form).items()
+        if not form.startswith(_NO_FORMULAS)
+        for text in texts
+        for spelling in _spellings(text)
+    ]
+    graded = grade(asked)
+    refuted = [
+        (one.given, one.wanted) for one in graded if not one.reward and _is_refuted_wrongly(one)
+    ]
+    return Rewritten(len(graded), sum(bool(one.reward) for one in graded), tuple(refuted))
+
+
+def _spellings(text: str) -> list[str]:
+    expression = _parse(text)
+    if not isinstance(expression, sympy.Expr):
+        return []
+    found = {}
+    for rewriting in _REWRITES:
+        spelling = sympy.latex(rewriting(expression.doit()))
+        found[spelling] = None
+    return list(found)
+
+
+def _is_refuted_wrongly(one: Graded) -> bool:
+    given, wanted = _parse(one.given), _parse(one.wanted)
+    return (
+        given is not None
+        and differ(given, wanted)
+        and bool(verify([wanted], [given], timeout_seconds=None))
+    )
+
+
+def _report_universal(graded: list[Graded], machine: dict[str, Any]) -> str:
+    taken = [one for one in graded if one.reward]
+    lines = [
+        "# Universal answers",
+        "",
+        *harness.heading(machine, ("math-verify",)),
+        f"{len(UNIVERSAL)} answers that say nothing (`0=0`, `x=x`, `i=2`, `\\{{\\{{\\}}\\}}`, "
+        "`\\frac10`, empty boxes, …), half of them against each of "
+        f"{len({one.wanted for one in graded})} references of {len({one.form for one in graded})} "
+        f"forms, {len(graded):,} gradings: {len(taken)} were taken.",
+        "",
+        *(f"- `{one.given}` for `{one.wanted}`" for one in taken),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _report_pairs(graded: list[Graded], rewritten: Rewritten, machine: dict[str, Any]) -> str:
+    accepted = [one for one in graded if one.reward]
+    lines = [
+        "# Pairs of different references",
+        "",
+        *harness.heading(machine, ("math-verify",)),
+        f"**Different references.** {len(graded):,} pairs, nine in ten of the generated ones of "
+        f"one form: {len(accepted)} were accepted, which stand below.",
+        "",
+        f"**Other spellings.** {rewritten.spellings:,} spellings of references by sympy "
+        f"(expanded, factored, rewritten, as decimals): {rewritten.accepted:,} were accepted. "
+        f"Values refuted {len(rewritten.refuted)} that math-verify alone accepts.",
+        "",
+        *(f"- `{given}` for `{wanted}`" for given, wanted in rewritten.refuted),
+        "| form | answer | reference | reason |",
+        "|---|---|---|---|",
+        *(
+            f"| {one.form} | `{_cell(one.given)}` | `{_cell(one.wanted)}` | `{one.reason}` |"
+            for one in accepted
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def _grade_universal(per_form: int) -> list[Graded]:
+    return grade(
+        [
+            (form, given, wanted)
+            for form, texts in references(per_form).items()
+            for number, wanted in enumerate(texts)
+            for given in UNIVERSAL[number % 2 :: 2]
+        ]
+    )
+
+
+def main() -> None:
+    """Grade universal answers, or pairs and other spellings; list what was accepted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json (no suffix)")
+    parser.add_argument("--universal", action="store_true", help="grade universal answers")
+    parser.add_argument("--data", type=Path, help="folder with AIME and GSM8K, for pairs")
+    parser.add_argument("--pairs", type=int, default=10_000)
+    parser.add_argument("--per-form", type=int, default=5, help="references of each form")
+    arguments = parser.parse_args()
+    machine = harness.machine(torch.device("cpu"))
+    if arguments.universal:
+        graded = _grade_universal(arguments.per_form)
+        rewritten = None
+        report = _report_universal(graded, machine)
+    else:
+        asked = sorted(pairs(arguments.pairs))  # each reference is parsed about once
+        asked += data_pairs(arguments.data, 500) if arguments.data is not None else []
+        graded = grade(asked)
+        rewritten = rewrite(arguments.per_form)
+        report = _report_pairs(graded, rewritten, machine)
+    print(report)  # noqa: T201
+    values = {
+        "machine": machine,
+        "graded": len(graded),
+        "accepted": [asdict(one) for one in graded if one.reward],
+        "rewritten": None if rewritten is None else asdict(rewritten),
+    }
+    harness.write_report(arguments.out, report, values)
+
+
+if __name__ == "__main__":
+    main()
