@@ -183,8 +183,9 @@ class BatchCollector:
 
     def state(self) -> SavedRollout:
         """Data position, buffer, and what was counted since the last batch, as they are now."""
-        is_underway = self._episodes.is_running or self._ahead is not None
-        spent_s = time.monotonic() - self._started_s if is_underway else self._spent_s
+        spent_s = self._spent_s
+        if self._is_attached and (self._episodes.is_running or self._ahead is not None):
+            spent_s = time.monotonic() - self._started_s
         about = {
             "prompts": self.prompts.state(),
             "generation_s": spent_s,
