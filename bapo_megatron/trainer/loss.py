@@ -113,14 +113,17 @@ class LossStage:
         dist.all_reduce(total_K, group=self._data_group)
         return self.predictor.predict(total_K)
 
-    def remark(self, prediction: Prediction, held: Collected, found: Collected) -> Tensor:
-        """Return whether a prediction missed, and whether another pass found the same, [2] bool."""
-        totals = (held.total, found.total)
-        assert held.decision is not None
-        assert totals[0] is not None
-        assert totals[1] is not None
-        differs = (totals[0] != totals[1]).any()
-        return torch.stack([prediction.misses(held.decision), differs])
+    def add_up(self, reports: Sequence[TokenReport]) -> Tensor:
+        """Return the statistics of all ranks that a loss pass has formed, [K] int64.
+
+        A collective over the data-parallel group: one integer all-reduce.
+        """
+        total_K = self._total([])
+        for report in reports:
+            assert report.statistics is not None, "the loss pass was asked for them"
+            total_K += report.statistics
+        dist.all_reduce(total_K, group=self._data_group)
+        return total_K
 
     def collect(
         self,
@@ -173,11 +176,13 @@ class LossStage:
         *,
         decision: Tensor | None,
         context: UpdateContext,
+        adds_up: bool = False,
     ) -> tuple[Tensor, TokenReport]:
         """Return the loss of one micro-batch over the global denominators, and its report.
 
         ``output`` has logits [N, V], which their gradient overwrites, or hidden states; micro-batch
-        and ``decision`` are those that ``collect`` made, if it did.
+        and ``decision`` are those that ``collect`` made, if it did. With ``adds_up`` the report has
+        the statistics for ``add_up``.
         """
         made, head = self._output, self._output.head
         policy = made.differentiable(output, micro_batch) if head is None else None
@@ -204,10 +209,14 @@ class LossStage:
                 chunk_tokens=made.chunk_tokens,
                 kernels=made.kernels,
             )
-        sums, maxima = self._measure(token_loss, policy)
+        tokens = None
+        if len(policy.logprob_T):
+            tokens = token_loss.tokens or safe.batch(*policy, kernels=made.kernels)
+        sums, maxima = self._measure(token_loss, tokens, policy)
         if decision is None:
             decision = torch.zeros(0, dtype=torch.float64, device=self._device)
-        return loss, TokenReport(sums, maxima, decision, policy)
+        statistics = self._total([] if tokens is None else [tokens]) if adds_up else None
+        return loss, TokenReport(sums, maxima, decision, policy, statistics)
 
     def _held(
         self, micro_batches: Sequence[MicroBatch], context: UpdateContext
@@ -244,14 +253,15 @@ class LossStage:
             weight_T = token_weights(kept_T, tokens_T, kind, count_B, constant)
             known[index] = replace(known[index], loss_weight_T=weight_T)
 
-    def _measure(self, token_loss: _MicroBatchLoss, policy: TokenLogprobs) -> tuple[Tensor, Tensor]:
-        """Sums and maxima over the tokens with mask 1."""
+    def _measure(
+        self, token_loss: _MicroBatchLoss, tokens: TokenBatch | None, policy: TokenLogprobs
+    ) -> tuple[Tensor, Tensor]:
+        """Sums and maxima over the tokens with mask 1, None where there is no token."""
         safe = token_loss.safe
-        if len(policy.logprob_T) == 0:
+        if tokens is None:
             num_sums, num_maxima = len(self.numbers.sum_names), len(self.numbers.max_names)
             zeros = torch.zeros(num_sums + num_maxima, dtype=torch.float64, device=self._device)
             return zeros[:num_sums], zeros[num_sums:]
-        tokens = token_loss.tokens or safe.batch(*policy, kernels=self._output.kernels)
         own, context, correction = safe.micro_batch, safe.context, self._config.correction
         mismatch_T = (policy.logprob_T - own.rollout_logprob_T).abs_()
         if context.rollout_version is None:

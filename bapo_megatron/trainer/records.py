@@ -44,6 +44,8 @@ class TokenReport:
     """[D] float64: the objective's decision that held; empty where it needs none."""
     policy: TokenLogprobs
     """[T] ℓ and H; for dumps, and to explain a failure."""
+    statistics: Tensor | None = None
+    """[K] int64: those of the objective, where the loss pass was to add them up."""
 
 
 @dataclass(frozen=True, slots=True)

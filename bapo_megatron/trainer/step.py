@@ -277,26 +277,32 @@ class BatchTrainer:
         and must be right. With ``compares`` the statistics of this pass are compared with those
         that were collected.
         """
-        stage, is_last_stage = self._stage, self._groups.is_last_stage
+        stage = self._stage
         decision = prediction.decision if relies and prediction else collected.decision
+        adds_up = relies or compares
 
         def loss_fn(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, TokenReport]:
-            return stage.loss(output, micro_batch, decision=decision, context=context)
+            return stage.loss(
+                output, micro_batch, decision=decision, context=context, adds_up=adds_up
+            )
 
         self.note(f"training, forward and backward of {place}")
         reports = self.policy.forward_backward(collected.micro_batches, loss_fn)
         self.note(f"training, optimizer step of {place}")
         remarks = None
-        if is_last_stage and prediction is not None:
-            found = collected
-            if relies or compares:
-                policy = [report.policy for report in reports]
-                found = stage.collect(policy, collected.micro_batches, context, num_samples=0)
-            if relies:
-                assert found.decision is not None
-                reports = [replace(report, decision=found.decision) for report in reports]
-                collected = found
-            remarks = stage.remark(prediction, collected, found)
+        if prediction is not None:
+            differs = torch.zeros((), dtype=torch.bool, device=self._groups.device)
+            if adds_up:
+                total_K = stage.add_up(reports)
+                if relies:
+                    settled = stage.objective.decide(total_K)
+                    collected = replace(collected, decision=settled, total=total_K)
+                    reports = [replace(report, decision=settled) for report in reports]
+                else:
+                    assert collected.total is not None
+                    differs = (total_K != collected.total).any()
+            assert collected.decision is not None
+            remarks = torch.stack([prediction.misses(collected.decision), differs])
         measurement = reduce_reports(
             reports,
             collected.faults,

@@ -16,6 +16,7 @@ from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer import step as step_module
 from bapo_megatron.trainer.loop import train
+from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
 
@@ -24,6 +25,9 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "build micro-batches": [(step_module, "split_step")],
     "forward only": [(MegatronPolicy, "forward_only")],
     "forward and backward": [(MegatronPolicy, "forward_backward")],
+    "predict bounds, search": [
+        *((LossStage, name) for name in ("predict", "collect", "add_up")),
+    ],
     "reduce reports": [(step_module, "reduce_reports")],
     "optimizer": [(MegatronPolicy, "optimizer_step")],
     "export weights (sync)": [(MegatronPolicy, "export_hf")],

@@ -1,4 +1,4 @@
-"""Between the search and the loss, nothing is read back from the device."""
+"""Between prediction, search and loss, nothing is read back from the device."""
 
 from __future__ import annotations
 
@@ -147,9 +147,22 @@ def test_search_and_loss_never_wait_for_the_device(
             decision, nonfinite = collected.decision, collected.faults
         loss, report = stage.loss(output(), micro_batch, decision=decision, context=context)
         loss.backward()
-        measurement = reduce_reports([report], nonfinite, None, stage, groups, num_decisions=1)
+        remarks = None
+        if stage.predictor is not None and decision is not None:
+            for _ in range(2):  # without earlier updates, and with one
+                prediction = stage.predict([micro_batch], context)
+                given = prediction.decision
+                _, predicted = stage.loss(
+                    output(), micro_batch, decision=given, context=context, adds_up=True
+                )
+                total = stage.add_up([predicted])
+                stage.predictor.learn(total)
+            differs = stage.objective.decide(total)[0] != decision[0]
+            remarks = torch.stack([prediction.misses(decision), differs])
+        measurement = reduce_reports([report], nonfinite, remarks, stage, groups, num_decisions=1)
         faults = find_faults(measurement, stage)
     assert faults.tolist() == [0.0, 0.0, 0.0]
+    assert measurement.remarks[1] == 0.0  # the statistics of both passes are the same
     assert torch.isfinite(loss)
     assert hidden_NH.grad is not None
     assert hidden_NH.grad.abs().max() > 0
