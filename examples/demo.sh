@@ -26,5 +26,5 @@ rm -rf "$run" # an earlier demo
 "$python" -m bapo_megatron.torchrun --nproc-per-node 2 -m bapo_megatron \
     train configs/demo.yaml "run_dir=$run" "seed=$seed" "model.path=$tiny/model" \
     "data.train.path=$tiny/train.jsonl" "eval.sets=[{path: $tiny/heldout.jsonl, name: heldout}]" "$@"
-"$python" -m bapo_megatron plot "$run"
+"$python" -m bapo_megatron plot "$run" examples/demo_grpo --out "$run/dynamics.png"
 echo "summary: $run/summary.json   figures: $run/dynamics.png   model: $run/hf"
