@@ -13,14 +13,17 @@ time.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
+_MAX_SHOWN = 80
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
@@ -136,6 +139,20 @@ def decode(kind: type[ResponseT], values: Any) -> ResponseT:
     return record
 
 
+def decode_json(kind: type[ResponseT], content: bytes) -> ResponseT:
+    """Make a record from its JSON text, of exactly the types of its fields.
+
+    Raises:
+        ValueError: It does not fit; the message names the first field, its rule and its value.
+    """
+    hashable: Any = kind
+    try:
+        record: ResponseT = _adapter(hashable).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(describe_invalid(error)) from error
+    return record
+
+
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
@@ -152,3 +169,39 @@ def _json_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """Return the path of a value as messages have it: ``eval.sets[0].path``."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as part of one line that can be printed: as JSON, cut where it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = text[: _MAX_SHOWN + 1].encode(errors="backslashreplace").decode()
+    shown = " ".join(text.replace("\0", "\\0").split())
+    shown = shown if len(text) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"
+    return f"'{shown}'" if isinstance(value, str) else shown
+
+
+def rule_of(details: ErrorDetails) -> str:
+    """Return what one of pydantic's errors asks for: ``must be …``."""
+    if details["type"] == "tuple_type":
+        return "must be a list"
+    rule = re.sub(r"^\w+ should ", "must ", details["msg"])
+    return rule.replace(" valid ", " ").replace("a int", "an int")
+
+
+def describe_invalid(error: ValidationError) -> str:
+    """Return path, rule and value of the first field that does not fit its record."""
+    details = error.errors()[0]
+    if details["type"] == "json_invalid":
+        return f"not valid JSON ({details['msg'].removeprefix('Invalid JSON: ')})"
+    place = f"'{dotted(details['loc'])}' " if details["loc"] else ""
+    if details["type"] == "missing":
+        return f"{place}is missing"
+    if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{place}is no field of it"
+    return f"{place}{rule_of(details)}, got {shown_value(details['input'])}"

@@ -13,7 +13,12 @@ import typer
 from typer.core import TyperGroup
 
 from bapo_megatron import __version__
-from bapo_megatron.errors import InterruptedRunError, RolloutError
+from bapo_megatron.errors import (
+    InterruptedRunError,
+    RolloutError,
+    describe_cause,
+    describe_os_error,
+)
 from bapo_megatron.processes import (
     end_by_exception,
     own_compiler_cache,
@@ -124,7 +129,11 @@ def _report(error: Exception) -> int:
 
     lost_peer = _as_lost_peer(error)
     error = lost_peer or error
-    line = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    line = describe_cause(error)
+    if isinstance(error, typer.BadParameter):
+        line = error.format_message()
+    elif isinstance(error, OSError) and error.filename is not None:
+        line = f"{error.filename}: {describe_os_error(error)}"
     is_usage = isinstance(error, typer.TyperException | ConfigError)
     is_users = isinstance(error, ValueError | OSError | RolloutError | RewardError)
     if os.environ.get("BAPO_TRACEBACK") == "1" or not (is_usage or is_users or lost_peer):

@@ -1,5 +1,19 @@
 """Errors that more than one package raises or handles."""
 
+import errno
+
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "give a file",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EEXIST: "choose another path, or move away what is there",
+    errno.ELOOP: "correct the symbolic links",
+    errno.EACCES: "give this user the right to it",
+    errno.EROFS: "choose another file system, this one is read-only",
+    errno.ENOSPC: "free space, or choose another file system",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
 
 class RolloutError(RuntimeError):
     """Generation failed and cannot go on; the message is one line that says what to do."""
@@ -24,6 +38,12 @@ class BrokenConnectionError(ServerGoneError):
 def describe_cause(error: BaseException) -> str:
     """Return the error's text on one line, or its kind where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return what the operating system says of a file, and what to do about it."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system")
+    return f"{(error.strerror or type(error).__name__).lower()}; {remedy}"
 
 
 def first_cause(error: BaseException) -> BaseException:

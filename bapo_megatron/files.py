@@ -1,17 +1,18 @@
-"""Files and directories that are either complete or absent, even after a crash; long lines.
+"""Files and directories that are either complete or absent, even after a crash; lines and JSON.
 
 Everything is written beside its destination under a name that starts with a dot and ends in
 ``.tmp``, flushed to the disk, then renamed. An error of the operating system names the file that
 was wanted, not the temporary one.
 """
 
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 64 << 20
 """A line of a file beyond it is an error, before memory is full."""
@@ -28,6 +29,26 @@ def read_lines(stream: BinaryIO, path: Path) -> Iterator[bytes]:
                 "per line"
             )
         yield line
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: It is none; the message is a reason without place, such as ``not UTF-8 (…)``.
+    """
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason})") from error
+    except RecursionError as error:
+        raise ValueError("not valid JSON (nested too deeply)") from error
+    except json.JSONDecodeError as error:
+        is_inside = error.lineno > 1 and error.doc[error.pos :].strip()
+        place = f" in line {error.lineno}" if is_inside else ""
+        raise ValueError(f"not valid JSON ({error.msg}{place})") from error
+    except ValueError as error:
+        raise ValueError("not valid JSON (an integer of thousands of digits)") from error
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:

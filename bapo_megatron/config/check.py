@@ -5,7 +5,6 @@ was there from the beginning. Rules about one kind of engine are with the engine
 ``ConfigError`` for the first broken rule: key, rule, value and remedy on one line.
 """
 
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.config.reward import RewardFunctionConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.files import parse_json
 
 _RELATIVE = "paths are relative to the current directory"
 
@@ -105,9 +105,9 @@ def check_model(model: ModelConfig) -> dict[str, Any]:
             raise ConfigError(f"model.path: '{model.path}' has no {pattern}; {remedy}")
     place, problem = f"model.path: '{model.path / 'config.json'}'", "must hold a JSON object"
     try:
-        hf_config = json.loads((model.path / "config.json").read_text())
+        hf_config = parse_json((model.path / "config.json").read_bytes())
     except ValueError as error:
-        hf_config, problem = None, f"is not valid JSON ({error})"
+        hf_config, problem = None, f"is {error}"
     if not isinstance(hf_config, dict):
         raise ConfigError(f"{place} {problem}; download the model again")
     return hf_config

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from bapo_megatron.calls import dotted, rule_of, shown_value
 from bapo_megatron.config.objectives import BAPO_PRESETS, BapoConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import LIST_TAG, SET_TAG
@@ -20,7 +21,6 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 """Limits as the metadata of a field name them."""
 _TYPE_NAMES = {int: "integer", float: "number", bool: "true | false", str: "text", Path: "path"}
 _SECTION_ERRORS = ("model_type", "model_attributes_type")
-_MAX_SHOWN = 80
 
 
 class KeyInfo(NamedTuple):
@@ -60,10 +60,10 @@ def _nested_section(annotation: Any) -> tuple[type[BaseModel], str] | None:
 
 def _type_name(field: FieldInfo) -> str:
     limits = [
-        f"{sign} {getattr(bound, limit):g}"
+        f"{sign} {number if isinstance(number, int) else format(number, 'g')}"
         for bound in field.metadata
         for limit, sign in _SIGNS.items()
-        if hasattr(bound, limit)
+        if (number := getattr(bound, limit, None)) is not None
     ]
     return " ".join([_annotation_name(field.annotation), *limits])
 
@@ -109,7 +109,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
     details = min(error.errors(), key=lambda entry: rank.get(entry["type"], 1))
     location = tuple(part for part in details["loc"] if part not in (SET_TAG, LIST_TAG))
     place = place if isinstance(place, str) else place(location)
-    key = _dotted(location)
+    key = dotted(location)
     if details["type"] == "extra_forbidden":
         return f"{place}: unknown key '{key}'; {_suggestion(location, root)}"
     known = _find(key, root)
@@ -120,17 +120,17 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         rule = str(details["ctx"]["error"])
         # A rule of a section begins with the key in it that the rule is about.
         name, _, rest = rule.partition(" ")
-        inner = _dotted((*location, name))
+        inner = dotted((*location, name))
         if _find(inner, root) is not None:
             return f"{place}: '{inner}' {rest}"
         return f"{place}: '{key}' {rule}" if key else f"{place}: {rule}"
-    problem = f"{place}: '{key}' {_rule(details)}, got {_shown(details['input'])}"
+    problem = f"{place}: '{key}' {_rule(details)}, got {shown_value(details['input'])}"
     if details["type"] in _SECTION_ERRORS:
         return f"{problem}; indent its keys below it, or leave it out"
     if details["type"] == "string_type":
         return f"{problem}; quote it to make it a text"
     if known is None or known.default == "required":
-        return problem
+        return f"{problem}; correct it"
     return f"{problem}; its default is {known.default}"
 
 
@@ -138,11 +138,6 @@ def _find(key: str, root: type[BaseModel]) -> KeyInfo | None:
     """Return what is known of a key; what is one section or a list of them is listed as one."""
     names = (re.sub(r"\[\d+\]", "[]", key), re.sub(r"\[\d+\]", "", key))
     return next((known for known in describe_keys(root) if known.name in names), None)
-
-
-def _dotted(location: Sequence[int | str]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    return "".join(parts).removeprefix(".")
 
 
 def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
@@ -155,7 +150,7 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
             assert nested is not None, "only sections refuse unknown keys"
             section = nested[0]
     for near in difflib.get_close_matches(str(wanted), section.model_fields, n=1):
-        return f"did you mean '{_dotted([*parents, near])}'?"
+        return f"did you mean '{dotted([*parents, near])}'?"
     elsewhere = {key.name.rpartition(".")[2]: key.name for key in reversed(describe_keys(root))}
     for near in difflib.get_close_matches(str(wanted), elsewhere, n=1):
         return f"did you mean '{elsewhere[near]}'?"
@@ -164,16 +159,6 @@ def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:
 
 
 def _rule(details: ErrorDetails) -> str:
-    """Pydantic's message as a rule: ``must be …``."""
     if details["type"] in _SECTION_ERRORS:
         return "must be a section of keys"
-    if details["type"] == "tuple_type":
-        return "must be a list"
-    rule = re.sub(r"^\w+ should ", "must ", details["msg"])
-    return rule.replace(" valid ", " ").replace("a int", "an int")
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    shown = f"'{text}'" if isinstance(value, str) else text
-    return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"
+    return rule_of(details)

@@ -6,9 +6,13 @@ and so is a section by a list or a list by a section. ``${key}`` and ``${oc.env:
 resolved by OmegaConf. Paths inside a configuration are relative to the current working directory.
 """
 
+import contextlib
+import functools
+import io
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import ValidationError
 
+from bapo_megatron.calls import dotted
 from bapo_megatron.config.describe import Place, explain
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import Section
@@ -24,6 +29,12 @@ from bapo_megatron.config.section import Section
 SectionT = TypeVar("SectionT", bound=Section)
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
+_MAX_DEPTH = 50
+"""Levels of a YAML value; its C parser recurses over them without a limit of its own."""
+_MAX_FILES = 20
+"""Files of one chain of ``inherit``."""
+_MAX_SHOWN = 120
+"""Characters of an override in a message."""
 
 
 class ConfigError(ValueError):
@@ -47,7 +58,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             _make_way(merged, OmegaConf.to_container(settings))
             merged = OmegaConf.merge(merged, settings)
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         remedy = "correct this key"
         if isinstance(error, InterpolationKeyError) and not any(
             _holds(settings, ["name"]) for _, settings in layers
@@ -69,6 +80,7 @@ def parse_section(section: type[SectionT], given: Any, place: Place) -> SectionT
         ConfigError: As by ``load_config``.
     """
     # Strict JSON: a list may be a tuple and a string a path, but not "100" an integer or true a 1.
+    _refuse_unsendable(given, place)
     try:
         return section.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
@@ -82,13 +94,39 @@ def dump_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(json.loads(escaped), sort_keys=False, allow_unicode=True)
 
 
+def _refuse_unsendable(value: Any, place: Place, location: tuple[Any, ...] = ()) -> None:
+    """Refuse text that neither files nor other processes can be given, and bytes."""
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_unsendable(key, place, location)
+            _refuse_unsendable(each, place, (*location, key))
+        return
+    if isinstance(value, str):
+        with contextlib.suppress(UnicodeEncodeError):
+            value.encode()
+            if "\0" not in value:
+                return
+    if isinstance(value, str | bytes):
+        file = place if isinstance(place, str) else place(location)
+        raise ConfigError(
+            f"{file}: '{dotted(location)}' must be text without NUL and halves of surrogate pairs, "
+            f"got {ascii(value)[:_MAX_SHOWN]}; correct it"
+        )
+
+
 def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]:
     """Files and their OmegaConf mappings: what a file inherits from, most basic first, then it."""
-    if path.resolve() in [other.resolve() for other in inheriting]:
+    # Not ``resolve``, which raises a RuntimeError for a loop of symbolic links.
+    if os.path.realpath(path) in [os.path.realpath(other) for other in inheriting]:
         chain = " -> ".join(str(other) for other in [*inheriting, path])
         raise ConfigError(f"{path}: inherits from itself ({chain}); remove one 'inherit'")
+    if len(inheriting) == _MAX_FILES:
+        raise ConfigError(
+            f"{path}: 'inherit' must not lead through more than {_MAX_FILES} files, got them from "
+            f"{inheriting[0]} on; merge some of them"
+        )
     try:
-        settings = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         asked_by = f"{inheriting[-1]}: inherit: " if inheriting else ""
         raise ConfigError(f"{asked_by}{path}: no such file; check the path") from error
@@ -98,14 +136,8 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); give a YAML file") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise ConfigError(
-            f"{place}: not valid YAML: {_problem(error)}; correct this line"
-        ) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_problem(error)}; correct this key") from error
+    remedy = "correct this line"
+    settings = _parse(text, str(path), remedy, lambda: OmegaConf.load(io.StringIO(text)))
     if not isinstance(settings, DictConfig):
         raise ConfigError(
             f"{path}: must be a mapping of keys, got a list; write 'key: value' lines"
@@ -113,23 +145,51 @@ def _read_files(path: Path, inheriting: Sequence[Path]) -> list[tuple[str, Any]]
     base = settings.pop("inherit", None)
     if base is None:
         return [(str(path), settings)]
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: 'inherit' must be one file name, got {base}; name one file")
+    if not isinstance(base, str) or "\0" in base:
+        raise ConfigError(f"{path}: 'inherit' must be one file name, got {base!r}; name one file")
     return [*_read_files(path.parent / base, [*inheriting, path]), (str(path), settings)]
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    place = f"override '{override}'"
+    is_long = len(override) > _MAX_SHOWN
+    place = f"override '{override[:_MAX_SHOWN]}{'…' if is_long else ''}'"
     match = _OVERRIDE.fullmatch(override)
     if match is None:
-        raise ConfigError(f"{place}: must be dotted.key=value, such as rollout.temperature=0.6")
+        raise ConfigError(
+            f"{place}: must be dotted.key=value, such as rollout.temperature=0.6; correct it"
+        )
     if not match["value"].strip():
         override = f"{match['key']}=''"
+    remedy = "quote the value, or close its brackets"
+    load = functools.partial(OmegaConf.from_dotlist, [override])
+    return place, _parse(match["value"], place, remedy, load)
+
+
+def _parse(text: str, place: str, remedy: str, load: Callable[[], Any]) -> Any:
+    """What ``load`` makes of a YAML text, in a file or an override; errors are ``ConfigError``."""
+    depth = 0
     try:
-        return place, OmegaConf.from_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise ConfigError(
+                    f"{place}: must not be nested more than {_MAX_DEPTH} levels deep, got that in "
+                    f"line {getattr(event.start_mark, 'line', 0) + 1}; correct it"
+                )
+        return load()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"{place}:{mark.line + 1}" if mark and not place.endswith("'") else place
+        raise ConfigError(f"{line}: not valid YAML: {_problem(error)}; {remedy}") from error
+    except ConfigError:
+        raise
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{place}: {_problem(error)}; correct this key") from error
+    # Python's error for an integer of thousands of digits, OmegaConf's for a file of one scalar.
+    except (ValueError, OSError) as error:
         raise ConfigError(
-            f"{place}: the value is not YAML ({_problem(error)}); quote it, or close its brackets"
+            f"{place}: not a mapping of keys ({_problem(error)}); {remedy}"
         ) from error
 
 
@@ -159,4 +219,4 @@ def _holds(settings: Any, location: Sequence[int | str]) -> bool:
 def _problem(error: Exception) -> str:
     """YAML's own words, or the first line of the error."""
     text = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    return " ".join(str(text).split())
+    return " ".join(str(text).split())[:_MAX_SHOWN] or type(error).__name__

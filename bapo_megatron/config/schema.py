@@ -39,7 +39,7 @@ from bapo_megatron.config.objectives import (
 )
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.config.section import Section, built_in_or_own
+from bapo_megatron.config.section import MAX_SECONDS, Section, built_in_or_own
 
 
 class CorrectionConfig(Section):
@@ -201,7 +201,9 @@ class TrainConfig(Section):
     dump_tokens: int = Field(0, ge=0)
     """Every N steps, write log-prob, behaviour log-prob, advantage, entropy and mask of every
     response token to ``<run_dir>/tokens``, a parquet file per update (for ``bounds``); 0: never."""
-    stop_after: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
+    stop_after: Annotated[float | None, BeforeValidator(_seconds)] = Field(
+        None, gt=0, le=MAX_SECONDS
+    )
     """Save and end at the next safe point after this time: seconds, or such as 45m, 23h or 2d."""
     stop_lead_s: float = Field(900.0, ge=0)
     """How long before the end of its Slurm job the run saves and ends: at least the training on one
@@ -257,7 +259,7 @@ class RunConfig(Section):
     """Name of the run."""
     run_dir: Path
     """Directory for everything that the run writes."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of data order, sampling, replay, intervals of scores, and the ranks' random streams."""
     replay: ReplayConfig = ReplayConfig()
     resume: bool = False

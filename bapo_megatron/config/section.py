@@ -2,8 +2,14 @@
 
 import ipaddress
 import re
+from typing import Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+MAX_SECONDS = 1e8
+"""Limit of every time in the configuration: three years. Waiting functions overflow far beyond."""
+MAX_INTEGER = 2**53
+"""Limit of every whole number: beyond it, JSON and float64 no longer hold it exactly."""
 
 SET_TAG, LIST_TAG = "<set>", "<list>"
 """What validation puts between the keys of a value that is one section or a list of them."""
@@ -18,6 +24,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="after")
+    def _numbers_can_be_used(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, float) and name.endswith("_s") and value > MAX_SECONDS:
+                raise ValueError(f"{name} must be at most {MAX_SECONDS:g} s, got {value}; lower it")
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ValueError(f"{name} must be at most 2^53 in size, got {value:g}; lower it")
+        return self
 
 
 def built_in_or_own(built_in: tuple[str, ...], kind: str, remedy: str = "") -> AfterValidator:

@@ -95,7 +95,7 @@ from tests.config.files import error_of, write
             "'optimizer.lr' must be a finite number, got NaN; its default is 1e-06",
         ),
         ("name: 5", "'name' must be a string, got 5; quote it to make it a text"),
-        ("name: a b", "'name' must match pattern '^[A-Za-z0-9._-]+$', got 'a b'"),
+        ("name: a b", "'name' must match pattern '^[A-Za-z0-9._-]+$', got 'a b'; correct it"),
         (
             "algorithm: {objective: bapoo}",
             "'algorithm.objective' must be bapo, clip, none, reinforce, cispo, sapo, ce_gppo, "

@@ -141,15 +141,16 @@ def test_the_layer_that_holds_the_error_is_named(folder):
 )
 def test_an_override_that_is_no_assignment_is_refused(folder, override):
     assert error_of(folder / "base.yaml", override) == (
-        f"override '{override}': must be dotted.key=value, such as rollout.temperature=0.6"
+        f"override '{override}': must be dotted.key=value, such as rollout.temperature=0.6; "
+        "correct it"
     )
 
 
 def test_an_override_whose_value_is_no_yaml_is_refused(folder):
     message = error_of(folder / "base.yaml", "rollout.servers=[a")
 
-    assert message.startswith("override 'rollout.servers=[a': the value is not YAML (")
-    assert message.endswith("); quote it, or close its brackets")
+    assert message.startswith("override 'rollout.servers=[a': not valid YAML: ")
+    assert message.endswith("; quote the value, or close its brackets")
 
 
 def test_broken_yaml_is_reported_with_its_line(folder):
@@ -164,7 +165,7 @@ def test_broken_yaml_is_reported_with_its_line(folder):
         "configs/a.yaml: must be a mapping of keys, got a list; write 'key: value' lines"
     )
     assert error_of(write(folder, "5\n")) == (
-        "configs/a.yaml: Invalid loaded object type: int; give a readable YAML file"
+        "configs/a.yaml: not a mapping of keys (Invalid loaded object type: int); correct this line"
     )
 
 
