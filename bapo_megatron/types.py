@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -188,6 +188,8 @@ class Group:
 class RolloutStats:
     """What the generation of one batch cost."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    """For ``calls.decode_json``: a counter that is not here is another version's."""
     generated_tokens: int = 0
     """Tokens received from the engines while this batch was collected, kept or not."""
     generation_s: float = 0.0

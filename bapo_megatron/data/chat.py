@@ -1,20 +1,30 @@
 """Questions rendered by a chat template, and tokenised exactly once."""
 
+import ast
 import inspect
+import math
 import re
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.lexer
 
 from bapo_megatron.config.data import DataConfig
+from bapo_megatron.names import shown
 
 Message = dict[str, str]
 """A chat message: ``role`` and ``content``."""
 
 _TEXTS_PER_CALL = 1000
+_MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_NUMBER = 1_000_000
+"""Limit of numbers in a template; larger ones multiply a text until memory is full."""
+_PROBE_S = 20.0
+"""Time limit for the first conversation that is rendered."""
 _ANSWER = "4ecb5f"
 """An assistant's message that no template writes by itself."""
 
@@ -30,14 +40,22 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
     """
     from transformers import AutoTokenizer  # seconds to import; not needed to read prompts
 
+    remedy = "save the model's tokenizer there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+        num_tokens = len(tokenizer("1")["input_ids"])
+    except Exception as error:
+        raise ValueError(f"{model_path}: no usable tokenizer ({shown(error)}); {remedy}") from error
+    if not num_tokens:
         raise ValueError(
-            f"{model_path}: no usable tokenizer ({reason}); save the model's tokenizer there"
-        ) from error
+            f"{model_path}: no usable tokenizer (it finds no token in the text '1'); {remedy}"
+        )
     if chat_template is not None:
+        if chat_template.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise ValueError(
+                f"data.chat_template: must have at most {_MAX_TEMPLATE_BYTES >> 20} MB, "
+                f"'{chat_template}' has more; give a Jinja file"
+            )
         try:
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -45,7 +63,8 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
                 f"data.chat_template: must be UTF-8, '{chat_template}' is not ({error.reason}); "
                 "give a Jinja file"
             ) from error
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if not isinstance(template, str | dict) or not template:
         raise ValueError(
             f"{model_path}: the tokenizer has no chat template; put a chat_template.jinja beside "
             "tokenizer_config.json, or set data.chat_template"
@@ -88,17 +107,8 @@ class ChatRenderer:
                     "data.chat_template_arguments: must be variables of the chat template, which "
                     f"does not mention '{name}'; correct the name, or leave it out"
                 )
-        try:
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "1 + 1?"}], tokenize=False, **self._arguments
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
-                f"{error.message}; correct it"
-            ) from error
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError):
-            pass  # it may refuse this conversation and accept those of the data
+        _check_numbers(str(tokenizer.chat_template))
+        self._probe()
 
     @property
     def vocab_size(self) -> int:
@@ -180,11 +190,76 @@ class ChatRenderer:
             text = text.replace(found, "")
         return text
 
+    def _probe(self) -> None:
+        """Render a conversation, in a thread without which this process can end.
+
+        Raises:
+            ValueError: The template is not valid Jinja, or does not end.
+        """
+        errors: list[Exception] = []
+
+        def render() -> None:
+            try:
+                self._apply([{"role": "user", "content": "1 + 1?"}], asks=True)
+            except Exception as error:  # noqa: BLE001 - as in ``_render``
+                errors.append(error)
+
+        thread = threading.Thread(target=render, daemon=True)
+        thread.start()
+        thread.join(_PROBE_S)
+        if thread.is_alive():
+            raise ValueError(
+                f"data.chat_template: must render a question within {_PROBE_S:g} s, and does not; "
+                "correct its loops"
+            )
+        for error in errors:  # others may be about this conversation only
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                raise _invalid(error) from error
+
     def _render(self, messages: list[Message], *, asks: bool = True) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=asks, **self._arguments
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"is refused by the chat template ({error})") from error
+            return self._apply(messages, asks=asks)
+        except Exception as error:
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else shown(error)
+            raise ValueError(f"is refused by the chat template ({reason})") from error
+
+    def _apply(self, messages: list[Message], *, asks: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=asks, **self._arguments
+        )
         return text
+
+
+def _check_numbers(template: str) -> None:
+    """Refuse a template whose numbers may take all time or memory.
+
+    Raises:
+        ValueError: Its line and the number.
+    """
+    try:
+        tokens = list(jinja2.Environment(autoescape=True).lex(template))
+    except jinja2.TemplateSyntaxError as error:
+        raise _invalid(error) from error
+    for line, kind, text in tokens:
+        is_power = (kind, text) == (jinja2.lexer.TOKEN_OPERATOR, "**")
+        is_number = kind in (jinja2.lexer.TOKEN_INTEGER, jinja2.lexer.TOKEN_FLOAT)
+        if is_power or (is_number and _value_of(text) > _MAX_NUMBER):
+            raise ValueError(
+                f"data.chat_template: must have no power and no number above {_MAX_NUMBER:,}, got "
+                f"'{text[:20]}' in line {line}; correct it"
+            )
+
+
+def _value_of(number: str) -> float:
+    """The value of a Jinja number, ∞ for one that Python does not read."""
+    try:
+        return float(ast.literal_eval(number))
+    except (ValueError, SyntaxError, OverflowError):
+        return math.inf
+
+
+def _invalid(error: jinja2.TemplateSyntaxError) -> ValueError:
+    return ValueError(
+        f"data.chat_template: must be a valid Jinja template, got line {error.lineno}: "
+        f"{error.message}; correct it"
+    )

@@ -12,6 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bapo_megatron.calls import decode_json, shown_value
+from bapo_megatron.files import parse_json
+
 RecordT = TypeVar("RecordT")
 
 _KEY = "bapo_megatron.rollout"
@@ -33,6 +36,8 @@ class RowFile(Generic[RecordT]):
     columns: Mapping[str, tuple[Any, Callable[[RecordT], Any]]]
     """Arrow's type and the value of a record. Lists of numbers are read as arrays, without a Python
     object per element."""
+    about: Any = dict[str, Any]
+    """Type of what the metadata say of the file as a whole, ``format`` included."""
 
     def write(
         self, stream: Any, chunks: Iterable[Sequence[RecordT]], about: Mapping[str, Any]
@@ -60,8 +65,8 @@ class RowFile(Generic[RecordT]):
                 ]
                 writer.write_table(pa.table(stored, schema=writer.schema))
 
-    def read(self, source: Any, name: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Return what the metadata say, and an iterator that reads the rows.
+    def read(self, source: Any, name: str) -> tuple[Any, Iterator[dict[str, Any]]]:
+        """Return what the metadata say, of type ``about``, and an iterator that reads the rows.
 
         Arrays are read-only views of a row group's columns.
 
@@ -82,19 +87,18 @@ class RowFile(Generic[RecordT]):
                 f"{name}: a parquet file but no {self.what} (metadata '{_KEY}' is missing); give a "
                 "file that a run wrote"
             )
+        place = f"{name}: metadata '{_KEY}'"
         try:
-            about: dict[str, Any] = json.loads(metadata)
-            found = about["format"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise DumpError(
-                f"{name}: its metadata '{_KEY}' cannot be read ({error!r}); {self.remedy}"
-            ) from error
-        if found != self.format:
-            raise DumpError(
-                f"{name}: {self.what} format {found}, this version reads format {self.format}; "
-                "read it with the version that wrote it"
-            )
-        return about, self._rows(file, name)
+            given = parse_json(metadata)
+            found = given.get("format") if isinstance(given, dict) else None
+            if found == self.format and type(found) is int:
+                return decode_json(self.about, metadata), self._rows(file, name)
+        except ValueError as error:
+            raise DumpError(f"{place}: {error}; {self.remedy}") from error
+        raise DumpError(
+            f"{place}: {self.what} format {shown_value(found)}, this version reads format "
+            f"{self.format}; read it with the version that wrote it"
+        )
 
     def _rows(self, file: Any, name: str) -> Iterator[dict[str, Any]]:
         for number in range(file.num_row_groups):
@@ -104,6 +108,9 @@ class RowFile(Generic[RecordT]):
                 table = file.read_row_group(number, use_threads=False)
             except (pa.ArrowException, OSError) as error:
                 raise self._unreadable(name, error) from error
+            for column in self.columns:
+                if column not in table.column_names:
+                    raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
             values = [
                 self._load(table, column, kind, name) for column, (kind, _) in self.columns.items()
             ]
@@ -112,26 +119,40 @@ class RowFile(Generic[RecordT]):
 
     def _load(self, table: Any, column: str, kind: Any, name: str) -> Sequence[Any]:
         """The values of one column of a row group."""
-        if column not in table.column_names:
-            raise DumpError(f"{name}: column '{column}' is missing; {self.remedy}")
         chunks = table[column]
         # ``combine_chunks`` copies a single chunk, too.
         stored = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-        if stored.type != kind or stored.null_count:
+        if stored.type != kind:
             raise DumpError(
-                f"{name}: column '{column}' must be {kind} without nulls, got {stored.type} with "
-                f"{stored.null_count} nulls; {self.remedy}"
+                f"{name}: column '{column}' must be {kind}, got {stored.type}; {self.remedy}"
+            )
+        elements = stored.flatten() if pa.types.is_list(kind) else stored
+        if stored.null_count or elements.null_count:
+            row = next(n for n, value in enumerate(stored.to_pylist()) if _has_null(value))
+            group_id, index = (table[key][row].as_py() for key in ("group_id", "index"))
+            raise DumpError(
+                f"{name}: sample {index} of group {group_id}: column '{column}' must be {kind} "
+                f"without nulls, got one; {self.remedy}"
             )
         if not _is_array(kind) or not len(stored):
-            values: list[Any] = stored.to_pylist()
+            try:
+                values: list[Any] = stored.to_pylist()
+            except UnicodeDecodeError as error:
+                raise DumpError(
+                    f"{name}: column '{column}' must be UTF-8 ({error.reason}); {self.remedy}"
+                ) from error
             return values
         # Not ``to_numpy``: it imports pandas, a second and 50 MB on every rank.
-        flat, offsets = np.from_dlpack(stored.flatten()), np.from_dlpack(stored.offsets)
+        flat, offsets = np.from_dlpack(elements), np.from_dlpack(stored.offsets)
         return np.split(flat, offsets[1:-1] - offsets[0])
 
     def _unreadable(self, name: str, error: Exception) -> DumpError:
         reason = str(error).partition("\n")[0]
         return DumpError(f"{name}: not a readable parquet file ({reason}); {self.remedy}")
+
+
+def _has_null(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and None in value)
 
 
 def _is_array(kind: Any) -> bool:

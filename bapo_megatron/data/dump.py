@@ -11,14 +11,18 @@ sampled, K = its version spans, W = spans that an environment wrote.
 
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pyarrow as pa
+from pydantic import Field
 
+from bapo_megatron.calls import decode_json
 from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.files import atomic_write_bytes
@@ -57,7 +61,19 @@ SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "written_tokens": (pa.list_(pa.int32()), lambda sample: [n for _, n in sample.written]),
 }
 """One value per sample, or a list: [P], [R], [Q], [K], [K], [W], [W]."""
-_DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What belongs to a whole batch, or to its texts, which have a step only."""
+
+    format: int
+    step: Annotated[int, Field(ge=1)]
+    version: Annotated[int, Field(ge=0)] | None = None
+    stats: RolloutStats = field(default_factory=RolloutStats)
+
+
+_DUMP = RowFile("rollout dump", _REMEDY, FORMAT, SAMPLE_COLUMNS, _About)
 _TEXTS: RowFile[SampleText] = RowFile(
     "rollout dump",
     _REMEDY,
@@ -70,6 +86,7 @@ _TEXTS: RowFile[SampleText] = RowFile(
         "response_text": (pa.string(), lambda text: text.response_text),
         "turns": (pa.list_(pa.string()), lambda text: text.turns),
     },
+    _About,
 )
 
 
@@ -109,8 +126,8 @@ def encode_batch(batch: RolloutBatch) -> bytes:
     return stream.getvalue()
 
 
-def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
-    """Read what ``encode_batch`` wrote.
+def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> RolloutBatch:
+    """Read what ``encode_batch`` wrote, for a model with ``vocab_size`` tokens if that is known.
 
     The arrays of the samples are read-only views of the columns. Log-probs are not required to be
     finite: the trainer reports those with sample and position.
@@ -120,18 +137,18 @@ def decode_batch(encoded: EncodedBatch) -> RolloutBatch:
     """
     about, rows = _open(encoded)
     batch = RolloutBatch(
-        step=about["step"],
-        version=about["version"],
+        step=about.step,
+        version=about.version,
         groups=_groups(rows, encoded.name),
-        stats=RolloutStats(**about["stats"]),
+        stats=about.stats,
     )
-    _check_batch(batch, encoded.name)
+    _check_batch(batch, encoded.name, vocab_size)
     return batch
 
 
 def step_of(encoded: EncodedBatch) -> int:
     """Return the step of a dump without reading its samples; raises as ``decode_batch``."""
-    step: int = _open(encoded)[0]["step"]
+    step: int = _open(encoded)[0].step
     return step
 
 
@@ -151,16 +168,16 @@ def read_texts(path: Path) -> tuple[SampleText, ...]:
     """Read what ``write_texts`` wrote; raises ``DumpError``, or ``OSError`` where there is none."""
     encoded = read_encoded(texts_path(path))
     about, rows = _TEXTS.read(pa.BufferReader(encoded.content), encoded.name)
-    if "version" in about:
+    if about.version is not None:
         above = Path(encoded.name).parent.parent
         raise DumpError(f"{encoded.name}: a dump where its texts should be; move it to {above}")
     return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
 
 
-def _open(encoded: EncodedBatch) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+def _open(encoded: EncodedBatch) -> tuple[Any, Iterator[dict[str, Any]]]:
     """What the metadata say about all samples, and their rows, which are yet to be read."""
     about, rows = _DUMP.read(pa.BufferReader(encoded.content), encoded.name)
-    if "version" not in about:
+    if about.version is None:
         raise DumpError(
             f"{encoded.name}: the texts of a dump; give the file in the directory above"
         )
@@ -179,7 +196,12 @@ def _groups(all_rows: Iterable[dict[str, Any]], name: str) -> tuple[Group, ...]:
             if row["prompt_id"] != prompt.prompt_id:
                 raise DumpError(
                     f"{name}: group {group_id} mixes prompts '{prompt.prompt_id}' and "
-                    f"'{row['prompt_id']}'; write the dump again"
+                    f"'{row['prompt_id']}'; {_REMEDY}"
+                )
+            if not np.array_equal(row["prompt_token_ids"], prompt.token_ids):
+                raise DumpError(
+                    f"{name}: sample {row['index']} of group {group_id}: prompt_token_ids must be "
+                    f"those of the group's first sample; {_REMEDY}"
                 )
         groups.append(Group(group_id, tuple(sample_of(row, prompt, name) for row in rows)))
     return tuple(groups)
@@ -193,12 +215,12 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
     """
     place = f"{name}: sample {row['index']} of group {row['group_id']}"
     try:
-        finish_reason = FinishReason(row["finish_reason"])
-        reward_components = json.loads(row["reward_components"])
+        column = "finish_reason"
+        finish_reason = FinishReason(row[column])
+        column = "reward_components"
+        reward_components = decode_json(dict[str, float], row[column].encode())
     except ValueError as error:
-        raise DumpError(
-            f"{place}: unusable finish_reason or reward_components ({error}); write the dump again"
-        ) from error
+        raise DumpError(f"{place}: {column}: {error}; {_REMEDY}") from error
     versions, version_tokens, starts, written_tokens = (
         row[name].tolist()
         for name in ("versions", "version_tokens", "written_starts", "written_tokens")
@@ -227,7 +249,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
     )
 
 
-def _check_batch(batch: RolloutBatch, name: str) -> None:
+def _check_batch(batch: RolloutBatch, name: str, vocab_size: int | None = None) -> None:
     if not batch.groups:
         raise DumpError(f"{name}: the batch has no samples; collect at least one group")
     group_size = len(batch.groups[0].samples)
@@ -238,16 +260,19 @@ def _check_batch(batch: RolloutBatch, name: str) -> None:
         if indices != list(range(group_size)):
             raise DumpError(
                 f"{name}: group {group.group_id} holds samples {indices}, expected 0 to "
-                f"{group_size - 1} as in the first group; write the dump again"
+                f"{group_size - 1} as in the first group; {_REMEDY}"
             )
         for sample in group.samples:
-            if problem := _problem(sample):
+            problem = _problem_of_parts(sample) or _problem_of_values(
+                sample, batch.version, vocab_size
+            )
+            if problem:
                 place = f"{name}: sample {sample.index} of group {sample.group_id}"
-                raise DumpError(f"{place}: {problem}; write the dump again")
+                raise DumpError(f"{place}: {problem}; {_REMEDY}")
 
 
-def _problem(sample: Sample) -> str:
-    """Describe what is wrong with a sample; empty if nothing is."""
+def _problem_of_parts(sample: Sample) -> str:
+    """Describe which parts of a sample do not fit each other; empty if all do."""
     end = 0
     for start, num_tokens in sample.written:
         if start <= end or num_tokens < 1:
@@ -270,3 +295,30 @@ def _problem(sample: Sample) -> str:
     if any(span.num_tokens < 1 for span in sample.versions):
         return "a weights version without tokens"
     return "" if len(sample.prompt.token_ids) else "the prompt has no tokens"
+
+
+def _problem_of_values(sample: Sample, version: int, vocab_size: int | None) -> str:
+    """Describe a value that no run writes, by its column; empty if there is none."""
+    versions = [-1, *(span.version for span in sample.versions), version]
+    if versions != sorted(versions) or -1 in versions[1:]:
+        return (
+            f"versions must ascend from 0 to at most {version}, that of the batch, got "
+            f"{versions[1:-1]}"
+        )
+    rewards = {"reward": sample.reward, **sample.reward_components}
+    for name, reward in rewards.items():
+        if not math.isfinite(reward):
+            column = "reward" if name == "reward" else f"reward_components.{name}"
+            return f"{column} must be finite, got {reward}"
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    for column, ids in (
+        ("prompt_token_ids", sample.prompt.token_ids),
+        ("response_token_ids", sample.response_token_ids),
+    ):
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= limit:
+            position = int(np.flatnonzero((ids < 0) | (ids > limit))[0])
+            return (
+                f"{column}[{position}] must be a token of the model, from 0 to {limit}, got "
+                f"{ids[position]}"
+            )
+    return ""

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from bapo_megatron.config.data import DatasetConfig
 from bapo_megatron.data.chat import Message
-from bapo_megatron.files import read_lines
+from bapo_megatron.files import parse_json, read_lines
 
 _MAX_QUOTED = 60
 _MAX_REASON = 300
@@ -28,6 +28,8 @@ _BATCH_ROWS = 1024
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _NOT_JSON = object()
+_NO_VALUE = (ValueError, OverflowError)
+"""What arrow says of bytes that are not text, and of dates that Python's types cannot hold."""
 
 
 class DataError(ValueError):
@@ -124,7 +126,7 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
     for batch in batches:
         try:
             records = batch.to_pylist()
-        except UnicodeDecodeError:
+        except _NO_VALUE:
             records = [_record(batch.slice(number, 1)) for number in range(batch.num_rows)]
         for number, record in enumerate(records, start=first):
             yield _row(f"{name}:{number}", f"{place}: row {number}", record)
@@ -132,23 +134,25 @@ def _rows_of_batches(batches: Iterator[Any], name: str, place: str) -> Iterator[
 
 
 def _record(row: Any) -> Any:
-    """The fields of a row, or the error that says why they cannot be read."""
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return ValueError(f"not UTF-8 ({error.reason})")
+    """The fields of a row, or the error that says which of them cannot be read."""
+    fields = {}
+    for number, name in enumerate(row.schema.names):
+        try:
+            (fields[name],) = row.column(number).to_pylist()
+        except _NO_VALUE as error:
+            problem = f"out of range ({error})"
+            if isinstance(error, UnicodeDecodeError):
+                problem = f"not UTF-8 ({error.reason})"
+            return ValueError(f"column '{name}' is {problem}")
+    return fields
 
 
 def _parse_json(content: bytes | str) -> Any:
     """The value of the JSON, or the error that says why it cannot be read."""
     try:
-        return json.loads(content)
-    except UnicodeDecodeError as error:
-        return ValueError(f"not UTF-8 ({error.reason})")
-    except RecursionError:
-        return ValueError("not valid JSON (nested too deeply)")
-    except ValueError as error:  # an integer of thousands of digits has no ``msg``
-        return ValueError(f"not valid JSON ({getattr(error, 'msg', error)})")
+        return parse_json(content)
+    except ValueError as error:
+        return error
 
 
 def _row(prompt_id: str, place: str, record: Any) -> Row:

@@ -109,7 +109,8 @@ class Generation:
             kind, name = self._ask(collect)
             if kind == _BATCH:
                 content = broadcast_buffer(None if own is None else own.content, self._groups)
-                return decode_batch(EncodedBatch(name.decode(), content))
+                encoded = EncodedBatch(name.decode(), content)
+                return decode_batch(encoded, self._policy.hf.vocab_size)
             if kind == _PUSH_WEIGHTS:
                 self.push_weights(again=True)
         return None

@@ -83,4 +83,4 @@ def make_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
         engine_load={"running": 2.5},
         loop_lag_s=0.25,
     )
-    return RolloutBatch(step=5, version=9, groups=tuple(groups), stats=stats)
+    return RolloutBatch(step=5, version=99, groups=tuple(groups), stats=stats)

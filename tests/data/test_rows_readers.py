@@ -71,7 +71,7 @@ def test_files_that_match_a_pattern_are_read_in_the_order_of_their_names(tmp_pat
         (b"[1, 2]", "must be an object with named fields, got [1, 2]"),
         (b'{"prompt": "\xff"}', "not UTF-8 (invalid start byte)"),
         (b"[" * 100_000, "not valid JSON (nested too deeply)"),
-        (b'{"answer": ' + b"9" * 5000 + b"}", "not valid JSON (Exceeds the limit (4300 digits)"),
+        (b'{"answer": ' + b"9" * 5000 + b"}", "not valid JSON (an integer of thousands of digits)"),
     ],
 )
 def test_a_line_that_cannot_be_read_has_a_place_and_a_reason_and_the_next_is_read(
@@ -96,7 +96,7 @@ def test_parquet_rows_that_are_no_utf8_do_not_hide_the_others(tmp_path):
     assert [row.fields for row in rows] == [{"prompt": "good"}, None, {"prompt": "too"}]
     assert (rows[1].place, rows[1].problem) == (
         f"{tmp_path}/a.parquet: row 1",
-        "not UTF-8 (invalid start byte)",
+        "column 'prompt' is not UTF-8 (invalid start byte)",
     )
 
 
