@@ -4,14 +4,13 @@ Shape legend: T = tokens of the file.
 """
 
 import json
+import math
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
@@ -179,16 +178,37 @@ def _read_tokens(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
     """The wanted columns that exist, and the names of all columns."""
+    if path.suffix not in (".npz", ".parquet"):
+        raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")
     wanted = (*COLUMNS, "mask")
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                return {name: archive[name] for name in wanted if name in archive}, archive.files
-        if path.suffix == ".parquet":
-            found = list(pq.read_schema(path).names)
-            names = [name for name in found if name in wanted]
-            table = pq.read_table(path, columns=names)
-            return {name: table[name].to_numpy() for name in names}, found
-    except (zipfile.BadZipFile, zlib.error, pa.ArrowInvalid, EOFError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); write the file again") from error
-    raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")
+    with path.open("rb") as stream:
+        try:
+            if path.suffix == ".npz":
+                with zipfile.ZipFile(stream) as archive:
+                    found = [name.removesuffix(".npy") for name in archive.namelist()]
+                    arrays = {name: _read_array(archive, name) for name in wanted if name in found}
+                return arrays, found
+            table = pq.ParquetFile(stream)
+            found = list(table.schema_arrow.names)
+            names = [name for name in wanted if name in found]
+            return {name: table.read([name])[name].to_numpy() for name in names}, found
+        except Exception as error:  # the parsers of zip, npy and parquet raise any
+            problem = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
+            raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    """An array of numbers whose size is that of its file, whatever its header says."""
+    info = archive.getinfo(f"{name}.npy")
+    with archive.open(info) as stream:
+        version = np.lib.format.read_magic(stream)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, in_columns, dtype = read_header(stream)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or num_bytes != info.file_size - stream.tell():
+            raise ValueError(f"column '{name}' is {dtype} of shape {list(shape)}, its file is not")
+        flat = np.frombuffer(stream.read(), dtype)
+    return flat.reshape(shape, order="F" if in_columns else "C")

@@ -1,6 +1,7 @@
 """``bapo-megatron compare``: two evaluations of the same problems."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,8 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two evaluations of the same problems by a paired bootstrap."""
+    if os.path.realpath(first) == os.path.realpath(second):
+        raise ResultsError(f"{first}: must differ from B, got the same twice; give two evaluations")
     found = compare_results(
         _results_of(first),
         _results_of(second),

@@ -8,6 +8,8 @@ import typer
 
 from bapo_megatron.telemetry.console import ProgressLine
 
+_MAX_FILE_GB = 1e6
+
 
 def command(
     source: Annotated[
@@ -31,6 +33,11 @@ def command(
     ] = False,
 ) -> None:
     """Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model."""
+    if not 1e-6 <= max_file_gb <= _MAX_FILE_GB:  # NaN is neither
+        raise ValueError(
+            f"--max-file-gb: must be from 1e-06 to {_MAX_FILE_GB:g}, got {max_file_gb:g}; leave it "
+            "out for 5"
+        )
     from bapo_megatron.policy.megatron_import import import_megatron
 
     import_megatron()

@@ -19,15 +19,17 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from bapo_megatron.calls import shown_value
 from bapo_megatron.config.check import check_rewards
 from bapo_megatron.config.load import ConfigError, load_config
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.data.rows import parse_answer
-from bapo_megatron.files import MAX_LINE_BYTES
+from bapo_megatron.files import MAX_LINE_BYTES, parse_json
 from bapo_megatron.processes import run_async
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.telemetry.console import ProgressLine
+from bapo_megatron.types import FinishReason
 
 STANDARD_INPUT = Path("-")
 """The file that stands for standard input."""
@@ -37,7 +39,6 @@ CLOSED_PIPE = 141
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
 _CHUNK_BYTES = 1 << 16
-_MAX_SHOWN = 60
 _T = TypeVar("_T")
 
 
@@ -186,10 +187,9 @@ async def _lines(path: Path, stream: io.FileIO) -> AsyncIterator[tuple[str, byte
 
 def _parse(place: str, line: bytes) -> Response:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition("\n")[0][:_MAX_SHOWN]
-        raise GradeError(f"{place}: not valid JSON ({reason}); correct the line") from error
+        record = parse_json(line)
+    except ValueError as error:
+        raise GradeError(f"{place}: {error}; correct the line") from error
     if not isinstance(record, dict):
         raise GradeError(
             f"{place}: must be a JSON object with 'response' and 'answer', got "
@@ -201,19 +201,27 @@ def _parse(place: str, line: bytes) -> Response:
             raise GradeError(f"{place}: field '{required}' is missing (fields: {names}); add it")
     row = {name: value for name, value in record.items() if name not in ("response", "answer")}
     response, num_tokens = record["response"], record.get("num_tokens", 0)
+    finish_reason = record.get("finish_reason", "stop")
     if not isinstance(response, str):
         raise GradeError(
             f"{place}: field 'response' must be a text, got {type(response).__name__}; correct "
             "the line"
         )
+    if type(num_tokens) is not int or num_tokens < 0:
+        raise GradeError(
+            f"{place}: field 'num_tokens' must be a number of tokens, got "
+            f"{shown_value(num_tokens)}; correct the line"
+        )
+    if finish_reason not in set(FinishReason):
+        raise GradeError(
+            f"{place}: field 'finish_reason' must be one of {', '.join(FinishReason)}, got "
+            f"{shown_value(finish_reason)}; correct the line"
+        )
     try:
         answer = parse_answer(record["answer"])
     except ValueError as error:
         raise GradeError(f"{place}: field 'answer' {error}; correct the line") from error
-    facts = SampleFacts(
-        finish_reason=str(record.get("finish_reason", "stop")),
-        num_tokens=num_tokens if isinstance(num_tokens, int) else 0,
-    )
+    facts = SampleFacts(finish_reason=finish_reason, num_tokens=num_tokens)
     return Response(response, answer, facts, row)
 
 

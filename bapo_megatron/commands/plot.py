@@ -1,6 +1,7 @@
 """``bapo-megatron plot``: training dynamics from the ``metrics.jsonl`` of one or several runs."""
 
 import io
+import os
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -118,9 +119,9 @@ def _points(rows: list[dict[str, float]], name: str) -> list[tuple[float, float]
 
 def _load(run_dir: Path) -> list[dict[str, float]]:
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; give the directory of a run")
     rows = read_metrics(path)
     if not rows:
-        raise ValueError(f"{path}: no step was recorded yet")
+        raise ValueError(f"{path}: no step was recorded yet; wait for the first one")
     return rows

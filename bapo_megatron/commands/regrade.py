@@ -1,6 +1,7 @@
 """Grading samples again without a server: ``eval --from``, and ``compare`` of samples files."""
 
 import asyncio
+import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ def regrade(
             raise ResultsError(
                 f"--out: would replace {path}, which is graded again; give another directory"
             )
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ResultsError("--from: must be different files, got one of them twice; leave it out")
     if out_dir is not None and len({path.name for path in paths}) < len(paths):
         raise ResultsError("--out: two of the files have the same name; grade them one by one")
     return run_graded(_regrade(paths, config, out_dir))
@@ -62,7 +65,7 @@ def regrade(
 async def _regrade(
     paths: Sequence[Path], config: RunConfig | None, out_dir: Path | None
 ) -> list[EvalResult]:
-    results = []
+    results: list[EvalResult] = []
     for path in paths:
         before = read_samples(path)
         settings = settings_beside(path)
@@ -89,6 +92,11 @@ async def _regrade(
                     num_resamples=evaluation.bootstrap_resamples,
                     seed=config.seed if config else settings.get("seed", 0),
                 )
+        if result.name in {earlier.name for earlier in results}:
+            raise ResultsError(
+                f"{settings_path(path)}: 'name' must differ from those of the files before, got "
+                f"{result.name}; grade them one by one"
+            )
         results.append(result)
         say(f"{path}: {_describe_changes(before, after)}")
         if out_dir is not None:
@@ -164,4 +172,4 @@ def run_graded(work: Coroutine[Any, Any, _T]) -> _T:
 def settings_beside(path: Path) -> dict[str, Any]:
     """The settings beside a samples file; empty if there are none."""
     beside = settings_path(path)
-    return read_settings(beside) if beside.exists() else {}
+    return read_settings(beside) if os.path.lexists(beside) else {}

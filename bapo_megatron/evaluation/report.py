@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bapo_megatron.calls import decode
-from bapo_megatron.evaluation.settings import ResultsError
+from bapo_megatron.calls import decode_json
+from bapo_megatron.config.evaluation import MAX_SAMPLES
+from bapo_megatron.evaluation.settings import MAX_NUMBER, ResultsError
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.types import EvalResult
 
@@ -37,6 +38,8 @@ _SETTING_COLUMNS: dict[str, Callable[[EvalResult], str]] = {
     "top_k": lambda r: str(r.settings["top_k"]),
     "longest response": lambda r: f"{r.settings['max_response_tokens']:,}",
 }
+_SETTINGS = {"weights", "temperature", "top_p", "top_k", "max_response_tokens"}
+"""What the columns need; samples from elsewhere may lack some."""
 
 
 def print_results(results: Sequence[EvalResult], console: Console) -> None:
@@ -56,7 +59,7 @@ def write_results(results: Sequence[EvalResult], json_path: Path) -> None:
     """
     entries = ",\n".join(map(_json_of, results))
     atomic_write_text(json_path, f"[\n{entries}\n]\n")
-    known = [result for result in results if result.settings]
+    known = [result for result in results if result.settings.keys() >= _SETTINGS]
     tables = (
         markdown_table(_SCORE_HEADINGS, _score_rows(results), num_left=2),
         markdown_table(list(_SAMPLE_COLUMNS), _rows(_SAMPLE_COLUMNS, results), num_left=1),
@@ -79,13 +82,37 @@ def read_results(path: Path) -> list[EvalResult]:
         OSError: It cannot be read.
     """
     try:
-        return decode(list[EvalResult], json.loads(path.read_text(encoding="utf-8")))
+        results = decode_json(list[EvalResult], path.read_bytes())
+        _check(results)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
         raise ResultsError(
-            f"{path}: holds no results that this version reads ({reason}); give the eval.json of "
+            f"{path}: holds no results that this version reads ({error}); give the eval.json of "
             "an evaluation, or a .jsonl of its samples"
         ) from error
+    return results
+
+
+def _check(results: Sequence[EvalResult]) -> None:
+    """Raise ValueError, with the field, for results that contradict themselves."""
+    for number, result in enumerate(results):
+        problems, num_each = result.problems, result.samples_per_prompt
+        if result.name in {earlier.name for earlier in results[:number]}:
+            raise ValueError(f"'[{number}].name' must differ from those before, got {result.name}")
+        if not 1 <= num_each <= MAX_SAMPLES:
+            raise ValueError(
+                f"'[{number}].samples_per_prompt' must be from 1 to {MAX_SAMPLES}, got {num_each}"
+            )
+        if not problems or len({problem.prompt_id for problem in problems}) < len(problems):
+            raise ValueError(f"'[{number}].problems' must be some, no two with one prompt_id")
+        for row, problem in enumerate(problems):
+            place, given = f"'[{number}].problems[{row}]'", problem.rewards
+            if not len(given) == len(problem.votes) == num_each:
+                raise ValueError(
+                    f"{place} must have samples_per_prompt = {num_each} rewards and votes, got "
+                    f"{len(given)} and {len(problem.votes)}"
+                )
+            if not all(abs(reward) <= MAX_NUMBER for reward in given):
+                raise ValueError(f"{place} must have rewards up to {MAX_NUMBER:g}, got {given}")
 
 
 def scoring_lines(results: Sequence[EvalResult]) -> list[str]:

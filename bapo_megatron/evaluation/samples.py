@@ -25,15 +25,18 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictInt, ValidationError
 
-from bapo_megatron.calls import decode
+from bapo_megatron.calls import decode, shown_value
+from bapo_megatron.config.evaluation import MAX_SAMPLES
+from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.evaluation.settings import (
+    MAX_NUMBER,
     ResultsError,
     check_same,
     read_settings,
     settings_path,
     write_settings,
 )
-from bapo_megatron.files import read_lines
+from bapo_megatron.files import parse_json, read_lines
 from bapo_megatron.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
@@ -44,9 +47,9 @@ _LOCK_POLL_S = 0.2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What file systems without locks say."""
 
-_Count = Annotated[int, Field(strict=True, ge=0)]
-_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
+_Number = Annotated[float, Field(strict=True, ge=-MAX_NUMBER, le=MAX_NUMBER)]
+_Seconds = Annotated[float, Field(strict=True, ge=0, le=MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class EvalSample:
     """One graded response; the keys of a line. Those with a default may be missing."""
 
     prompt_id: str
-    index: _Count
+    index: Annotated[int, Field(strict=True, ge=0, lt=MAX_SAMPLES)]
     """0 … n − 1 among the samples of the prompt."""
     prompt: str = ""
     """The rendered prompt as text."""
@@ -235,13 +238,25 @@ def read_samples(path: Path) -> list[list[EvalSample]]:
         by_prompt.setdefault(sample.prompt_id, []).append(sample)
     if not by_prompt:
         raise ResultsError(f"{path}: holds no sample; give a file that an evaluation wrote")
-    if settings_path(path).exists():
+    if os.path.lexists(settings_path(path)):
         settings = read_settings(settings_path(path))
         num_prompts, num_each = settings["num_prompts"], settings["samples_per_prompt"]
     else:
         num_prompts = len(by_prompt)
         num_each = max(sample.index + 1 for group in by_prompt.values() for sample in group)
+    for prompt_id, group in by_prompt.items():
+        last = max(sample.index for sample in group)
+        if last >= num_each:
+            raise ResultsError(
+                f"{path}: sample {last} of {prompt_id}: 'index' must be below samples_per_prompt = "
+                f"{num_each} in {settings_path(path).name}; give the settings of these samples"
+            )
     num_missing = num_prompts * num_each - sum(map(len, by_prompt.values()))
+    if num_missing < 0:
+        raise ResultsError(
+            f"{path}: has {len(by_prompt)} prompts, num_prompts in {settings_path(path).name} is "
+            f"{num_prompts}; give the settings of these samples"
+        )
     if num_missing:
         raise ResultsError(
             f"{path}: {num_missing} of {num_prompts * num_each} samples are missing; finish the "
@@ -258,10 +273,12 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
         allow_torn: Leave out a last line without an end.
 
     Raises:
-        ResultsError: A line is torn or not a sample, or a sample occurs twice.
+        ResultsError: A line is torn or not a sample, a sample occurs twice, or two samples of a
+            prompt have different answers.
         OSError: The file cannot be read.
     """
     seen: set[tuple[str, int]] = set()
+    answers: dict[str, str] = {}
     with path.open("rb") as stream:
         for number, line in enumerate(read_lines(stream, path), start=1):
             place = f"{path}:{number}"
@@ -278,14 +295,21 @@ def iterate_samples(path: Path, *, allow_torn: bool = False) -> Iterator[EvalSam
                     "remove one of the lines"
                 )
             seen.add(sample.key)
+            answer = answers.setdefault(sample.prompt_id, sample.answer)
+            if sample.answer != answer:
+                raise ResultsError(
+                    f"{place}: 'answer' of {sample.prompt_id} must be "
+                    f"{shown_value(answer)} as before, got {shown_value(sample.answer)}; give the "
+                    "samples of one evaluation"
+                )
             yield sample
 
 
 def _parse(line: bytes, place: str) -> EvalSample:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ResultsError(f"{place}: not valid JSON ({error}); remove the line") from error
+        content = parse_json(line)
+    except ValueError as error:
+        raise ResultsError(f"{place}: {error}; remove the line") from error
     if not isinstance(content, dict):
         raise ResultsError(f"{place}: must be a JSON object; remove the line")
     try:
@@ -294,5 +318,5 @@ def _parse(line: bytes, place: str) -> EvalSample:
         name = str(error.errors()[0]["loc"][0])
         raise ResultsError(
             f"{place}: needs '{name}' as an evaluation writes it, got "
-            f"{json.dumps(content.get(name))[:60]}; give a file that an evaluation wrote"
+            f"{shown_value(content.get(name))}; give a file that an evaluation wrote"
         ) from error

@@ -6,20 +6,43 @@ Settings are kept beside the samples: only an evaluation with the same ones may 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bapo_megatron.config.evaluation import EvalConfig, EvalSamplingConfig, eval_reward
+from pydantic import Field
+
+from bapo_megatron.calls import decode_json
+from bapo_megatron.config.evaluation import MAX_SAMPLES, EvalConfig, EvalSamplingConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.section import MAX_INTEGER
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import load_eval_set, log_warnings
-from bapo_megatron.files import atomic_write_text
+from bapo_megatron.files import atomic_write_text, parse_json
 from bapo_megatron.types import Prompt
+
+MAX_NUMBER = 1e15
+"""Limit of rewards and times in samples and results: sums of them stay finite."""
 
 _NUM_CHUNKS = 64
 _CHUNK_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What readers of settings rely on; the rest is only compared."""
+
+    num_prompts: Annotated[int, Field(ge=1)]
+    samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int | None = None
+    max_response_tokens: int = 0
+    weights: str = ""
+    name: str = ""
+    seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
+    reward: dict[str, Any] = field(default_factory=dict)
 
 
 class ResultsError(ValueError):
@@ -127,18 +150,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a settings file; ResultsError where it is missing or damaged."""
     remedy = "put it back, or change run_dir"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        decode_json(_Settings, content)
+        settings: dict[str, Any] = parse_json(content)
     except FileNotFoundError as error:
         raise ResultsError(
             f"{path}: is missing; what the samples beside it were made with is unknown; {remedy}"
         ) from error
     except ValueError as error:
         raise ResultsError(f"{path}: damaged ({error}); {remedy}") from error
-    if not isinstance(settings, dict):
-        raise ResultsError(f"{path}: damaged (not a JSON object); {remedy}")
-    for name in ("num_prompts", "samples_per_prompt"):
-        if not isinstance(settings.get(name), int):
-            raise ResultsError(f"{path}: damaged (its {name} is not an integer); {remedy}")
     return settings
 
 

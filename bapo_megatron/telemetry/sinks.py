@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bapo_megatron.calls import decode_json
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.files import atomic_write_text
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
@@ -37,15 +38,19 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     written.
 
     Raises:
-        ValueError: A line is not a JSON object; the message names file and line.
+        ValueError: A line is not a JSON object of numbers with a step; the message names file, line
+            and key.
     """
-    text, _, _ = path.read_text().rpartition("\n")
+    content, _, _ = path.read_bytes().rpartition(b"\n")
     rows: list[dict[str, float]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
+            row = decode_json(dict[str, float], line)
+            if not (row.get("step", -1.0) >= 0 and all(map(math.isfinite, row.values()))):
+                raise ValueError("'step' and all other numbers must be there and finite")
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}; remove the line") from error
+        rows.append(row)
     return rows
 
 

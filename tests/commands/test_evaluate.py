@@ -131,7 +131,16 @@ def test_samples_alone_run_no_code_and_send_nothing_to_a_service(
     functions = [{"name": "math", "function": "math"}, {"name": "own", **entry}]
     write_settings(
         samples_file,
-        {"num_prompts": 2, "samples_per_prompt": 4, "reward": {"functions": functions}},
+        {
+            "weights": "model",
+            "num_prompts": 2,
+            "samples_per_prompt": 4,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_response_tokens": 16,
+            "reward": {"functions": functions},
+        },
     )
     message = rf"sums\.settings\.json: reward\.functions\[1\] is {named}, .*; give the CONFIG that"
     with pytest.raises(ResultsError, match=message):

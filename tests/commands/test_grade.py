@@ -118,7 +118,12 @@ def test_a_bad_line_is_one_line_with_its_number_after_the_results_before_it():
     [
         (b"{", "not valid JSON ("),
         (b"[" * 100_000, "not valid JSON ("),
-        (b"\xff", "not valid JSON ("),
+        (b"\xff", "not UTF-8 ("),
+        (b'{"response": "x", "answer": 1, "num_tokens": "9"}', "field 'num_tokens' must be a num"),
+        (
+            b'{"response": "x", "answer": 1, "finish_reason": 3}',
+            "field 'finish_reason' must be",
+        ),
         (b"[1]", "must be a JSON object with 'response' and 'answer', got list"),
         (b"{}", "field 'response' is missing (fields: none); add it"),
         (b'{"response": 1, "answer": "x"}', "field 'response' must be a text, got int"),

@@ -255,7 +255,7 @@ def test_an_incomplete_file_is_refused_with_the_number_of_what_is_missing(tmp_pa
     with pytest.raises(ResultsError, match=r"1 of 4 samples are missing; finish the evaluation"):
         read_samples(path)
     (tmp_path / "sums.settings.json").write_text('{"num_prompts": 2}')
-    with pytest.raises(ResultsError, match=r"damaged \(its samples_per_prompt is not an integer\)"):
+    with pytest.raises(ResultsError, match=r"damaged \('samples_per_prompt' is missing\); put it"):
         read_samples(path)
     (tmp_path / "sums.settings.json").unlink()  # then only the lines can tell
     with pytest.raises(ResultsError, match=r"1 of 4 samples are missing"):
