@@ -143,11 +143,16 @@ class EngineStates:
         return EngineState.USABLE not in states and EngineState.STALE in states
 
     def describe(self, states: Sequence[EngineState] = tuple(EngineState)) -> str:
-        """The engines in these states, and why, for people."""
+        """The engines in these states, and why, for people: those with one reason together."""
+        groups: dict[str, list[str]] = {}
+        for pooled in self.engines:
+            if pooled.state in states:
+                reason = pooled.reason.removeprefix(pooled.address).removeprefix(": ")
+                why = f" ({pooled.state}): {reason}"
+                groups.setdefault(why, []).append(pooled.address)
         return "; ".join(
-            f"{pooled.address} ({pooled.state}): {pooled.reason}"
-            for pooled in self.engines
-            if pooled.state in states
+            f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}{why}"
+            for why, names in groups.items()
         )
 
     def watch(self) -> None:

@@ -17,13 +17,14 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
+from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.distributed import ProcessGroups
-from bapo_megatron.files import atomic_write_text, publish_directory, replaced_directory
+from bapo_megatron.files import atomic_write_text, parse_json, publish_directory, replaced_directory
 
 FORMAT = 4
 """In format 3, state.json held what is in rollout.parquet."""
@@ -33,6 +34,7 @@ STATE_NAME = "state.json"
 CHECKSUMS_NAME = "checksums.json"
 METADATA_NAME = ".metadata"
 ROLLOUT_NAME = "rollout.parquet"
+_MAX_NAME_BYTES = 64
 STEP_PATTERN = re.compile(r"step_(\d+)")
 
 OTHER_CHECKPOINT = (
@@ -63,6 +65,8 @@ class Checksums:
 class CheckpointState:
     """Contents of state.json."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    """For ``calls.decode_json``: a field that is not here is another version's."""
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
@@ -132,7 +136,7 @@ def find_latest(root: Path) -> Path | None:
     pointer = root / LATEST_NAME
     if not pointer.is_file():
         return None
-    name = pointer.read_text(encoding="utf-8").strip()
+    name = pointer.read_bytes()[:_MAX_NAME_BYTES].decode(errors="replace").strip()
     directory = _existing(root / name) if STEP_PATTERN.fullmatch(name) else None
     if directory is None:
         raise CheckpointError(
@@ -152,8 +156,8 @@ def find_best(root: Path) -> BestCheckpoint | None:
     if not pointer.is_file():
         return None
     try:
-        best = BestCheckpoint(**json.loads(pointer.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        best = decode_json(BestCheckpoint, pointer.read_bytes())
+    except ValueError as error:
         raise CheckpointError(f"{pointer}: damaged ({error}); delete the file") from error
     if not STEP_PATTERN.fullmatch(best.checkpoint) or not checkpoint_exists(root, best.step):
         raise CheckpointError(
@@ -172,21 +176,21 @@ def read_state(directory: Path) -> CheckpointState:
     """Read state.json; raise ``CheckpointError`` if it is missing, damaged or of another format."""
     path = directory / STATE_NAME
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise TypeError("not a mapping")
-        if fields.get("format", FORMAT) != FORMAT:
-            raise CheckpointError(
-                f"{path}: format {fields['format']}, this version reads format {FORMAT}; resume "
-                "with the version that saved it"
-            )
-        return CheckpointState(**fields)
+        content = path.read_bytes()
+        fields = parse_json(content)
+        found = fields.get("format", FORMAT) if isinstance(fields, dict) else FORMAT
+        if found == FORMAT:
+            return decode_json(CheckpointState, content)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory}: not a complete checkpoint, {STATE_NAME} is missing; {OTHER_CHECKPOINT}"
         ) from error
-    except (OSError, UnicodeError, json.JSONDecodeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); {OTHER_CHECKPOINT}") from error
+    raise CheckpointError(
+        f"{path}: format {shown_value(found)}, this version reads format {FORMAT}; resume with the "
+        "version that saved it"
+    )
 
 
 def check_files(directory: Path, state: CheckpointState) -> None:

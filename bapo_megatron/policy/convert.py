@@ -24,8 +24,6 @@ from bapo_megatron.policy.megatron_setup import DTYPES
 COMPANIONS_NAME = "hf"
 """Where a converted checkpoint keeps the files of its Hugging Face model that hold no weights."""
 
-SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 @dataclass(frozen=True, slots=True)
 class Amount:
@@ -79,9 +77,8 @@ def convert(
         OSError: The target cannot be written; nothing is left under its name.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype: {dtype} is none of {', '.join(DTYPES)}")
-    if max_file_bytes <= 0:
-        raise ValueError("--max-file-gb: must be above 0; leave it out for 5")
+        raise ValueError(f"--dtype: {dtype} is none of {', '.join(DTYPES)}; choose one of them")
+    assert max_file_bytes > 0, "the command checks it"
     wanted = None if dtype is None else DTYPES[dtype]
     if (source / METADATA_NAME).is_file():
         hf_dir = hf_dir or _find_companions(source)
@@ -103,14 +100,7 @@ def _to_megatron(
     hf = read_hf_config_file(source / "config.json")
     table = hf_weights.weight_table(hf)
     files = hf_weights.find_tensors(hf, source)
-    stored = hf_weights.stored_dtypes(table, files, hf, source)
-    for name, kind in stored.items():
-        if kind not in SAFETENSORS_DTYPES:
-            raise ValueError(
-                f"{source}: {name} is stored as {kind}; only {', '.join(SAFETENSORS_DTYPES)} can "
-                "be converted"
-            )
-    dtypes = {name: SAFETENSORS_DTYPES[kind] for name, kind in stored.items()}
+    dtypes = hf_weights.stored_dtypes(table, files, hf, source)
     dtype = _target_dtype(source, dtypes, wanted)
 
     def parameters() -> Iterator[tuple[hf_weights.Weight, Tensor]]:

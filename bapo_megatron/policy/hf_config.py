@@ -3,16 +3,18 @@
 Everything that would change what the model computes is either understood here or refused.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.check import check_heads, check_layers
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.data.packing import SequenceFlops
+from bapo_megatron.files import parse_json
+
+if TYPE_CHECKING:
+    from bapo_megatron.data.packing import SequenceFlops
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,14 @@ class HfConfig:
     """RMSNorm over each head's query and key."""
 
     @property
-    def sequence_flops(self) -> SequenceFlops:
+    def sequence_flops(self) -> "SequenceFlops":
         """Operations of a forward pass: two per weight and token, and causal attention.
 
         Attention multiplies queries with keys and scores with values, half of the L² pairs each:
         2 · 2 · L²/2 · channels operations per layer. The embedding is a lookup.
         """
+        from bapo_megatron.data.packing import SequenceFlops  # imports numpy
+
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         projections = self.hidden_size * (2 * query + 2 * key + 3 * self.intermediate_size)
         weights = self.num_layers * projections + self.vocab_size * self.hidden_size
@@ -134,6 +138,19 @@ READ_FIELDS = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 
+_MAX_SHOWN = 80
+MAX_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": 1 << 31,
+}
+"""Limits far above any model, so that a damaged file is refused before it takes all memory."""
+
 HARMLESS_FIELDS = (
     # Of a window that use_sliding_window and layer_types rule out.
     *("sliding_window", "max_window_layers"),
@@ -154,11 +171,11 @@ def read_hf_config_file(path: Path) -> HfConfig:
             field and the value.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}); restore the file") from error
+        fields = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; restore the file") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
+        raise ValueError(f"{path}: must hold a JSON object, got {_shown(fields)}; restore the file")
     try:
         return _understand(fields)
     except ValueError as error:
@@ -194,7 +211,7 @@ def _understand(fields: dict[str, Any]) -> HfConfig:
         max_position_embeddings=_positive(fields, "max_position_embeddings"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tied_embeddings=_flag(fields, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
     )
@@ -204,16 +221,16 @@ def _refuse_other_computations(fields: dict[str, Any]) -> None:
     for name, allowed in REQUIRED_VALUES.items():
         if fields.get(name, allowed[-1]) not in allowed:
             raise _unsupported(name, fields[name], f"only {allowed[0]!r}")
-    kinds = set(fields.get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise _unsupported("layer_types", sorted(kinds), "only 'full_attention'")
+    kinds = fields.get("layer_types") or ["full_attention"]
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise _unsupported("layer_types", kinds, "only 'full_attention'")
     # A field that nobody here knows may be part of another architecture.
     known = {*REQUIRED_VALUES, *READ_FIELDS, *HARMLESS_FIELDS}
     for name, value in fields.items():
         if name not in known and value:
             raise ValueError(
-                f"{name} is {value!r}, a field that is not known here and may change what the "
-                "model computes; choose another model, or remove the field if it does not"
+                f"{name} is {_shown(value)}, a field that is not known here and may change "
+                "what the model computes; choose another model, or remove the field if it does not"
             )
 
 
@@ -238,16 +255,29 @@ def _rope(fields: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
 
 def _positive(fields: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if fields.get(name) is None else fields[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _unsupported(name, value, "a positive integer")
+    if type(value) is not int or not 1 <= value <= MAX_SIZES[name]:
+        raise _unsupported(name, value, f"an integer from 1 to {MAX_SIZES[name]}")
+    return value
+
+
+def _flag(fields: dict[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
+    if not isinstance(value, bool):
+        raise _unsupported(name, value, "true or false")
     return value
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _unsupported(name, value, "a number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise _unsupported(name, value, "a number above 0")
     return float(value)
 
 
 def _unsupported(field: str, value: Any, supported: str) -> ValueError:
-    return ValueError(f"{field} is {value!r}, but {supported} is supported; choose another model")
+    return ValueError(
+        f"{field} is {_shown(value)}, but {supported} is supported; choose another model"
+    )
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:_MAX_SHOWN]

@@ -9,7 +9,6 @@ hold equal parts of it along ``axis``:
 - ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,12 +21,14 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bapo_megatron.calls import decode_json
 from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.policy.hf_config import HfConfig, padded_vocab_size
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_NAMES_IN_ERROR = 10
+MAX_NAMES_IN_ERROR = 5
+SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,14 @@ class Weight:
     form: Literal["plain", "qkv", "gate_up", "vocab"] = "plain"
     layer: int | None = None
     """Number of its layer in the whole model; None: embedding, final norm or output."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What is read of an index."""
+
+    weight_map: dict[str, str]
+    """File of each tensor."""
 
 
 EMBEDDING = Weight(
@@ -205,19 +214,13 @@ def local_weights(chunks: Sequence[GPTModel], hf: HfConfig) -> list[tuple[Weight
 
 @torch.no_grad()
 def load_weights(
-    chunks: Sequence[GPTModel], hf: HfConfig, model_dir: Path, groups: ProcessGroups
+    chunks: Sequence[GPTModel], hf: HfConfig, files: Mapping[str, Path], groups: ProcessGroups
 ) -> None:
-    """Fill this rank's parameters from the directory's safetensors files.
+    """Fill this rank's parameters from safetensors files that ``stored_dtypes`` has checked.
 
     Only this rank's rows or columns of the tensors of its layers are read.
-
-    Raises:
-        ValueError: Files or tensors are missing, unexpected or of the wrong shape; all are named.
     """
-    files = find_tensors(hf, model_dir)
-    held = local_weights(chunks, hf)
-    stored_dtypes([weight for weight, _ in held], files, hf, model_dir)
-    for weight, parameter in held:
+    for weight, parameter in local_weights(chunks, hf):
         shard = read_shard(weight, files, hf, groups.tensor_rank, groups.tensor_size)
         assert parameter.shape == shard.shape, (weight.megatron, parameter.shape, shard.shape)
         parameter.copy_(shard)
@@ -237,17 +240,18 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> dict[str, Path]:
     index, single = model_dir / INDEX_NAME, model_dir / SINGLE_NAME
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            strays = [file for file in weight_map.values() if Path(file).name != file]
-            files = {name: model_dir / file for name, file in weight_map.items()}
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{index}: no readable weight_map; restore the file") from error
-        if strays:
+            weight_map = decode_json(_Index, index.read_bytes()).weight_map
+        except ValueError as error:
+            raise ValueError(f"{index}: {error}; restore the file") from error
+        if strays := [file for file in weight_map.values() if Path(file).name != file]:
             raise ValueError(
                 f"{index}: names {strays[0]!r}, which is not a file beside it; restore the file"
             )
+        files = {name: model_dir / file for name, file in weight_map.items()}
         if absent := sorted({path.name for path in files.values() if not path.is_file()}):
-            raise ValueError(f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}")
+            raise ValueError(
+                f"{model_dir}: missing {listed(absent)}, named by {INDEX_NAME}; restore the files"
+            )
         held = {path: set(_open(path).keys()) for path in sorted(set(files.values()))}
         if strays := sorted(name for name, path in files.items() if name not in held[path]):
             raise ValueError(f"{index}: its files do not hold {listed(strays)}; restore them")
@@ -302,17 +306,25 @@ def read_shard(
 
 def stored_dtypes(
     weights: Iterable[Weight], files: dict[str, Path], hf: HfConfig, model_dir: Path
-) -> dict[str, str]:
-    """Return the dtype of each tensor by name, as safetensors calls it.
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor by name; only headers of files are read.
 
     Raises:
-        ValueError: Tensors have other shapes than config.json describes; they are named.
+        ValueError: Tensors have other shapes than config.json describes, or hold no floats; they
+            are named.
     """
     shapes = {name: shape for weight in weights for name, shape in hf_shapes(weight, hf).items()}
     readers = {path: _open(path) for path in sorted({files[name] for name in shapes})}
     slices = {name: readers[files[name]].get_slice(name) for name in shapes}
     refuse_shapes(((n, slices[n].get_shape(), shape) for n, shape in shapes.items()), model_dir)
-    return {name: stored.get_dtype() for name, stored in slices.items()}
+    kinds = {name: stored.get_dtype() for name, stored in slices.items()}
+    for name, kind in kinds.items():
+        if kind not in SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"{model_dir}: {name} must be stored as {', '.join(SAFETENSORS_DTYPES)}, got "
+                f"{kind}; save the model as one of them"
+            )
+    return {name: SAFETENSORS_DTYPES[kind] for name, kind in kinds.items()}
 
 
 def refuse_differences(
@@ -339,7 +351,10 @@ def refuse_shapes(
         if list(found) != list(expected)
     ]
     if problems:
-        raise ValueError(f"{directory}: wrong shapes: {listed(list(dict.fromkeys(problems)))}")
+        raise ValueError(
+            f"{directory}: wrong shapes: {listed(list(dict.fromkeys(problems)))}; use the weights "
+            "and the config of one model"
+        )
 
 
 def listed(names: Sequence[str]) -> str:

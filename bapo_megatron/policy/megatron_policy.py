@@ -46,7 +46,12 @@ from bapo_megatron.files import atomic_directory
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.hf_config import HfConfig, read_hf_config_file
-from bapo_megatron.policy.hf_weights import load_weights
+from bapo_megatron.policy.hf_weights import (
+    find_tensors,
+    load_weights,
+    stored_dtypes,
+    weight_table,
+)
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything
 from bapo_megatron.policy.optimizer import (
     OptimizerStep,
@@ -111,9 +116,11 @@ class MegatronPolicy:
         """
         megatron = megatron or MegatronConfig()
         hf = read_hf_config_file(model.path / "config.json")
+        files = find_tensors(hf, model.path)
+        stored_dtypes(weight_table(hf), files, hf, model.path)  # before memory is allocated
         seed_everything(seed, groups)
         chunks = build_chunks(hf, model, parallel, megatron, groups)
-        load_weights(chunks, hf, model.path, groups)
+        load_weights(chunks, hf, files, groups)
         head = None
         if returns_hidden_states and groups.is_last_stage:
             head = _take_off_head(chunks[-1], groups.tensor)

@@ -9,6 +9,7 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.gpus import count_gpus
+from bapo_megatron.policy.hf_config import read_hf_config_file
 
 
 def check_training(config: RunConfig, world_size: int, *, owns_files: bool = True) -> None:
@@ -23,6 +24,7 @@ def check_training(config: RunConfig, world_size: int, *, owns_files: bool = Tru
     if owns_files and config.replay.dumps is None:
         load_kind(config.rollout.engine).check(config)
         _check_gpus(config.rollout)
+    read_hf_config_file(config.model.path / "config.json")
     algorithm = config.algorithm
     # ``LossStage`` loads the objective again, for its device and kernels.
     if ":" in algorithm.objective:

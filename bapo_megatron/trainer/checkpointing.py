@@ -3,11 +3,16 @@
 ``checkpoint.best`` names the metric; ``policy.checkpoint_files`` keeps the best checkpoint.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
+from bapo_megatron.calls import decode_json
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
@@ -15,8 +20,11 @@ from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
+    OTHER_CHECKPOINT,
     ROLLOUT_NAME,
+    STATE_NAME,
     BestCheckpoint,
+    CheckpointError,
     checkpoint_exists,
     find_best,
     find_latest,
@@ -34,7 +42,9 @@ from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 class Progress:
     """Position and totals of a run; part of every checkpoint."""
 
-    finished_steps: int = 0
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    """For ``calls.decode_json``."""
+    finished_steps: Annotated[int, Field(ge=0)] = 0
     updates: int = 0
     """Optimizer updates, without skipped ones."""
     generated_tokens: float = 0.0
@@ -115,9 +125,12 @@ def load_run(
             say(f"{root}: no checkpoint yet, starting at step 1")
         return Progress()
     extra = load_checkpoint(root / name, policy, verify=verify)
-    fields = dict(extra["progress"])
-    best = fields.pop("best", None)
-    progress = Progress(**fields, best=BestCheckpoint(**best) if best else None)
+    try:
+        progress = decode_json(Progress, json.dumps(extra.get("progress")).encode())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{root / name / STATE_NAME}: extra.progress: {error}; {OTHER_CHECKPOINT}"
+        ) from error
     if source is not None:
         _restore_best(root, progress)
         source.restore(root / name / ROLLOUT_NAME)

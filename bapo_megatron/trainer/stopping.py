@@ -46,8 +46,9 @@ class Stopping:
             signal.signal(number, self._note)
         if keeps_time and self._config.stop_after is not None:
             self._stop_at_s = time.time() + self._config.stop_after
+        if keeps_time:
+            self._job_end_s = _job_end_of_environment()
         if keeps_time and "SLURM_JOB_ID" in os.environ:
-            self._job_end_s = float(os.environ.get("SLURM_JOB_END_TIME", math.inf))
             threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
 
     def error(self) -> StoppedError | None:
@@ -88,6 +89,20 @@ class Stopping:
                 if self._job_end_s == math.inf:
                     say(f"squeue tells no end of this job ({error}); the run does not stop for it")
             time.sleep(_ASK_AGAIN_S)
+
+
+def _job_end_of_environment() -> float:
+    """Return what Slurm said when the job began, in seconds since 1970; ∞ where it said nothing."""
+    name = "SLURM_JOB_END_TIME"
+    given = os.environ.get(name)
+    try:
+        end_s = math.inf if given is None else float(given)
+        datetime.fromtimestamp(0.0 if given is None else end_s)
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(
+            f"{name}: must be the end of the job in seconds since 1970, got '{given}'; unset it"
+        ) from error
+    return end_s
 
 
 def _job_end_s() -> float:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
@@ -346,8 +345,8 @@ class LocalBackend:
             model, stop_ids = await asyncio.to_thread(
                 load_model, self.model.path, self.model.dtype, self.device
             )
-        # Files are missing, unusable or damaged, or there is too little memory.
-        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        # Files are missing, unusable or damaged: anything that transformers stumbles over.
+        except Exception as error:
             raise RolloutError(
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"

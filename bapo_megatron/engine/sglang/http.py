@@ -134,7 +134,7 @@ class SglangHttp:
                 reply = await self._read(got, path)
         except aiohttp.ClientError as error:
             raise BrokenConnectionError(
-                f"{self.address}{path}: no connection ({describe_cause(error)}); see the server's "
+                f"{self.address}{path}: no connection ({_why_broken(error)}); see the server's "
                 "log, or correct rollout.servers"
             ) from error
         except TimeoutError as error:
@@ -204,6 +204,13 @@ async def _drain(reply: aiohttp.ClientResponse) -> None:
                 num_bytes += len(piece)
                 if num_bytes > _MAX_REST_BYTES:
                     return
+
+
+def _why_broken(error: aiohttp.ClientError) -> str:
+    """The operating system's words where there are any; aiohttp adds the address, and ``ssl``."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
+        return error.os_error.strerror
+    return describe_cause(error)
 
 
 def _reason(reply: Reply) -> str:
