@@ -1,0 +1,117 @@
+"""Intact input for every command, made once by the commands and writers themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.data.dump import write_texts
+from bapo_megatron.evaluation.report import write_results
+from bapo_megatron.evaluation.settings import write_settings
+from bapo_megatron.types import SampleText
+from tests.evaluation.results import result, sample
+from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
+
+ROWS = [
+    {"prompt": f"{a}+{b}=?", "answer": str(a + b), "level": a} for a in range(3) for b in range(3)
+]
+SETTINGS: dict[str, Any] = {
+    "name": "sums",
+    "weights": "model (float32, files 0)",
+    "prompts": "0123456789abcdef",
+    "num_prompts": 2,
+    "samples_per_prompt": 2,
+    "temperature": 0.6,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_response_tokens": 16,
+    "reward": {"functions": [{"name": "math", "function": "math", "weight": 1.0}]},
+    "seed": 0,
+    "environment": None,
+    "max_turns": None,
+}
+
+
+def make_intact(root: Path) -> None:
+    """Fill ``root``; its files are the ``intact`` ones of ``cases``."""
+    model = make_random_model(root / "model", num_hidden_layers=2)
+    _make_sharded(model, root / "sharded")
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (root / "train.json").write_text(json.dumps(ROWS))
+    pq.write_table(pa.Table.from_pylist(ROWS), root / "train.parquet")
+    dumps = write_dumps(root / "dumps", model, steps=1, groups=2, samples_per_group=2)
+    _make_texts(dumps / "step_000001.parquet")
+    replay = replay_settings(model, dumps, root / "run")
+    replay["train"]["steps"] = 1
+    replay["optimizer"] = {"lr": 1e-3}
+    (root / "replay.yaml").write_text(yaml.safe_dump(replay))
+    settings = {
+        "name": "run",
+        "run_dir": str(root / "runs" / "new"),
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": {"path": str(root / "train.jsonl")}, "max_prompt_tokens": 64},
+        "rollout": {"max_response_tokens": 64, "engine": "local"},
+    }
+    (root / "base.yaml").write_text(yaml.safe_dump(settings))
+    own = {"inherit": "base.yaml", "seed": 3, "reward": {"workers": 1}, "eval": {"k_values": [1]}}
+    (root / "run.yaml").write_text(yaml.safe_dump(own))
+    samples = [sample(f"a:{p}", i, answer=str(p)) for p in range(2) for i in range(2)]
+    (root / "sums.jsonl").write_bytes(b"".join(each.to_line() for each in samples))
+    write_settings(root / "sums.jsonl", SETTINGS)
+    write_results([result({"a:0": ["2", "3"]}, settings=SETTINGS)], root / "eval.json")
+    graded = [{"response": r"\boxed{2}", "answer": "2"}, {"response": "no", "answer": 3}]
+    (root / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in graded))
+    tokens = {
+        "logprob": np.log(np.array([2.0, 0.75, 9.0])),
+        "behaviour_logprob": np.zeros(3),
+        "advantage": np.array([1.0, -2.0, 100.0]),
+        "mask": np.array([1, 1, 0]),
+    }
+    np.savez(root / "tokens.npz", **tokens)
+    pq.write_table(pa.table(tokens), root / "tokens.parquet")
+    for arguments in (
+        ["train", str(root / "replay.yaml"), "log.console=false"],
+        ["convert", str(model), str(root / "checkpoint")],
+    ):
+        _run(arguments)
+
+
+def _make_sharded(model: Path, target: Path) -> None:
+    """The model with its weights in two files and an index."""
+    target.mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for number, own in enumerate((names[::2], names[1::2]), start=1):
+        name = f"model-{number:05}-of-00002.safetensors"
+        save_file({each: tensors[each] for each in own}, target / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(own, name)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _make_texts(dump: Path) -> None:
+    texts = [SampleText(g, i, "1+1=?", "2", r"\boxed{2}") for g in range(2) for i in range(2)]
+    write_texts(dump, 1, texts)
+
+
+def _run(arguments: list[str]) -> None:
+    from bapo_megatron import cli
+
+    sys.argv = ["bapo-megatron", *arguments]
+    try:
+        cli.main()
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"{arguments} ended with {end.code}") from end
