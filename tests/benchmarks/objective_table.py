@@ -122,7 +122,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
         *heading(report["machine"]),
         f"{report['steps']} steps of configs/demo.yaml on one rank with the local engine; held-out "
         f"accuracy at the end, the batch's reward over the last {LAST_STEPS} steps, trained tokens "
-        "without a gradient (mean over signs, updates and steps). Tokens are some 40 updates old, so "
+        "without a gradient (mean over signs, updates and steps). Tokens are some 40 updates old: "
         "objectives that limit nothing, or little, fall behind or collapse. One model and a few "
         "seeds show that each objective trains, not which of the others is better.",
         "",
