@@ -21,7 +21,17 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run that passes all checks; its layout needs two ranks."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    hf_config = {"num_attention_heads": 6, "num_hidden_layers": 6, "max_position_embeddings": 600}
+    hf_config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 600,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+    }
     Path("model/config.json").write_text(json.dumps(hf_config))
     for name in ("model/model.safetensors", "model/tokenizer_config.json", "train.jsonl"):
         Path(name).touch()
