@@ -120,7 +120,7 @@ def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_
         ("missing metadata", "damaged, .metadata is missing instead of "),
         ("no state", "not a complete checkpoint, state.json is missing"),
         ("unreadable state", "state.json: damaged"),
-        ("state of nothing", "state.json: damaged (not a mapping)"),
+        ("state of nothing", "state.json: damaged (must be an object, got [])"),
         ("state without a field", "state.json: damaged"),
         ("earlier format", "format 3, this version reads format 4; resume with the version that"),
         ("other model", "cannot be loaded into this model"),
