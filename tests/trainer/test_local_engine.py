@@ -27,6 +27,8 @@ STEPS = 4
 GROUPS_PER_STEP = 4
 TIMES = re.compile(
     "time/|ranks/|collector/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$"
+    # Measured times decide whether predicted bounds are used; a new process begins without any.
+    "|train/prediction_|train/forward_.*_flops"
 )
 EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
 """A random model is never right; about half of its responses have an even length."""
