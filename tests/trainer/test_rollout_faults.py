@@ -125,7 +125,7 @@ def test_a_resumed_run_without_servers_saves_and_ends_and_resumes_to_its_end(
     made = len(steps(run_dir))
     rare = ["checkpoint.every_steps=1000", "rollout.health.patience_s=3"]
     # Nobody starts a server again whose owner is killed.
-    keys = {API_KEY_VARIABLE: "user", ADMIN_API_KEY_VARIABLE: "admin"}
+    keys = {API_KEY_VARIABLE: "key-of-a-user-01", ADMIN_API_KEY_VARIABLE: "key-of-the-admin"}
     port = free_port()
     serve = ["serve", str(interrupted.config), "rollout.server.count=1"]
     serving = start([*serve, f"rollout.server.port={port}"], environment=keys)
