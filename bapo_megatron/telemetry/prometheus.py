@@ -1,4 +1,4 @@
-"""The newest row of ``metrics.jsonl`` for Prometheus."""
+"""The newest row of ``metrics.jsonl`` for Prometheus, with the newest evaluation."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,14 +15,26 @@ ShowRow = Callable[[Mapping[str, float]], None]
 
 
 class _NewestRow(Collector):
-    """``a/b`` becomes ``bapo_a_b{name="a/b"}``: no two names become one."""
+    """``a/b`` becomes ``bapo_a_b{name="a/b"}``: no two names become one.
+
+    Most rows have no evaluation, and the row of a step with one may be replaced at once. So the
+    newest ``eval/…`` stay, with ``eval/step``, the step that they belong to.
+    """
 
     def __init__(self) -> None:
-        self.row: Mapping[str, float] = {}
+        self._row: Mapping[str, float] = {}
+        self._evaluated: Mapping[str, float] = {}
+
+    def take(self, row: Mapping[str, float]) -> None:
+        """Answer with this row from now on."""
+        evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
+        if evaluated:
+            self._evaluated = {"eval/step": row["step"], **evaluated}
+        self._row = {**row, **self._evaluated}
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for name, value in self.row.items():
+        for name, value in self._row.items():
             family = "bapo_" + re.sub("[^a-zA-Z0-9_]", "_", name)
             gauge = families.setdefault(family, GaugeMetricFamily(family, name, labels=["name"]))
             gauge.add_sample(family, {"name": name}, value)
@@ -37,12 +49,8 @@ def rows_served(config: LogConfig) -> Iterator[ShowRow]:
         ValueError: The port is in use.
     """
     newest = _NewestRow()
-
-    def take(row: Mapping[str, float]) -> None:
-        newest.row = row
-
     if not config.prometheus_port:
-        yield take
+        yield newest.take
         return
     registry = CollectorRegistry()
     registry.register(newest)
@@ -55,7 +63,7 @@ def rows_served(config: LogConfig) -> Iterator[ShowRow]:
             "uses it, or choose another port (or log.prometheus_host)"
         ) from error
     try:
-        yield take
+        yield newest.take
     finally:
         server.shutdown()
         server.server_close()
