@@ -64,6 +64,20 @@ def nccl_settings() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in _NCCL_DEFAULTS.items()}
 
 
+@contextlib.contextmanager
+def environment_set(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process's own environment during the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def child_environment() -> dict[str, str]:
     """Return this process's environment for a child that it owns, without torchrun's part."""
     environment = {

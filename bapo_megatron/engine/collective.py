@@ -5,11 +5,9 @@ Members meet as in the ``init_custom_process_group`` that engines have in common
 """
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,8 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
+from bapo_megatron.processes import environment_set
 
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _T = TypeVar("_T")
 
 
@@ -44,24 +42,11 @@ def join_group(place: GroupPlace, meet_s: float, limit_s: float) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = limit
-    with _blocking_wait():
+    # Have the group raise if an operation fails; otherwise its watchdog ends the process.
+    with environment_set("TORCH_NCCL_BLOCKING_WAIT", "1"):
         nccl = ProcessGroupNCCL(store, rank, place.world_size, options)
     nccl._set_sequence_number_for_group()
     return nccl
-
-
-@contextmanager
-def _blocking_wait() -> Iterator[None]:
-    """Have an NCCL group raise if an operation fails; otherwise its watchdog ends the process."""
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_BLOCKING_WAIT]
-        else:
-            os.environ[_BLOCKING_WAIT] = before
 
 
 def start_thread(operation: Callable[[], _T], name: str) -> Future[_T]:

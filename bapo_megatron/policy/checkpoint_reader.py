@@ -7,11 +7,10 @@ a file is verified when it is read: by whoever needs it, and from the same bytes
 """
 
 import io
-import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,9 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError, checksum, first_line
-
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""torch's variable: every ``torch.load`` is restricted, also one that asks for the contrary."""
+from bapo_megatron.processes import environment_set
 
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 """What torch calls a name that it does not admit."""
@@ -141,18 +138,9 @@ def _forbidden(place: str, name: str) -> str:
     return f"{place} names {name}, which no checkpoint needs and which might run code"
 
 
-@contextmanager
-def only_weights() -> Iterator[None]:
+def only_weights() -> AbstractContextManager[None]:
     """Have every ``torch.load`` of the block admit tensors and plain values only."""
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = before
+    return environment_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Row = dict[str, Any]
+_Results = TypeVar("_Results")
 MARGIN = 0.02
 """Differences of expected reward within it do not matter; fixed beforehand."""
 _COLLAPSE = 0.8
@@ -362,16 +363,21 @@ def _draw_contrasts(results: Results, axes: Axes) -> None:
     axes.legend(fontsize=7)
 
 
-def main() -> None:
-    """Write ``tables.md`` and ``figure.png`` beside the shards."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def write_report(
+    description: str,
+    read: Callable[[Path], _Results],
+    tables: Callable[[_Results], str],
+    draw: Callable[[_Results, Path], None],
+) -> None:
+    """Write ``tables.md`` and ``figure.png`` beside the shards that the command line names."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    results = Results(directory)
+    results = read(directory)
     atomic_write_text(directory / "tables.md", tables(results))
     draw(results, directory / "figure.png")
     print(f"{directory / 'tables.md'}, {directory / 'figure.png'}")
 
 
 if __name__ == "__main__":
-    main()
+    write_report(__doc__.partition("\n")[0], Results, tables, draw)

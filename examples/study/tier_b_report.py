@@ -8,7 +8,6 @@ intervals and p-values are Student's over the seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import matplotlib as mpl
 import numpy as np
 from scipy import stats
 
-from bapo_megatron.files import atomic_write_text
-from examples.study.report import MARGIN, TITLES
+from examples.study.report import MARGIN, TITLES, write_report
 from examples.study.shards import read_shards
 from examples.study.statistics import holm
 from examples.study.tier_a import CONTRASTS
@@ -33,7 +31,7 @@ _SEARCH = ("low", "high", "exit_start", "exit_met", "positive_share_start", "pos
 
 
 class Results:
-    """The runs, found by their settings; only seeds of which every arm is there."""
+    """The runs, found by their settings; only seeds of which every arm and lag is there."""
 
     def __init__(self, directory: Path) -> None:
         self.manifest = json.loads((directory / "manifest.json").read_text())
@@ -49,14 +47,15 @@ class Results:
 
     def rows(self, arm: str, lag: int, rate: float) -> list[Row]:
         """Runs of a setting, by seed."""
-        return [self._rows[arm, lag, rate, seed] for seed in self.seeds(lag, rate)]
+        return [self._rows[arm, lag, rate, seed] for seed in self.seeds(rate)]
 
-    def seeds(self, lag: int, rate: float) -> list[int]:
-        """The seeds of which every arm is there."""
+    def seeds(self, rate: float) -> list[int]:
+        """The seeds of which every arm and lag is there."""
+        settings = [(arm, lag, rate) for arm in self.arms for lag in self.lags]
         return [
             seed
             for seed in self._seeds
-            if all((arm, lag, rate, seed) in self._rows for arm in self.arms)
+            if all((*setting, seed) in self._rows for setting in settings)
         ]
 
     def accuracy(self, arm: str, lag: int, rate: float) -> Values:
@@ -99,9 +98,8 @@ def half_width(values: Values) -> float:
 
 def accuracy_lines(results: Results, rate: float) -> list[str]:
     """Held-out accuracy by arm and lag."""
-    seeds = [len(results.seeds(lag, rate)) for lag in results.lags]
-    heads = [f"lag {lag}, {count} seeds" for lag, count in zip(results.lags, seeds, strict=True)]
-    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    heads = [f"{len(results.seeds(rate))} seeds", *(f"lag {lag}" for lag in results.lags)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for arm in results.arms:
         cells = []
         for lag in results.lags:
@@ -158,7 +156,7 @@ def tables(results: Results) -> str:
     ]
     for rate in results.rates:
         lines += ["", f"## Learning rate {rate:g}", "", *accuracy_lines(results, rate)]
-        for lags in ([[lag] for lag in results.lags] + [stale])[:: -1 if stale else 1]:
+        for lags in ([stale] if len(stale) > 1 else []) + [[lag] for lag in results.lags]:
             title = "lag " + ", ".join(map(str, lags))
             lines += ["", f"### Contrasts, {title}", "", *contrast_lines(results, lags, rate)]
         lines += ["", "### What the runs did", "", *behaviour_lines(results, rate)]
@@ -207,16 +205,5 @@ def half_widths(curves: Values) -> Values:
     return np.array([half_width(column) for column in curves.T])
 
 
-def main() -> None:
-    """Write ``tables.md`` and ``figure.png`` beside the shards."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory
-    results = Results(directory)
-    atomic_write_text(directory / "tables.md", tables(results))
-    draw(results, directory / "figure.png")
-    print(f"{directory / 'tables.md'}, {directory / 'figure.png'}")
-
-
 if __name__ == "__main__":
-    main()
+    write_report(__doc__.partition("\n")[0], Results, tables, draw)

@@ -66,7 +66,7 @@ def make_batch(num_tokens: int) -> tuple[types.RolloutBatch, list[Any]]:
             samples.append(_sample(group_id, index, prompt, ids[part], logprobs[part], cut, text))
             texts.append((group_id, index, prompt_text, "42", text))
         groups.append(types.Group(group_id, tuple(samples)))
-    return types.RolloutBatch(step=0, version=8, groups=tuple(groups)), texts
+    return types.RolloutBatch(step=1, version=8, groups=tuple(groups)), texts
 
 
 def _words() -> list[str]:
@@ -122,7 +122,7 @@ def encode(path: Path, num_tokens: int, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         begin_s = time.perf_counter()
         if not IS_FORMER:
-            dump.write_texts(path, 0, [types.SampleText(*text) for text in texts])
+            dump.write_texts(path, 1, [types.SampleText(*text) for text in texts])
         texts_s.append(time.perf_counter() - begin_s)
         dump.write_batch(path, batch)
         seconds.append(time.perf_counter() - begin_s)

@@ -1,6 +1,6 @@
 """The campaign: seeded cases of every kind, each in a fork of this process.
 
-    python -m tests.fuzz.campaign --cases 2400 --seed 0 --processes 2
+    python -m tests.fuzz.campaign --cases 2400 --seed 0
 
 Prints a line for each fault, then totals as JSON; the exit status is 1 if there was any.
 """
@@ -34,7 +34,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", default=[])
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="gets every case as a line of JSON")
     given = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", NO_COLOR="1")
