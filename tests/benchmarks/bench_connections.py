@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import Completion, GenerateRequest, SamplingSettings
+from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.http import SglangHttp
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.limits import LoopLag, collect_garbage_rarely
+from bapo_megatron.rollout.pool import EnginePool
 from tests.benchmarks import harness
-from tests.benchmarks.bench_client import Case, Client
 from tests.benchmarks.stream_server import Load, serve
 from tests.fakes.wave_server import WaveServer
 
@@ -54,6 +57,41 @@ class Row:
     """Load average of the machine, which has other work, too."""
 
 
+class Client:
+    """Keeps the requests in flight and counts what comes."""
+
+    def __init__(self, addresses: Sequence[str], piece_tokens: int, load: Load) -> None:
+        config = RolloutConfig.model_validate(
+            {
+                "max_connections": load.requests,
+                "stream_tokens": piece_tokens,
+                "health": {"timeout_s": 600.0},  # a busy machine is no fault of the servers
+            }
+        )
+        clients = [
+            SglangClient(address, ApiKeys(), request_timeout_s=config.request_timeout_s)
+            for address in addresses
+        ]
+        self.pool = EnginePool(clients, config, version=0)
+        self._load = load
+        self.num_tokens = 0
+
+    def _take(self, part: Completion) -> None:
+        self.num_tokens += len(part.token_ids)
+
+    async def keep_sampling(self, number: int) -> None:
+        """One request after the other; the first ones end at different times."""
+        length = 1 + self._load.response_tokens * (number + 1) // self._load.requests
+        while True:
+            request = GenerateRequest(
+                input_ids=[7] * self._load.prompt_tokens,
+                sampling=SamplingSettings(1.0, min(length, self._load.response_tokens)),
+                label=f"request {number}",
+            )
+            await self.pool.generate(request, self._take, affinity=number // 8)
+            length = self._load.response_tokens
+
+
 @contextlib.contextmanager
 def servers(load: Load, processes: int, engines: int) -> Iterator[list[str]]:
     """Addresses of engines, which some processes share."""
@@ -61,7 +99,7 @@ def servers(load: Load, processes: int, engines: int) -> Iterator[list[str]]:
     try:
         for _ in range(processes):
             ready, theirs = context.Pipe()
-            arguments = (load, True, theirs, engines // processes)
+            arguments = (load, theirs, engines // processes)
             started.append(context.Process(target=serve, args=arguments, daemon=True))
             started[-1].start()
             addresses += [f"http://127.0.0.1:{port}" for port in ready.recv()]
@@ -74,7 +112,7 @@ def servers(load: Load, processes: int, engines: int) -> Iterator[list[str]]:
 
 async def measure(addresses: Sequence[str], load: Load, piece_tokens: int, seconds: float) -> Row:
     """Let every request begin a piece's time after the others, then count."""
-    client = Client(addresses, Case(piece_tokens, is_incremental=True), load)
+    client = Client(addresses, piece_tokens, load)
     await client.pool.states.wait_for_engines()
     piece_s = piece_tokens * load.requests / load.tokens_per_s
 

@@ -1,4 +1,4 @@
-"""The server of ``bench_client`` and ``bench_connections``; its process imports nothing else."""
+"""The server of ``bench_connections``; its process imports nothing else."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class Load:
 class Server:
     """Streams to everybody at a fixed rate; its events are composed of prepared pieces."""
 
-    def __init__(self, load: Load, is_incremental: bool) -> None:
+    def __init__(self, load: Load) -> None:
         generator = random.Random(0)
         self._load = load
-        self._is_incremental = is_incremental
         self._ids = [generator.randrange(150_000) for _ in range(_NUM_ROWS)]
         self._rows = [json.dumps([generator.uniform(-9, 0), n, None]) for n in self._ids]
         self._interval_s = load.requests / load.tokens_per_s
@@ -75,7 +74,7 @@ class Server:
                         "dp_size": 1,
                         "max_total_num_tokens": 1 << 30,
                         "enable_dp_attention": False,
-                        "incremental_streaming_output": self._is_incremental,
+                        "incremental_streaming_output": True,
                     }
                 ).encode()
                 writer.write(
@@ -91,8 +90,7 @@ class Server:
             total = min(sent + step, last)
             due_s += (total - sent) * self._interval_s
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            first = sent if self._is_incremental else 0
-            self._write(writer, self._event(body["rid"], first, total, is_last=total == last))
+            self._write(writer, self._event(body["rid"], sent, total, is_last=total == last))
             sent = total
         self._write(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
@@ -119,6 +117,6 @@ class Server:
         writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
-def serve(load: Load, is_incremental: bool, ready: Connection, num_ports: int = 1) -> None:
+def serve(load: Load, ready: Connection, num_ports: int) -> None:
     """Send the ports to ``ready`` and serve until the process is ended."""
-    asyncio.run(Server(load, is_incremental).run(ready, num_ports))
+    asyncio.run(Server(load).run(ready, num_ports))

@@ -90,12 +90,3 @@ def test_a_report_has_the_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
     where = harness.machine(torch.device("cuda"))
     assert where["device"] == "NVIDIA H200 (SM clock 1980 MHz, memory clock 3201 MHz)"
-
-
-def test_the_benchmark_of_the_packing_reports_every_size(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_main("bench_packing", "--samples", "32", "64", "--max-tokens", "65536")
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header == "samples  tokens  seconds  micro-batches  fill  imbalance"
-    assert [row.split()[:2] for row in rows] == [["32", "65536"], ["64", "65536"]]
