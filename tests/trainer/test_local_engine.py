@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run, start
 from tests.trainer.chaos import steps, wait_for
+from tests.trainer.same_runs import assert_same_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +24,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 4
 GROUPS_PER_STEP = 4
-TIMES = re.compile(
-    "time/|ranks/|collector/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$"
-    # Measured times decide whether predicted bounds are used; a new process begins without any.
-    "|train/prediction_|train/forward_.*_flops"
-)
 EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
 """A random model is never right; about half of its responses have an even length."""
 MODES: dict[str, dict[str, Any]] = {
@@ -88,22 +82,6 @@ def _train(configs: dict[str, Path], mode: str, run_dir: Path, *overrides: str) 
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def _rows(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics without what is measured by the clock."""
-    return [
-        {name: value for name, value in row.items() if not TIMES.match(name)}
-        for row in read_metrics(run_dir / "metrics.jsonl")
-    ]
-
-
-def _assert_equal_runs(run_dir: Path, expected: Path) -> None:
-    assert _rows(run_dir) == _rows(expected)
-    weights, reference = (load_file(d / "hf" / "model.safetensors") for d in (run_dir, expected))
-    assert weights.keys() == reference.keys()
-    for name, tensor in reference.items():
-        assert weights[name].equal(tensor), name
-
-
 @pytest.fixture(scope="module")
 def finished(configs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One uninterrupted run of each mode."""
@@ -123,7 +101,7 @@ def test_a_run_that_was_stopped_twice_equals_another_one_bit_for_bit(
     # The second stop came before the evaluation of its step.
     assert [row["step"] for row in steps(tmp_path / "again")] == [1]
     _train(configs, "ahead", tmp_path / "again", "resume=true")
-    _assert_equal_runs(tmp_path / "again", finished["ahead"])
+    assert_same_training(tmp_path / "again", finished["ahead"])
 
 
 @pytest.mark.parametrize("mode", ["fixed lag", "rounds"])
@@ -138,7 +116,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     (resumed / "checkpoints" / "latest").write_text("step_1\n")
     shutil.rmtree(resumed / "hf")
     _train(configs, mode, resumed, "resume=true")
-    _assert_equal_runs(resumed, finished[mode])
+    assert_same_training(resumed, finished[mode])
 
 
 def test_a_killed_run_continues_bit_for_bit_and_leaves_no_process(
@@ -156,7 +134,7 @@ def test_a_killed_run_continues_bit_for_bit_and_leaves_no_process(
     # Whatever has its final name is whole.
     assert all(len(read_batch(dump).groups) == GROUPS_PER_STEP for dump in dumps)
     _train(configs, "ahead", run_dir, "resume=true")
-    _assert_equal_runs(run_dir, finished["ahead"])
+    assert_same_training(run_dir, finished["ahead"])
 
 
 @pytest.mark.parametrize("mode", MODES)
