@@ -53,6 +53,8 @@ class Row:
 def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
     """Read a set row by row: files in the order of their names, or a set of the Hub.
 
+    ``config.check`` has seen the files and their suffixes.
+
     Raises:
         DataError: A file or set as a whole cannot be read.
         OSError: A file cannot be opened.
@@ -62,8 +64,6 @@ def read_rows(dataset: DatasetConfig) -> Iterator[Row]:
         return
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     for path in dataset.files():
-        if path.suffix not in readers:
-            raise DataError(f"{path}: must end in .jsonl, .json or .parquet; convert the file")
         yield from readers[path.suffix](path)
 
 

@@ -78,8 +78,7 @@ class PromptStream(Iterator[Prompt]):
                 f"{problem}the training prompts differ from those it was saved with; restore the "
                 "data file, chat template and data settings"
             )
-        # Positions that were saved without it remain valid.
-        if state.get("rows_digest", own["rows_digest"]) != own["rows_digest"]:
+        if state["rows_digest"] != own["rows_digest"]:
             raise ValueError(
                 f"{problem}the columns that reward functions get with the training prompts differ "
                 "from those it was saved with; restore the data file and its columns"
@@ -161,24 +160,19 @@ class PromptMixture(Iterator[Prompt]):
         return {"sets": [{"name": name, "weight": w, **stream.state()} for name, w, stream in sets]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` of this class or of a lone ``PromptStream`` returned.
+        """Continue from what ``state`` returned.
 
         Raises:
             ValueError: The state belongs to other sets, weights, prompts, or another seed or order.
         """
         mine = _described(list(zip(self._names, self._weights, strict=True)))
-        if "sets" in state:
-            entries = state["sets"]
-            saved = _described([(entry["name"], entry["weight"]) for entry in entries])
-        else:  # saved before there were mixtures
-            entries = [state]
-            saved = "one set"
+        saved = _described([(entry["name"], entry["weight"]) for entry in state["sets"]])
         if saved != mine:
             raise ValueError(
                 f"cannot resume the data position: data.train was {saved} when it was saved and is "
                 f"{mine} now; resume with the same sets and weights"
             )
-        for stream, entry in zip(self._streams, entries, strict=True):
+        for stream, entry in zip(self._streams, state["sets"], strict=True):
             stream.restore(entry)
 
 

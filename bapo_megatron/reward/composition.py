@@ -21,7 +21,7 @@ class Rewards:
     """Scores responses by all functions of ``reward.functions``; owns their processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Set everything up; nothing is started. Raise ``RewardError`` where a token is missing."""
+        """Set everything up; nothing is started."""
         self._config = config
         names = tuple(entry.function for entry in config.functions if entry.function is not None)
         self.pool = RewardPool(

@@ -38,23 +38,18 @@ class HttpReward:
     """One service; belongs to the event loop that first calls ``score``."""
 
     def __init__(self, name: str, url: str, config: HttpRewardConfig) -> None:
-        """Prepare the connections; nothing is sent. Raise ``RewardError`` without its token.
+        """Prepare the connections; nothing is sent.
 
-        ``name`` is the component's, for messages.
+        ``name`` is the component's, for messages. ``config.check`` has seen that the environment
+        has the token.
         """
         self._url, self._config = url, config
         self._place = f"reward '{name}'"
         self._waiting: deque[Waiting] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         headers = {"Content-Type": "application/json"}
-        if variable := config.token_variable:
-            token = os.environ.get(variable)
-            if not token:
-                raise RewardError(
-                    f"{self._place}: the environment variable {variable} must hold the service's "
-                    "token, and is not set; set it, or leave http.token_variable empty"
-                )
-            headers["Authorization"] = f"Bearer {token}"
+        if config.token_variable:
+            headers["Authorization"] = f"Bearer {os.environ[config.token_variable]}"
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=None,  # httpx would limit each read, not the request

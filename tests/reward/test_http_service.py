@@ -259,12 +259,6 @@ def test_the_token_comes_from_the_environment_and_is_never_logged(monkeypatch, c
     assert "very-secret" not in caplog.text
 
 
-def test_a_missing_token_is_one_line(monkeypatch):
-    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
-    with pytest.raises(RewardError, match="the environment variable JUDGE_TOKEN must hold"):
-        ask("http://127.0.0.1:1/x", 1, token_variable="JUDGE_TOKEN")
-
-
 def test_a_response_that_is_cancelled_before_it_is_sent_is_not_sent():
     service = Service()
 
