@@ -22,7 +22,8 @@ INSTALLED = """
 from bapo_megatron.policy import cpu_compat
 cpu_compat.install(); cpu_compat.install()
 print(torch.zeros(1, device='cuda').device, torch.zeros(1).cuda().device)
-print(torch.zeros(1).to('cuda').device, torch.cuda.current_device())
+print(torch.tensor([1], device='cuda', pin_memory=True).device, torch.cuda.current_device())
+print(torch.zeros(1).type(), torch.zeros(1).type(torch.int64).dtype)
 state = torch.cuda.get_rng_state(); torch.cuda.manual_seed(7); a = torch.rand(1)
 torch.manual_seed(7); print(torch.equal(a, torch.rand(1)))
 from megatron.core.tensor_parallel import random
@@ -32,7 +33,7 @@ random._set_cuda_rng_state(state); print(torch.equal(torch.get_rng_state(), stat
 
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
-    """Lines of a fresh process: two before the shims are installed, then four."""
+    """Lines of a fresh process: two before the shims are installed, then five."""
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORTED + INSTALLED],
         capture_output=True,
@@ -53,7 +54,10 @@ def test_importing_the_policy_leaves_torch_as_it_is(printed: list[str]) -> None:
 def test_installed_shims_put_cuda_tensors_on_the_cpu_and_seed_its_generator(
     printed: list[str],
 ) -> None:
-    assert printed[2:6] == ["cpu cpu", "cpu cpu", "True", "True"]
+    assert printed[2:7] == [
+        *("cpu cpu", "cpu cpu", "torch.cuda.FloatTensor torch.int64"),
+        *("True", "True"),
+    ]
 
 
 def test_shims_refuse_a_machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
