@@ -12,7 +12,7 @@ from bapo_megatron.config.check import check_eval_config
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.evaluation.report import SetCost, describe_cost, print_results, write_results
+from bapo_megatron.evaluation.report import print_results, write_results
 from bapo_megatron.evaluation.samples import iterate_samples, read_samples
 from bapo_megatron.evaluation.settings import (
     EvalSet,
@@ -81,10 +81,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     sets = load_sets(config.eval, renderer, config.data.max_prompt_tokens)
     files = fingerprint(config.model.path)
     model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
-    costs = [_cost_of(eval_set, config, model) for eval_set in sets]
-    for line in describe_cost(costs, config.eval.assumed_tokens_per_s):
-        say(line)
-    if not any(cost.num_samples for cost in costs):
+    if not _announce(sets, config, model):
         results = run_graded(_summarise_finished(sets, config, model))
         write_results(results, results_file(config.run_dir, ""))
         return results
@@ -98,25 +95,36 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
             source.close()
 
 
-def _cost_of(eval_set: EvalSet, config: RunConfig, model: str) -> SetCost:
-    """The work left for a set; refuses samples of another evaluation, or of one to be resumed."""
+def _announce(sets: Sequence[EvalSet], config: RunConfig, model: str) -> int:
+    """Say how many samples are left, and tokens at most; return the number of samples."""
+    all_samples = all_tokens = 0
+    for eval_set in sets:
+        num_prompts, sampling = len(eval_set.prompts), eval_set.sampling
+        num_done = _num_done(eval_set, config, model)
+        num_left = num_prompts * sampling.samples_per_prompt - num_done
+        num_tokens = num_left * sampling.max_response_tokens
+        done = f" − {num_done:,} done" if num_done else ""
+        say(
+            f"{eval_set.name}: {num_prompts:,} problems × {sampling.samples_per_prompt} samples"
+            f"{done} = {num_left:,}, at most {num_tokens:,} tokens"
+        )
+        all_samples, all_tokens = all_samples + num_left, all_tokens + num_tokens
+    say(f"in all {all_samples:,} samples, at most {all_tokens:,} tokens")
+    return all_samples
+
+
+def _num_done(eval_set: EvalSet, config: RunConfig, model: str) -> int:
+    """Count a set's samples; refuse those of another evaluation, or of one to be resumed."""
     path = samples_file(config.run_dir, "", eval_set.name)
-    num_done = 0
-    if path.exists() and path.stat().st_size:
-        if not config.resume:
-            raise ResultsError(
-                f"{path}: holds samples of an earlier evaluation; continue it with --resume, or "
-                "change run_dir"
-            )
-        check_same(path, settings_of(eval_set, config, model))
-        num_done = sum(1 for _ in iterate_samples(path, allow_torn=True))
-    return SetCost(
-        name=eval_set.name,
-        num_prompts=len(eval_set.prompts),
-        samples_per_prompt=eval_set.sampling.samples_per_prompt,
-        num_done=num_done,
-        max_response_tokens=eval_set.sampling.max_response_tokens,
-    )
+    if not path.exists() or not path.stat().st_size:
+        return 0
+    if not config.resume:
+        raise ResultsError(
+            f"{path}: holds samples of an earlier evaluation; continue it with --resume, or "
+            "change run_dir"
+        )
+    check_same(path, settings_of(eval_set, config, model))
+    return sum(1 for _ in iterate_samples(path, allow_torn=True))
 
 
 async def _summarise_finished(

@@ -72,8 +72,6 @@ class EvalConfig(EvalSamplingConfig):
     """Further k of pass@k and maj@k; those above a set's ``samples_per_prompt`` are left out."""
     bootstrap_resamples: int = Field(10000, ge=100)
     """Resamples of the problems behind each 95 % interval; their seed is the run's."""
-    assumed_tokens_per_s: float = Field(1000.0, gt=0)
-    """Rate of all servers together that the time announced by ``eval`` before it starts assumes."""
 
     @model_validator(mode="after")
     def _sizes_differ(self) -> Self:

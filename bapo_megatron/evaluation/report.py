@@ -1,8 +1,8 @@
-"""Results as tables and as JSON that can be read back, and estimates of what they will cost."""
+"""Results as tables and as JSON that can be read back."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -173,56 +173,3 @@ def _json_of(result: EvalResult) -> str:
     problems = ",\n".join(f"      {json.dumps(problem)}" for problem in fields.pop("problems"))
     head = json.dumps(fields, indent=2).removesuffix("\n}")
     return f'{head},\n  "problems": [\n{problems}\n  ]\n}}'
-
-
-@dataclass(frozen=True, slots=True)
-class SetCost:
-    """The work that one set still needs."""
-
-    name: str
-    num_prompts: int
-    samples_per_prompt: int
-    num_done: int
-    """Samples of an earlier try."""
-    max_response_tokens: int
-
-    @property
-    def num_samples(self) -> int:
-        """Samples still to be made."""
-        return self.num_prompts * self.samples_per_prompt - self.num_done
-
-    @property
-    def max_tokens(self) -> int:
-        """Response tokens if every response reaches its limit."""
-        return self.num_samples * self.max_response_tokens
-
-
-def describe_cost(sets: Sequence[SetCost], tokens_per_s: float) -> list[str]:
-    """Return lines with the samples, the largest number of tokens, and the time that they take.
-
-    ``tokens_per_s`` is ``eval.assumed_tokens_per_s``; there is at least one set.
-    """
-    lines = [
-        f"{cost.name}: {cost.num_prompts:,} problems × {cost.samples_per_prompt} samples"
-        + (f" − {cost.num_done:,} done" if cost.num_done else "")
-        + f" = {cost.num_samples:,}, at most {cost.max_tokens:,} tokens "
-        f"({cost.num_samples:,} × {cost.max_response_tokens:,})"
-        for cost in sets
-    ]
-    num_tokens = sum(cost.max_tokens for cost in sets)
-    lines.append(
-        f"in all {sum(cost.num_samples for cost in sets):,} samples, at most {num_tokens:,} "
-        f"tokens; assuming {tokens_per_s:,.0f} tokens/s of all servers together "
-        f"(eval.assumed_tokens_per_s) at most {describe_duration(num_tokens / tokens_per_s)}, half "
-        "of it where responses use half of their limit"
-    )
-    return lines
-
-
-def describe_duration(seconds: float) -> str:
-    """Return a text such as ``4.4 hours``."""
-    if seconds < 120:
-        return f"{seconds:.0f} seconds"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.1f} hours"

@@ -14,14 +14,7 @@ from bapo_megatron.config.evaluation import EvalConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.evaluation import summary
 from bapo_megatron.evaluation.compare import compare_results
-from bapo_megatron.evaluation.report import (
-    SetCost,
-    describe_cost,
-    describe_duration,
-    read_results,
-    scoring_lines,
-    write_results,
-)
+from bapo_megatron.evaluation.report import read_results, scoring_lines, write_results
 from bapo_megatron.evaluation.settings import ResultsError, fingerprint, prompts_digest
 from bapo_megatron.telemetry.metrics import eval_metrics
 from bapo_megatron.types import EvalResult, FinishReason, Prompt
@@ -206,26 +199,6 @@ def test_sets_are_matched_by_name_where_there_are_several():
     assert [comparison.set_name for comparison in found] == ["y"]
     with pytest.raises(ResultsError, match="no set in common: x, y against none"):
         compare_results([first, second], [], k_values=(), num_resamples=1, seed=0, common_only=True)
-
-
-def test_the_cost_is_told_set_by_set_and_in_all():
-    lines = describe_cost(
-        [SetCost("aime24", 30, 16, 0, 65536), SetCost("aime25", 30, 16, 100, 65536)], 4000
-    )
-    assert lines == [
-        "aime24: 30 problems × 16 samples = 480, at most 31,457,280 tokens (480 × 65,536)",
-        "aime25: 30 problems × 16 samples − 100 done = 380, at most 24,903,680 tokens "
-        "(380 × 65,536)",
-        "in all 860 samples, at most 56,360,960 tokens; assuming 4,000 tokens/s of all servers "
-        "together (eval.assumed_tokens_per_s) at most 3.9 hours, half of it where responses use "
-        "half of their limit",
-    ]
-    assert [describe_duration(s) for s in (90, 119.9, 600, 86400)] == [
-        "90 seconds",
-        "120 seconds",
-        "10 minutes",
-        "24.0 hours",
-    ]
 
 
 def test_a_model_is_told_from_one_that_was_trained_on(tmp_path: Path):
