@@ -298,40 +298,82 @@ def tables(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Contrasts, expected reward over lag, and curves at the largest lag."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    _draw_contrasts(results, left)
+    """Above what the arms are worth, below what BAPO's searches do."""
+    figure, (above, below) = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
+    _draw_contrasts(results, above[0])
     shown = [arm for arm in ("grpo", "start", "corner", "bapo", "yoked") if arm in results.arms]
+    _draw_lags(results, shown, above[1])
+    _draw_curves(results, shown, above[2])
+    _draw_search(results, list(below))
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_lags(results: Results, shown: list[str], axes: Axes) -> None:
     for offset, arm in enumerate(shown):
         found = [estimate(results.values(results.rows(arm, lag), final)) for lag in results.lags]
-        middle.errorbar(
+        mean = np.array([each.mean for each in found])
+        axes.errorbar(
             np.arange(len(found)) + 0.08 * (offset - len(shown) / 2),
-            [each.mean for each in found],
+            mean,
             yerr=[
-                [each.mean - each.low for each in found],
-                [each.high - each.mean for each in found],
+                mean - [each.low for each in found],
+                np.array([each.high for each in found]) - mean,
             ],
             marker="o",
             markersize=4,
             capsize=2,
             label=TITLES[arm],
         )
-    middle.set_xticks(range(len(results.lags)), [str(lag) for lag in results.lags])
-    middle.set(xlabel="lag in steps of 16 updates", ylabel="final expected reward")
-    middle.set_title("best learning rate of each arm and lag")
-    middle.legend(fontsize=8)
+    axes.set_xticks(range(len(results.lags)), [str(lag) for lag in results.lags])
+    axes.set(xlabel="lag in steps of 16 updates", ylabel="final expected reward")
+    axes.set_title("best learning rate of each arm and lag")
+    axes.legend(fontsize=8)
+
+
+def _draw_curves(results: Results, shown: list[str], axes: Axes) -> None:
     lag = max(results.lags)
     for arm in shown:
         curves = np.array([row["expected_reward"] for row in results.rows(arm, lag)])
         mean = curves.mean(axis=0)
         error = 1.96 * curves.std(axis=0) / np.sqrt(len(curves))
-        (line,) = right.plot(mean, label=TITLES[arm])
-        right.fill_between(
+        (line,) = axes.plot(mean, label=TITLES[arm])
+        axes.fill_between(
             np.arange(len(mean)), mean - error, mean + error, alpha=0.15, color=line.get_color()
         )
-    right.set(xlabel="step", ylabel="expected reward", title=f"lag {lag}, best learning rates")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    axes.set(xlabel="step", ylabel="expected reward", title=f"lag {lag}, best learning rates")
+
+
+_SEARCH_PANELS = (
+    (
+        "BAPO: share of positive tokens",
+        {"before the search": "positive_share_before", "after it": "positive_share"},
+    ),
+    (
+        "BAPO: how searches end",
+        {name: f"bapo/exit_{name}_share" for name in ("start", "met", "exhausted")},
+    ),
+    (
+        "BAPO: tokens outside the bounds",
+        {"above": "clip/fraction_high", "below": "clip/fraction_low"},
+    ),
+)
+
+
+def _draw_search(results: Results, panels: list[Axes]) -> None:
+    """Means over runs against the lag, one line style per learning rate."""
+    rates = sorted(results.rates)[-2:]
+    for axes, (title, columns) in zip(panels, _SEARCH_PANELS, strict=True):
+        for rate, style in zip(rates, ("-", "--"), strict=False):
+            for number, (label, column) in enumerate(columns.items()):
+                means = [
+                    np.mean([row[column] for row in results.rows("bapo", lag, rate)])
+                    for lag in results.lags
+                ]
+                axes.plot(means, style, marker=".", color=f"C{number}", label=f"{label}, {rate:g}")
+        axes.set_xticks(range(len(results.lags)), [str(lag) for lag in results.lags])
+        axes.set(xlabel="lag in steps of 16 updates", title=title)
+        axes.legend(fontsize=7, title="learning rate", title_fontsize=7, handlelength=3.5)
 
 
 def _draw_contrasts(results: Results, axes: Axes) -> None:
