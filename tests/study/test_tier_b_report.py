@@ -24,7 +24,7 @@ LAG_COST = 0.01
 
 def _row(setting: Setting) -> dict[str, Any]:
     """A run whose seeds differ alike in all arms, but for a little in each."""
-    own = 0.001 * (setting.seed * ord(setting.arm[0]) % 5)
+    own = 0.001 * (setting.seed * list(ACCURACY).index(setting.arm) % 5)
     accuracy = ACCURACY[setting.arm] - LAG_COST * setting.lag + 0.02 * setting.seed + own
     searched = (0.6, 0.9) if setting.arm == "bapo" else (None, None)
     return {
