@@ -293,6 +293,14 @@ def broadcast_answer(
     return broadcast_bytes(payload, groups)
 
 
+def reduce_over(
+    group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce a tensor over a group, in place; a group of one rank needs no collective."""
+    if group.size() > 1:
+        dist.all_reduce(value, op=op, group=group)
+
+
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Return whether ``flag`` holds on any rank of a gloo group, on all of them alike."""
     value = torch.tensor([int(flag)], dtype=torch.int32)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.load_objective import load_objective
@@ -31,7 +30,7 @@ from bapo_megatron.algorithm.objective import (
 from bapo_megatron.algorithm.prediction import Prediction, Predictor
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.device_copy import on_device
-from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.distributed import ProcessGroups, reduce_over
 from bapo_megatron.ops.backend import Kernels
 from bapo_megatron.ops.chunked import LossGradient, apply_token_loss, chunked_loss
 from bapo_megatron.ops.logprob import TokenLogprobs
@@ -110,7 +109,7 @@ class LossStage:
             nothing_T = torch.zeros_like(behaviour_T)
             tokens.append(safe.batch(behaviour_T, nothing_T, kernels=self._output.kernels))
         total_K = self._total(tokens)
-        dist.all_reduce(total_K, group=self._data_group)
+        reduce_over(self._data_group, total_K)
         return self.predictor.predict(total_K)
 
     def add_up(self, reports: Sequence[TokenReport]) -> Tensor:
@@ -122,7 +121,7 @@ class LossStage:
         for report in reports:
             assert report.statistics is not None, "the loss pass was asked for them"
             total_K += report.statistics
-        dist.all_reduce(total_K, group=self._data_group)
+        reduce_over(self._data_group, total_K)
         return total_K
 
     def collect(
@@ -152,7 +151,7 @@ class LossStage:
                 add_over_responses(total, torch.where(finite_T, value_T, 0.0), batch.response)
         else:
             total = self._total(tokens.values())
-        dist.all_reduce(total, group=self._data_group)
+        reduce_over(self._data_group, total)
         decision = None if by_response else objective.decide(total)
         known = list(micro_batches)
         for index, safe in held:
@@ -244,7 +243,7 @@ class LossStage:
             selected_T = self.objective.select(batch) & (batch.mask > 0)
             known[index] = replace(known[index], selected_T=selected_T)
             count_B.index_add_(0, batch.response, selected_T.to(torch.int64))
-        dist.all_reduce(count_B, group=self._data_group)
+        reduce_over(self._data_group, count_B)
         kind, constant = self._config.loss_aggregation, self._config.token_sum_norm_constant
         for index, batch in tokens.items():
             kept_T = known[index].selected_T

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.distributed import ProcessGroups
+from bapo_megatron.distributed import ProcessGroups, reduce_over
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import UpdateResult
@@ -65,8 +65,8 @@ def reduce_reports(
         if collected is not None:
             found += collected
         counted = torch.cat([sums, found])
-        dist.all_reduce(counted, group=groups.data)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=groups.data)
+        reduce_over(groups.data, counted)
+        reduce_over(groups.data, maxima, dist.ReduceOp.MAX)
         decisions = torch.stack([report.decision for report in reports[:num_decisions]])
         noted = torch.zeros_like(found) if remarks is None else remarks.double()
         packed = torch.cat([counted[:-2], maxima, counted[-2:], decisions.flatten(), noted])

@@ -94,7 +94,6 @@ def _no_reads(device: torch.device) -> Iterator[None]:
 @pytest.mark.parametrize("correction", ["none", "token", "icepop"])
 def test_search_and_loss_never_wait_for_the_device(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     objective: dict[str, Any],
     correction: str,
     chunk_tokens: int,
@@ -120,9 +119,12 @@ def test_search_and_loss_never_wait_for_the_device(
     )
     micro_batch = on_device(update.micro_batches[0], device)
     groups: Any = SimpleNamespace(
-        data=None, tensor=None, device=device, is_last_stage=True, pipeline_size=1
+        data=SimpleNamespace(size=lambda: 1),
+        tensor=None,
+        device=device,
+        is_last_stage=True,
+        pipeline_size=1,
     )
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **options: None)
     hidden_NH = torch.randn(micro_batch.num_tokens, 8, device=device, requires_grad=True)
     weight_VH = torch.randn(320, 8, device=device)
     policy = PolicyOutput(
