@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bapo_megatron.processes import own_compiler_cache
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from typing import Any
@@ -30,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only ``-m gpu`` sees GPUs: servers and ranks of other tests would fight over the first."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    own_compiler_cache()  # torch would make one of a name that anybody can predict
 
 
 @pytest.hookimpl(wrapper=True)

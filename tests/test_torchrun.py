@@ -68,7 +68,8 @@ def reached(
             *("--nproc-per-node", str(num_ranks), "-m", "tests.idle_rank", str(ports)),
         ],
         cwd=REPOSITORY,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        # torch's own launcher leaves its logs.
+        env={**environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
     try:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.base import Readiness
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import own_servers
@@ -100,6 +101,27 @@ async def ready_after_starts(supervisor: ServerSupervisor, num_starts: int, inde
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_server_that_is_killed_before_it_was_ever_ready_leaves_no_shared_file(
+    fate: Path,
+) -> None:
+    fate.write_text("load")
+    pids: list[int] = []
+
+    async def use(supervisor: ServerSupervisor) -> None:
+        (server,) = supervisor.servers
+        process = process_of(supervisor)
+        pids.append(process.pid)
+        await until(shared_file(process.pid).exists)
+        while await server.ask(PATIENCE_S) is not Readiness.BUSY:  # it listens a moment later
+            await asyncio.sleep(0.02)
+        process.kill()
+        with pytest.raises(RolloutError, match="SIGKILL"):
+            await supervisor.watch()
+
+    supervise(fate, use)
+    assert not shared_file(pids[0]).exists()
 
 
 def test_a_server_that_is_killed_is_started_again_at_its_address_with_its_keys(

@@ -98,7 +98,8 @@ class SglangServer:
         """For its temporary files and sockets."""
         self._closing = threading.Lock()
         self._shared_files: set[Path] = set()
-        """Found when it was ready: once its processes have ended, nobody can."""
+        """Found until it was ready: once its processes have ended, nobody can."""
+        self._has_all_shared_files = False
         # Keeps no connection, so that there is nothing to close.
         self._http = httpx.AsyncClient(
             trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -164,6 +165,15 @@ class SglangServer:
 
     async def ask(self, timeout_s: float) -> Readiness:
         """See ``EngineServer`` and ``questions``; /health would generate a token."""
+        readiness = await self._readiness(timeout_s)
+        if not self._has_all_shared_files and self._process is not None:
+            self._shared_files |= await asyncio.to_thread(shared_files, self._process.pid)
+            self._has_all_shared_files = readiness is Readiness.READY
+            if self._scratch is not None:
+                self._scratch.note_shared_files(self._shared_files)
+        return readiness
+
+    async def _readiness(self, timeout_s: float) -> Readiness:
         path, headers = "/server_info", self.keys.headers(admin=True)
         try:
             reply = await self._http.get(
@@ -171,13 +181,7 @@ class SglangServer:
             )
         except httpx.TransportError:
             return Readiness.SILENT
-        if reply.status_code != httpx.codes.OK:
-            return Readiness.BUSY
-        if not self._shared_files and self._process is not None:
-            self._shared_files = await asyncio.to_thread(shared_files, self._process.pid)
-            if self._scratch is not None:
-                self._scratch.note_shared_files(self._shared_files)
-        return Readiness.READY
+        return Readiness.READY if reply.status_code == httpx.codes.OK else Readiness.BUSY
 
     def kill(self) -> None:
         """See ``EngineServer``."""
@@ -197,7 +201,7 @@ class SglangServer:
             if self._process is not None:
                 atexit.unregister(self.close)
                 unlink_shared_files(self._process.pid, self._shared_files)
-                self._shared_files = set()
+                self._shared_files, self._has_all_shared_files = set(), False
                 end_group(self._process)  # at once, as sglang ends its children: it has no state
                 self._process = None
             if self._scratch is not None:
