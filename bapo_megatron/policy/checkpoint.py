@@ -35,7 +35,11 @@ from bapo_megatron.distributed import (
 )
 from bapo_megatron.files import atomic_write_bytes
 from bapo_megatron.policy import checkpoint_files as files
-from bapo_megatron.policy.checkpoint_reader import CheckedReader, megatron_reads_by
+from bapo_megatron.policy.checkpoint_reader import (
+    CheckedReader,
+    megatron_reads_by,
+    open_checked,
+)
 from bapo_megatron.policy.checkpoint_shards import ShardWriter, torch_bytes, write_common
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.policy.optimizer import load_state, sharded_state
@@ -219,12 +223,8 @@ def load_checkpoint(
         state = files.read_state(directory)
         if groups.rank == 0:
             files.check_files(directory, state)
-        with _damage_of(directory):
-            checksums = files.read_checksums(directory) if verify else None
-            if groups.rank == 0 and checksums is not None:
-                files.verify_small_files(directory, checksums)
-            reader = CheckedReader(directory, None if checksums is None else checksums.pieces)
-            reader.read_metadata()
+        with files.damage_of(directory):
+            reader = open_checked(directory, verify=verify, verifies_small_files=groups.rank == 0)
         if state.distributed_optimizer != _is_distributed(policy):
             wanted = f"megatron.distributed_optimizer: {str(state.distributed_optimizer).lower()}"
             raise files.CheckpointError(
@@ -232,37 +232,36 @@ def load_checkpoint(
                 f"resume with {wanted}"
             )
         rng = _read_rng(directory, groups) if state.layout == files.rng_layout(groups) else None
+    loaded = _load_shards(directory, policy, reader)
+    for number, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+    load_state(policy.optimizer, loaded["optimizer"])
+    policy.num_updates = state.num_updates
+    if rng is not None:
+        _restore_rng(rng)
+    return state.extra
+
+
+def _load_shards(directory: Path, policy: MegatronPolicy, reader: CheckedReader) -> dict[str, Any]:
     # One rank of each data-parallel group reads a shard, and gives it to the others.
-    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), groups.data)
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), policy.groups.data)
     try:
         with megatron_reads_by(reader):
-            loaded = dist_checkpointing.load(
-                _sharded_state(policy, is_loading=True), str(directory), strategy
-            )
+            wanted = _sharded_state(policy, is_loading=True)
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), strategy)
+            return loaded
     except LOAD_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and is_peer_loss(error)
         ):
             raise  # not the checkpoint's fault
-        with _damage_of(directory):
+        with files.damage_of(directory):
             if isinstance(first := _first(error), files.DamagedError):
                 raise first from error
         raise files.CheckpointError(
             f"{directory}: cannot be loaded into this model ({_reason(error)}); resume with "
             f"the model that saved it; or, {files.OTHER_CHECKPOINT}"
         ) from error
-    for number, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
-    load_state(policy.optimizer, loaded["optimizer"])
-    policy.num_updates = state.num_updates
-    if rng is not None:
-        version, words, gauss = rng["python"]
-        random.setstate((version, tuple(words), gauss))
-        torch.set_rng_state(rng["torch"])
-        get_cuda_rng_tracker().set_states(rng["megatron"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"])
-    return state.extra
 
 
 def _sharded_state(policy: MegatronPolicy, *, is_loading: bool) -> dict[str, Any]:
@@ -295,6 +294,15 @@ def _rng_state(groups: ProcessGroups) -> dict[str, Any]:
     return state
 
 
+def _restore_rng(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     path = directory / _rng_name(groups)
     try:
@@ -302,17 +310,6 @@ def _read_rng(directory: Path, groups: ProcessGroups) -> dict[str, Any]:
     except LOAD_ERRORS as error:
         raise files.CheckpointError(
             f"{path}: damaged ({_reason(error)}); {files.OTHER_CHECKPOINT}"
-        ) from error
-
-
-@contextmanager
-def _damage_of(directory: Path) -> Iterator[None]:
-    """Say of a damaged file which checkpoint it is in, and what to do."""
-    try:
-        yield
-    except files.DamagedError as error:
-        raise files.CheckpointError(
-            f"{directory}: damaged, {error}; {files.OTHER_CHECKPOINT}"
         ) from error
 
 

@@ -14,7 +14,8 @@ place; where one of the same number was being replaced, under the name of
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,6 +50,15 @@ class CheckpointError(ValueError):
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint has changed, or holds what none may; the message names it alone."""
+
+
+@contextmanager
+def damage_of(directory: Path, remedy: str = OTHER_CHECKPOINT) -> Iterator[None]:
+    """Say of a damaged file which checkpoint it is in, and what to do."""
+    try:
+        yield
+    except DamagedError as error:
+        raise CheckpointError(f"{directory}: damaged, {error}; {remedy}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +245,8 @@ def read_checksums(directory: Path) -> Checksums | None:
     if not path.is_file():
         return None
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return Checksums(dict(fields["files"]), {k: dict(v) for k, v in fields["pieces"].items()})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return decode_json(Checksums, path.read_bytes())
+    except ValueError as error:
         raise DamagedError(f"{CHECKSUMS_NAME} cannot be read ({error})") from error
 
 

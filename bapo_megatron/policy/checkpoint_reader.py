@@ -21,7 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError, checksum, first_line
+from bapo_megatron.policy.checkpoint_files import (
+    METADATA_NAME,
+    DamagedError,
+    checksum,
+    first_line,
+    read_checksums,
+    verify_small_files,
+)
 from bapo_megatron.processes import environment_set
 
 _REFUSED = re.compile(r"GLOBAL (\S+)")
@@ -124,6 +131,25 @@ class CheckedReader(FileSystemReader):
                 f"bytes from {sinfo.offset} on"
             )
         return io.BytesIO(content)
+
+
+def open_checked(
+    directory: Path, *, verify: bool = True, verifies_small_files: bool = True
+) -> CheckedReader:
+    """Return a reader that has read ``.metadata``.
+
+    With ``verify`` every piece is compared with its checksum when it is read, and the small files
+    are now (``verifies_small_files``: one rank does it for all).
+
+    Raises:
+        DamagedError: A file has changed, or cannot be read.
+    """
+    checksums = read_checksums(directory) if verify else None
+    if checksums is not None and verifies_small_files:
+        verify_small_files(directory, checksums)
+    reader = CheckedReader(directory, None if checksums is None else checksums.pieces)
+    reader.read_metadata()
+    return reader
 
 
 class _MetadataUnpickler(pickle.Unpickler):

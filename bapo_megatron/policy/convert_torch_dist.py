@@ -33,13 +33,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bapo_megatron.policy import hf_weights
 from bapo_megatron.policy.checkpoint_files import (
-    DamagedError,
+    damage_of,
     first_line,
-    read_checksums,
-    verify_small_files,
     write_checksums,
 )
-from bapo_megatron.policy.checkpoint_reader import CheckedReader
+from bapo_megatron.policy.checkpoint_reader import open_checked
 from bapo_megatron.policy.checkpoint_shards import (
     BACKEND,
     TORCH_SAVE,
@@ -102,7 +100,10 @@ class TorchDistReader:
                 that names files or keys.
         """
         self.directory = directory
-        self._reader, self._metadata = _open_checked(directory)
+        with damage_of(directory, _OTHER):
+            self._reader = open_checked(directory)
+        self._metadata = self._reader.read_metadata()
+        _check_format(directory)
         self._stored = {
             key: stored
             for key, stored in self._metadata.state_dict_metadata.items()
@@ -154,10 +155,8 @@ class TorchDistReader:
             {slot.key: CheckpointableShardedTensor.from_sh_ten(target)}, self._metadata
         )
         try:
-            with _first_error(str(self.directory)):
+            with damage_of(self.directory, _OTHER), _first_error(str(self.directory)):
                 self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except DamagedError as error:
-            raise ValueError(f"{self.directory}: damaged, {error}; {_OTHER}") from error
         except (RuntimeError, EOFError, pickle.UnpicklingError, BadZipFile) as error:
             raise ValueError(
                 f"{self.directory}: {slot.key} is damaged ({first_line(error)}); restore the "
@@ -299,14 +298,8 @@ def _empty_states(hf: HfConfig) -> Iterable[str]:
     return states
 
 
-def _open_checked(directory: Path) -> tuple[CheckedReader, dcp_metadata.Metadata]:
+def _check_format(directory: Path) -> None:
     backend = BACKEND.sharded_backend
-    try:
-        checksums = read_checksums(directory)
-        if checksums is not None:
-            verify_small_files(directory, checksums)
-    except DamagedError as error:
-        raise ValueError(f"{directory}: damaged, {error}; {_OTHER}") from error
     try:
         config = maybe_load_config(str(directory))
     except (ValueError, TypeError) as error:
@@ -319,8 +312,3 @@ def _open_checked(directory: Path) -> tuple[CheckedReader, dcp_metadata.Metadata
             f"{directory}: not a {backend} checkpoint ({found}); save it with --ckpt-format "
             f"{backend}, or restore the file"
         )
-    reader = CheckedReader(directory, None if checksums is None else checksums.pieces)
-    try:
-        return reader, reader.read_metadata()
-    except DamagedError as error:
-        raise ValueError(f"{directory}: damaged, {error}; {_OTHER}") from error
