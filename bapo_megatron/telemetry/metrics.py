@@ -41,8 +41,13 @@ def step_metrics(
     batch: RolloutBatch, updates: dict[str, float], lr: float, phase_s: dict[str, float]
 ) -> StepMetrics:
     """All metrics of one step; ``updates`` are those of its updates, ``lr`` of the first one."""
-    values = _rollout_metrics(batch) | _source_metrics(batch) | _age_metrics(batch) | updates
-    values["train/lr"] = lr
+    values = batch_metrics(batch, phase_s) | updates
+    return StepMetrics(batch.step, values | {"train/lr": lr})
+
+
+def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that do not come from its updates; ``phase_s`` is its time by phase."""
+    values = _rollout_metrics(batch) | _source_metrics(batch) | _age_metrics(batch)
     values |= {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
     total_s = sum(phase_s.values())
     if total_s > 0:
@@ -51,7 +56,7 @@ def step_metrics(
     if batch.stats.generation_s > 0:
         rate = batch.stats.generated_tokens / batch.stats.generation_s
         values["throughput/generated_tokens_per_s"] = rate
-    return StepMetrics(batch.step, values)
+    return values
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
@@ -82,7 +87,7 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     num_groups, num_samples = len(batch.groups), len(samples)
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
-        "reward/solved_groups": sum(is_solved(group) for group in batch.groups) / num_groups,
+        "reward/solved_groups": sum(_is_solved(group) for group in batch.groups) / num_groups,
         "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
         "reward/timeouts": float(batch.stats.reward_timeouts),
@@ -115,7 +120,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def is_solved(group: Group) -> bool:
+def _is_solved(group: Group) -> bool:
     """Whether all responses are correct, whatever shaping does to their rewards."""
     scores = (
         sample.reward - math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import statistics
@@ -14,17 +13,17 @@ import psutil
 import pytest
 import yaml
 
-from bapo_megatron.commands.generate import generate_batches, summarise, totals_of
+from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import encode_batch, read_batch, texts_path
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.types import (
     EncodedBatch,
     FinishReason,
     Group,
     PromptTokens,
     RolloutBatch,
-    RolloutStats,
     Sample,
     VersionSpan,
 )
@@ -32,74 +31,19 @@ from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run, start
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from bapo_megatron.config.schema import RunConfig
 
-PROMPT = PromptTokens("train.jsonl:0", np.array([1, 2], np.int32))
-
-
-def make_group(group_id: int, lengths: Sequence[int], rewards: Sequence[float]) -> Group:
-    """A group whose samples of 10 tokens are truncated."""
-    samples = [
-        Sample(
-            group_id=group_id,
-            index=index,
-            prompt=PROMPT,
-            response_token_ids=np.zeros(length, np.int32),
-            behaviour_logprobs=np.zeros(length, np.float32),
-            versions=(VersionSpan(0, length),),
-            finish_reason=FinishReason.LENGTH if length == 10 else FinishReason.STOP,
-            reward=reward,
-            answer_found=length != 10,
-        )
-        for index, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
-    ]
-    return Group(group_id, tuple(samples))
-
-
-def test_the_summary_weighs_samples_not_batches() -> None:
-    first = RolloutBatch(0, 0, (make_group(0, [10, 2], [0, 1]), make_group(1, [4, 4], [1, 1])))
-    second = RolloutBatch(1, 0, (make_group(2, [10, 6], [0, 0]),))
-    stats = [
-        RolloutStats(
-            generated_tokens=30,
-            generation_s=2.0,
-            resumed_samples=1,
-            unfinished_samples=3,
-            dropped_groups={"stale": 1, "carried": 2},
-            lost_requests=2,
-        ),
-        RolloutStats(
-            generated_tokens=20, generation_s=3.0, unfinished_samples=1, reward_timeouts=1
-        ),
-    ]
-    batches = [
-        dataclasses.replace(first, stats=stats[0]),
-        dataclasses.replace(second, stats=stats[1]),
-    ]
-    assert summarise([totals_of(batch) for batch in batches], wall_s=7.0) == {
-        "steps": 2,
-        "groups": 3,
-        "samples": 6,
-        "response_tokens_mean": 6.0,
-        "response_tokens_max": 10,
-        "truncated_share": pytest.approx(1 / 3),
-        "answer_found_share": pytest.approx(2 / 3),
-        "reward_mean": 0.5,
-        "solved_groups_share": pytest.approx(1 / 3),
-        "mixed_groups_share": pytest.approx(1 / 3),
-        "generated_tokens": 50,
-        "generation_s": 5.0,
-        "generated_tokens_per_s": 10.0,
-        "wall_s": 7.0,
-        "resumed_samples": 1,
-        "unfinished_samples": 1,
-        "dropped_groups": 3,
-        "lost_requests": 2,
-        "reward_timeouts": 1,
-    }
+SAMPLE = Sample(
+    group_id=0,
+    index=0,
+    prompt=PromptTokens("train.jsonl:0", np.array([1, 2], np.int32)),
+    response_token_ids=np.zeros(1, np.int32),
+    behaviour_logprobs=np.zeros(1, np.float32),
+    versions=(VersionSpan(0, 1),),
+    finish_reason=FinishReason.STOP,
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +100,17 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
     samples = [sample for batch in batches for sample in batch.samples]
     assert {span.version for sample in samples for span in sample.versions} == {0}
     assert len({group.group_id for batch in batches for group in batch.groups}) == 8
-    found = json.loads((run_dir / "generate.json").read_text())
-    assert (found["steps"], found["groups"], found["samples"]) == (2, 8, 24)
-    lengths = [len(sample.response_token_ids) for sample in samples]
-    assert found["response_tokens_mean"] == pytest.approx(statistics.fmean(lengths))
-    assert found["response_tokens_max"] == max(lengths)
-    assert found["generated_tokens"] == sum(b.stats.generated_tokens for b in batches)
-    assert 0 < found["generation_s"] <= found["wall_s"]
-    assert "groups (samples)" in result.stdout
-    assert "8 (24)" in result.stdout
+    assert len(samples) == 24
+    for step, (row, batch) in enumerate(
+        zip(read_metrics(run_dir / "metrics.jsonl"), batches, strict=True), 1
+    ):
+        lengths = [len(sample.response_token_ids) for sample in batch.samples]
+        assert row["step"] == step
+        assert row["rollout/response_tokens_mean"] == pytest.approx(statistics.fmean(lengths))
+        assert row["rollout/response_tokens_max"] == max(lengths)
+        assert row["rollout/generated_tokens"] == batch.stats.generated_tokens
+        assert row["time/rollout_s"] > 0
+        assert f"{step}/2" in result.stdout
 
     events = json.loads((run_dir / "timeline" / "step_000001.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -175,7 +121,7 @@ def test_batches_are_dumped_counted_and_drawn_as_a_timeline(
 
     again = run(arguments)
     assert again.returncode == 1
-    assert f"{run_dir / 'rollouts'} already holds rollouts; change run_dir" in again.stderr
+    assert f"{run_dir} already holds a run; change run_dir" in again.stderr
 
 
 @pytest.mark.slow
@@ -200,7 +146,6 @@ def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_pat
     assert all(texts_path(path).exists() for path in files)
     for path in files:
         assert len(read_batch(path).groups) == 4
-    assert not (run_dir / "generate.json").exists()
 
 
 class FailingSource:
@@ -223,7 +168,7 @@ class FailingSource:
     def collect(self, step: int) -> EncodedBatch | None:
         self.calls.append(f"collect {step}")
         if step == 1:
-            batch = RolloutBatch(step, 0, (make_group(0, [1], [0]),))
+            batch = RolloutBatch(step, 0, (Group(0, (SAMPLE,)),))
             return EncodedBatch("made", bytearray(encode_batch(batch)))
         if self.calls[-2] == "collect 1":
             return None
@@ -258,4 +203,4 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
     ]
     assert source.steps == 3  # and not those of a training: nothing is generated beyond them
     assert source.replayed_batches == 0  # a group would be in several dumps
-    assert not (tmp_path / "run" / "generate.json").exists()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
