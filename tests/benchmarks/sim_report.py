@@ -1,17 +1,14 @@
-"""The table, the assumptions and the figure of ``sim_rollout``."""
+"""The table and the figure of ``sim_rollout``."""
 
 from __future__ import annotations
 
 import itertools
-import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.benchmarks.harness import machine
-from tests.benchmarks.sim_cluster import Lengths
-from tests.benchmarks.sim_rollout import FIRST, GROUPS, SAMPLES, WARM_UP, Outcome
+from tests.benchmarks.sim_rollout import FIRST, WARM_UP, Outcome
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,174 +70,6 @@ def table(outcomes: dict[str, Outcome]) -> str:
         cells = [name, *(cell(outcome, base) for _, cell in COLUMNS)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def report(
-    results: dict[str, Result],
-    hardware: Hardware,
-    steps: int,
-    seeds: int,
-    population_mean: float,
-) -> str:
-    """The document: how to repeat it, what was assumed, the table, how to read it."""
-    import torch
-
-    where = machine(torch.device("cpu"))
-    outcomes = {name: result.outcome for name, result in results.items()}
-    spread = max(result.spread for result in results.values())
-    return "\n".join(
-        [
-            "# Partial and asynchronous rollout at 64k, simulated",
-            "",
-            _fill(
-                f"{where['date']}, commit {where['commit']}, Python {where['python']}. A "
-                "simulation of discrete events on one CPU; nothing here was measured on GPUs."
-            ),
-            "",
-            f"    {where['command']}",
-            "",
-            _fill(
-                f"Means over {seeds} seeds and {steps} steps after {WARM_UP} of warm-up; the "
-                f"seeds' rates differ by at most {spread:.1%}. {GROUPS} groups of {SAMPLES} per "
-                "step."
-            ),
-            "",
-            table(outcomes),
-            "",
-            "![the same as a figure](rollout_simulation_202611.png)",
-            "",
-            _fill(
-                "Ages are in steps: weight syncs since a token was sampled, when its batch is "
-                "formed. A step of E updates trains its last part with E − 1 updates more. "
-                "*Wasted*: tokens of groups that were given up, over tokens generated. *Carried*: "
-                "groups that missed a batch while they were under way. *Length*: mean response of "
-                "the batches over that of the distribution; 1 is unbiased."
-            ),
-            "",
-            "## What is assumed",
-            "",
-            *assumptions(hardware, Lengths(), population_mean),
-            "",
-            "## What it says",
-            "",
-            *findings(outcomes),
-            "",
-        ]
-    )
-
-
-def assumptions(hardware: Hardware, lengths: Lengths, population_mean: float) -> list[str]:
-    """What the figures rest on."""
-    rng = np.random.default_rng(1)
-    cut = np.mean([x == lengths.longest for _ in range(20_000) for x in lengths.draw(rng, SAMPLES)])
-    alone_ms, full_ms = (
-        1e3 * (hardware.step_s + n * (hardware.sequence_s + hardware.token_s * population_mean))
-        for n in (1, hardware.max_running)
-    )
-    return [
-        _item(
-            "**Rules** are those of `bapo_megatron.rollout`: while a batch is waited for, the "
-            "buffer holds groups_per_step · (1 + async_steps) + oversample_groups groups, and one "
-            "batch less while the trainer works; a batch is the oldest finished groups; requests "
-            "in flight are aborted for a weight sync and read again, or keep their keys and values "
-            "(*in place*); a group's requests go to one engine while it has room (*spread*: to the "
-            "least busy one). *Oversample ½* and *1* are shares of a batch; async 1 with "
-            "oversampling of 1 is the same schedule as async 2. *Drained* is what a system without "
-            "partial rollout has to do, and no option here: the engines finish what they have "
-            "before a sync."
-        ),
-        _item(
-            f"**Lengths** are log-normal with median {lengths.median:,.0f} and σ = "
-            f"{lengths.sigma}, cut off at {lengths.longest:,}: mean {population_mean:,.0f}, "
-            f"{cut:.1%} truncated. Half of the variance belongs to the prompt. The shape is what "
-            "reports of reasoning models have in common (Kimi k1.5, arXiv 2501.12599; AReaL, "
-            "2505.24298; APRIL, 2509.18521; RollPacker, 2509.21009); the parameters are ours, "
-            "chosen for a mean near 12,000 with a few percent truncated, and are fitted to no "
-            "data. Lengths do not depend on the weights."
-        ),
-        _item(
-            f"**Engines**: {hardware.engines}, one H100 each, a 7B model in bfloat16 with "
-            "grouped-query attention. A decoding step reads the weights and all keys and values at "
-            f"{hardware.memory_share:.0%} of 3.35 TB/s, computes at {hardware.mfu_share:.0%} of "
-            f"989 TFLOP/s, and has 1 ms of overhead: {alone_ms:.1f} ms for one sequence of mean "
-            f"length, {full_ms:.1f} ms for {hardware.max_running}, the largest batch. Prefill "
-            "computes at the same share and stops decoding; no prefix is cached. Keys and values "
-            f"of {hardware.kv_tokens / 1e6:.2f} million tokens fit; a full engine gives back its "
-            "newest request."
-        ),
-        _item(
-            f"**Trainer**: {hardware.trainer_gpus} H100 at {hardware.mfu_share:.0%} MFU, balanced "
-            "perfectly, one forward and backward pass; a weight sync takes "
-            f"{hardware.sync_s:.0f} s, in which nothing runs."
-        ),
-        _item(
-            "Not simulated: failures, graders, dynamic sampling, replay, and what staleness costs "
-            "in learning."
-        ),
-    ]
-
-
-def findings(outcomes: dict[str, Outcome]) -> list[str]:
-    """What the table of the default sizes says, with its figures."""
-    base = outcomes["synchronous"]
-
-    def gain(name: str) -> str:
-        return f"{outcomes[name].steps_per_h / base.steps_per_h:.1f}×"
-
-    partial, one = outcomes["partial, oversample 1"], outcomes["async 1, oversample 1"]
-    four, discard = outcomes["async 4"], outcomes["oversample ½, discard"]
-    dropped, masked = outcomes["async 2, oldest ≤ 2: drop"], outcomes["async 2, token ≤ 2: mask"]
-    return [
-        _item(
-            "The synchronous step waits for its longest response: engines are busy "
-            f"{base.busy_share:.0%} of the time, and mostly with a few sequences. Discarding what "
-            f"is late is {gain('oversample ½, discard')} as fast and trains on responses that are "
-            f"{1 - discard.length_ratio:.0%} too short, for ever."
-        ),
-        _item(
-            f"Partial rollout keeps the distribution (later batches: {partial.length_ratio:.2f}) "
-            f"and makes {gain('partial, oversample 1')} as many steps, at a mean age of "
-            f"{partial.age_mean:.1f} steps. Only the first batches are short "
-            f"({partial.first_length_ratio:.2f}), since what is quick finishes first; after that "
-            "come longer ones. The further generation is ahead, the longer this takes to settle: "
-            "see the figure for async 4."
-        ),
-        _item(
-            "Generation that goes on while the trainer works makes it "
-            f"{gain('async 1, oversample 1')} (async 1 with oversampling) to {gain('async 4')} "
-            f"(async 4), at mean ages of {one.age_mean:.1f} and {four.age_mean:.1f} and at most "
-            f"{four.age_max} steps. Without oversampling async 1 is {gain('async 1')}, no more "
-            "than partial rollout with as many groups: few are left to work on while the "
-            "trainer does."
-        ),
-        _item(
-            f"Overlap without partial rollout gains little ({gain('async 1, drained')} to "
-            f"{gain('async 4, drained')}): every sync waits for the longest response."
-        ),
-        _item(
-            f"A limit of 2 steps that drops groups wastes {dropped.wasted_share:.0%} of the tokens "
-            f"and biases the lengths ({dropped.length_ratio:.2f}), since long responses take "
-            "longer than that; masking single tokens keeps the lengths and takes "
-            f"{masked.masked_share:.0%} of the tokens out of the loss. The limit on the mean is no "
-            "milder here: a group's short responses grow old as a whole while its long ones are "
-            "under way."
-        ),
-        _item(
-            "Sending a group's requests to one engine makes the synchronous step slower, since a "
-            "hard prompt's long responses share one engine's memory bandwidth: spread over the "
-            f"engines it is {gain('synchronous, groups spread')}. With more work in flight it "
-            f"makes no difference (async 2: {gain('async 2')} and "
-            f"{gain('async 2, groups spread')})."
-        ),
-    ]
-
-
-def _fill(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent="  " if indent else "")
-
-
-def _item(text: str) -> str:
-    return _fill(text, "- ")
 
 
 def draw(

@@ -1,9 +1,9 @@
 """What partial and asynchronous rollout gain on a cluster, and what staleness they cost.
 
-python -m tests.benchmarks.sim_rollout --out docs/benchmarks/rollout_simulation_202611
+python -m tests.benchmarks.sim_rollout --figure docs/benchmarks/rollout_simulation_202611.png
 
-A simulation of discrete events: no GPU, no model; the assumptions are those of ``sim_cluster`` and
-are printed with the result.
+A simulation of discrete events: no GPU, no model. It prints the table of the page beside the
+figure, which says what ``sim_cluster`` assumes and what follows.
 """
 
 from __future__ import annotations
@@ -165,13 +165,13 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
 
 def main() -> None:
     """Simulate every mode with every seed, on all cores."""
-    from tests.benchmarks.sim_report import Result, draw, report
+    from tests.benchmarks.sim_report import Result, draw, table
 
     parser = argparse.ArgumentParser(description="Simulates generation and training on a cluster.")
     parser.add_argument("--steps", type=int, default=40, help="steps after the warm-up")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--engines", type=int, default=Hardware().engines)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.png (no suffix)")
+    parser.add_argument("--figure", type=Path, help="draw it here")
     options = parser.parse_args()
     hardware = Hardware(engines=options.engines)
     with ProcessPoolExecutor() as pool:
@@ -188,13 +188,11 @@ def main() -> None:
             rates = [outcome.steps_per_h for outcome in outcomes]
             spread = (max(rates) - min(rates)) / statistics.fmean(rates)
             results[name] = Result(mean_outcome(outcomes), records[0], spread)
-    population_mean = mean_length(Lengths())
-    text = report(results, hardware, options.steps, options.seeds, population_mean)
-    sys.stdout.write(text)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".md").write_text(text)
-        draw(results, hardware, population_mean, options.out.with_suffix(".png"))
+    spread = max(result.spread for result in results.values())
+    outcomes = {name: result.outcome for name, result in results.items()}
+    sys.stdout.write(f"{table(outcomes)}\n\nThe seeds' rates differ by at most {spread:.1%}.\n")
+    if options.figure is not None:
+        draw(results, hardware, mean_length(Lengths()), options.figure)
 
 
 if __name__ == "__main__":
