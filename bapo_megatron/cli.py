@@ -40,6 +40,7 @@ COMMANDS = {
     "grade": "Score the responses in a file with the rewards of a run.",
     "bounds": "Search the clip bounds for the tokens in a file, as training does.",
     "plot": "Draw the training dynamics of one or several runs as a PNG.",
+    "report": "Write an HTML page about one run or several: curves, checks, rollouts to read.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",
     "make-tiny": "Make a tiny Qwen2 model, warmed up on sums, and its data (deterministic).",
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",

@@ -1,0 +1,42 @@
+"""``bapo-megatron report``: an HTML page about runs, or a server that follows them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapo_megatron.files import atomic_write_text
+
+
+def command(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="One or several run directories.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="By default report.html in the first run.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the tokenizer, if the run's own is gone."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 and follow the runs.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of --watch; 0: any that is free.")
+    ] = 0,
+) -> None:
+    """Write one HTML page about one run or several: curves, checks and rollouts to read."""
+    if watch and out is not None:
+        raise typer.BadParameter("--watch serves the page and writes none; leave out --out")
+    if watch:
+        from bapo_megatron.report.watch import serve
+
+        serve(run_dirs, tokenizer, port, typer.echo)
+        return
+    from bapo_megatron.report.page import page_data, render
+
+    target = out or run_dirs[0] / "report.html"
+    page = render(page_data(run_dirs, tokenizer))
+    atomic_write_text(target, page)
+    typer.echo(f"wrote {target} ({len(page.encode()) / 1e6:.1f} MB)")

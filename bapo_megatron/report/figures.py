@@ -1,0 +1,168 @@
+"""The curves of the page: what each panel shows, and the seeds of a configuration as one band.
+
+Colours and axes are the page's own business (figures.js); here are numbers only.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from bapo_megatron.report.runs import Run, RunGroup
+
+MAX_POINTS = 1500
+"""Points of a curve; of a longer one every n-th is kept."""
+_ALL_POINTS = 8000
+"""Points of the curves of all groups in one panel, by which their number is limited further."""
+_DIGITS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One figure."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    """Metric of each curve, by its label."""
+    scores: bool = False
+    """Whether held-out accuracies are drawn in it, with their intervals."""
+    log: bool = False
+    """Logarithmic axis."""
+
+
+PANELS = (
+    Panel("Reward and held-out accuracy", "", {"mean reward": "reward/mean"}, scores=True),
+    Panel("Entropy of the policy", "nats per token", {"entropy": "policy/entropy"}),
+    Panel("Clip bounds", "ratio", {"upper": "bapo/clip_high", "lower": "bapo/clip_low"}),
+    Panel(
+        "Clipped tokens",
+        "share",
+        {"above the upper bound": "clip/fraction_high", "below the lower": "clip/fraction_low"},
+    ),
+    Panel(
+        "Positive share of the contributions",
+        "share",
+        {"before the search": "bapo/positive_share_start", "after it": "bapo/positive_share"},
+    ),
+    Panel(
+        "Age of the tokens in a batch",
+        "updates",
+        {"mean": "rollout/age_mean", "90th percentile": "rollout/age_p90"},
+    ),
+    Panel("Distance from the sampling policy", "nats per token", {"KL": "policy/kl_behaviour"}),
+    Panel(
+        "Gradient norm before clipping",
+        "",
+        {"mean": "policy/grad_norm", "largest update": "policy/grad_norm_max"},
+        log=True,
+    ),
+    Panel(
+        "Response length",
+        "tokens",
+        {"mean": "rollout/response_tokens_mean", "longest": "rollout/response_tokens_max"},
+    ),
+    Panel(
+        "Outcome of groups",
+        "share",
+        {"mixed rewards": "reward/mixed_groups", "solved": "reward/solved_groups"},
+    ),
+    Panel(
+        "Throughput",
+        "tokens/s",
+        {
+            "generated": "throughput/generated_tokens_per_s",
+            "trained": "throughput/trained_tokens_per_s",
+        },
+    ),
+)
+
+
+def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+    """Return the panels that have a curve.
+
+    A curve has ``group`` (its number), ``name``, ``x`` and ``y``; with several seeds ``y`` is their
+    mean, and ``low`` and ``high`` the smallest and largest of them. ``points`` are accuracies with
+    their intervals, one entry per run and evaluation set.
+    """
+    found = []
+    limit = min(MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
+    for panel in PANELS:
+        curves = [
+            {"group": number, "name": name, **curve}
+            for number, group in enumerate(groups)
+            for name, metric in panel.metrics.items()
+            if (curve := _curve(group.runs, metric, limit))
+        ]
+        points = [
+            {"group": number, **points}
+            for number, group in enumerate(groups)
+            for run in group.runs
+            for points in (_scores(run) if panel.scores else [])
+        ]
+        if curves or points:
+            about = {"title": panel.title, "unit": panel.unit, "log": panel.log}
+            found.append({**about, "curves": curves, "points": points})
+    return found
+
+
+def _curve(runs: Sequence[Run], metric: str, max_points: int) -> dict[str, list[float]]:
+    values: dict[float, list[float]] = {}
+    for run in runs:
+        for step, value in run.points(metric):
+            values.setdefault(step, []).append(value)
+    steps = sorted(values)
+    steps = steps[:: math.ceil(len(steps) / max_points)] if steps else []
+    if not steps:
+        return {}
+    curve = {"x": steps, "y": [rounded(fmean(values[step])) for step in steps]}
+    if len(runs) > 1:
+        curve["low"] = [rounded(min(values[step])) for step in steps]
+        curve["high"] = [rounded(max(values[step])) for step in steps]
+    return curve
+
+
+def _scores(run: Run) -> list[dict[str, Any]]:
+    found = []
+    for name in run.matching("eval/", "/avg_at_k"):
+        start = f"eval/{name}/avg_at_k"
+        rows = [row for row in run.rows if start in row]
+        found.append(
+            {
+                "run": run.name,
+                "name": f"{name}: accuracy",
+                "x": [row["step"] for row in rows],
+                "y": [rounded(row[start]) for row in rows],
+                "low": [rounded(row.get(f"{start}_low", row[start])) for row in rows],
+                "high": [rounded(row.get(f"{start}_high", row[start])) for row in rows],
+            }
+        )
+    return found
+
+
+def phases_of(run: Run) -> dict[str, Any]:
+    """Return the seconds of each phase by step, the longest phase first, and their shares."""
+    names = run.matching("time/", "_s")
+    rows = [row for row in run.rows if any(f"time/{name}_s" in row for name in names)]
+    rows = rows[:: max(1, math.ceil(len(rows) / MAX_POINTS))]
+    total_s = {name: math.fsum(run.values(f"time/{name}_s")) for name in names}
+    all_s = math.fsum(total_s.values())
+    return {
+        "run": run.name,
+        "x": [row["step"] for row in rows],
+        "phases": [
+            {
+                "name": name.replace("_", " "),
+                "total_s": rounded(total_s[name]),
+                "share": rounded(total_s[name] / all_s) if all_s else 0.0,
+                "y": [rounded(row.get(f"time/{name}_s", 0.0)) for row in rows],
+            }
+            for name in sorted(names, key=lambda name: -total_s[name])
+        ],
+    }
+
+
+def rounded(value: float, digits: int = _DIGITS) -> float:
+    """Return the value with so many significant digits, to keep the page small."""
+    return float(f"{value:.{digits}g}")

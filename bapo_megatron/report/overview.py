@@ -1,0 +1,163 @@
+"""What a page says of its runs in words and tables: overview, differences, evaluations."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.evaluation.compare import compare_results
+from bapo_megatron.evaluation.report import read_results
+from bapo_megatron.report.checks import findings_of
+from bapo_megatron.report.runs import Run, RunGroup, events_of, public_setting
+
+_RESAMPLES = 2000
+"""Of the interval of a change; those of the scores themselves are the run's."""
+_EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
+_OBJECTIVES = {"bapo": "BAPO", "clip": "GRPO's fixed clip bounds", "none": "no clipping"}
+
+
+def describe(run: Run, group: int) -> dict[str, Any]:
+    """Return the overview of a run: sentences, headline figures, findings and events."""
+    return {
+        "name": run.name,
+        "group": group,
+        "seed": run.seed,
+        "words": _words(run),
+        "figures": _figures(run),
+        "findings": [asdict(finding) for finding in findings_of(run)],
+        "events": [asdict(event) for event in events_of(run)],
+        "rollouts": len(list((run.path / "rollouts").glob("step_*.parquet"))),
+    }
+
+
+def _words(run: Run) -> str:
+    settings = run.settings
+    if not settings:
+        return "This directory has no config.yaml, so its settings are unknown."
+
+    def shown(key: str) -> str:
+        return public_setting(key, settings.get(key))
+
+    objective = shown("algorithm.objective")
+    sets = [key for key in settings if re.fullmatch(r"data\.train(\.\d+)?\.(path|hub)", key)]
+    data = [public_setting(key, settings[key]) for key in sets if settings[key]]
+    total = settings.get("train.steps")
+    return (
+        f"{_model(run)}, trained with {_OBJECTIVES.get(objective, objective)} on "
+        f"{' and '.join(data) or 'unknown data'}. {run.steps[-1] if run.steps else 0} of {total} "
+        f"steps are finished; a batch has {shown('rollout.groups_per_step')} groups of "
+        f"{shown('rollout.samples_per_group')} responses of at most "
+        f"{shown('rollout.max_response_tokens')} tokens and makes "
+        f"{shown('algorithm.updates_per_batch')} updates at a learning rate of "
+        f"{shown('optimizer.lr')}. Responses come from the {shown('rollout.engine')} engine."
+    )
+
+
+def _model(run: Run) -> str:
+    """The model by its architecture, if its configuration is still there, and its directory."""
+    path = Path(str(run.settings.get("model.path", "")))
+    about = ""
+    for directory in (run.path / "hf", path):
+        file = directory / "config.json"
+        if file.is_file():
+            found = json.loads(file.read_bytes())
+            kind, layers = found.get("model_type"), found.get("num_hidden_layers")
+            if kind and layers and found.get("hidden_size"):
+                about = f" ({kind}, {layers} layers of width {found['hidden_size']})"
+            break
+    return f"The model '{path.name}'{about}"
+
+
+def _figures(run: Run) -> list[tuple[str, str]]:
+    """Labels and values of the headline figures."""
+    found = []
+    for name in run.matching("eval/", "/avg_at_k"):
+        start = f"eval/{name}/avg_at_k"
+        rows = [row for row in run.rows if start in row]
+        last = rows[-1]
+        text = f"{last[start]:.1%}"
+        if f"{start}_low" in last:
+            text += f" ({last[f'{start}_low']:.1%} … {last[f'{start}_high']:.1%})"
+        before = f", from {rows[0][start]:.1%}" if len(rows) > 1 else ""
+        found.append((f"{name}: accuracy at step {int(last['step'])}{before}", text))
+    for label, metric, form in (
+        ("last reward", "reward/mean", "{:.3f}"),
+        ("last entropy, nats per token", "policy/entropy", "{:.3f}"),
+        ("oldest tokens, updates", "rollout/age_max", "{:.0f}"),
+    ):
+        if values := run.values(metric):
+            found.append((label, form.format(values[-1])))
+    if updates := sum(run.values("train/updates")):
+        found.append(("updates", f"{updates:,.0f}"))
+    return found
+
+
+def difference_table(groups: Sequence[RunGroup], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the settings in which the groups differ, a row per key and a column per group."""
+    rows = [
+        [key, *(public_setting(key, group.runs[0].settings.get(key)) for group in groups)]
+        for key in keys
+    ]
+    return {"headings": ["setting", *(group.label for group in groups)], "rows": rows}
+
+
+def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return every evaluation, a row per run, set and step; cells are texts or numbers."""
+    headings = [
+        *("run", "set", "step", "avg@k", "95 % interval", "pass@k", "maj@k", "answer found"),
+        *("truncated", "tokens", "change since the first (95 % interval)"),
+    ]
+    rows = []
+    for run in runs:
+        for name in run.matching("eval/", "/avg_at_k"):
+            start = f"eval/{name}/"
+            scored = [row for row in run.rows if f"{start}avg_at_k" in row]
+            change = _change(run, name, int(scored[-1]["step"])) if len(scored) > 1 else ""
+            for row in scored:
+                own = {
+                    key.removeprefix(start): v for key, v in row.items() if key.startswith(start)
+                }
+                low, high = own.get("avg_at_k_low"), own.get("avg_at_k_high")
+                rows.append(
+                    [
+                        run.name,
+                        name,
+                        int(row["step"]),
+                        _percent(own["avg_at_k"]),
+                        "" if low is None or high is None else f"{low:.1%} … {high:.1%}",
+                        _percent(own.get("pass_at_k")),
+                        _percent(own.get("maj_at_k")),
+                        _percent(own.get("answer_found_share")),
+                        _percent(own.get("truncated_share")),
+                        f"{own.get('response_tokens_mean', 0.0):,.1f}",
+                        change if row is scored[-1] else "",
+                    ]
+                )
+    if not any(row[-1] for row in rows):  # no run has two evaluations with their files
+        headings, rows = headings[:-1], [row[:-1] for row in rows]
+    return {"headings": headings, "rows": rows}
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _change(run: Run, name: str, step: int) -> str:
+    """The paired difference of the last from the first evaluation; empty if a file is gone."""
+    files = sorted((run.path / "eval").glob("step_*.json"))
+    by_step = {int(m[1]): file for file in files if (m := _EVALUATION_FILE.fullmatch(file.name))}
+    start = run.path / "eval" / "start.json"
+    first = start if start.exists() else (by_step[min(by_step)] if by_step else None)
+    last = by_step.get(step)
+    if first is None or last is None or first == last:
+        return ""
+    pair = [[r for r in read_results(file) if r.name == name] for file in (first, last)]
+    if not all(pair):
+        return ""
+    compared = compare_results(
+        *pair, k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
+    )
+    paired = compared[0].scores[0].paired
+    return f"{paired.difference:+.1%} ({paired.low:+.1%} … {paired.high:+.1%})"

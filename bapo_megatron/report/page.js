@@ -1,0 +1,144 @@
+// The page around figures and reader: words, tables, themes, and news in a page that follows a run.
+"use strict";
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+// Text becomes text nodes, never markup.
+function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return element;
+}
+
+const POLL_MS = 3000;
+const THEMES = ["automatic", "light", "dark"];
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+let theme = "automatic";
+
+function card(run) {
+  const title = run.name + (run.seed === "" ? "" : ` · seed ${run.seed}`);
+  const swatch = el("i", { class: "key point" });
+  swatch.style.setProperty("--key", Figures.variable(run.group));
+  const findings = run.findings.map((finding) => el(
+    "li", { class: `finding ${finding.level}` }, el("b", {}, finding.level === "fault" ? "Likely defect: " : "Look at: "), finding.text
+  ));
+  return el(
+    "article", { class: "card" }, el("h3", {}, swatch, title), el("p", {}, run.words),
+    el("dl", { class: "figures" }, ...run.figures.map(([label, value]) => el("div", {}, el("dd", {}, value), el("dt", {}, label)))),
+    el("ul", { class: "findings" }, ...(findings.length ? findings : [el("li", { class: "finding fine" }, "The checks found nothing unusual.")]))
+  );
+}
+
+function sortable(given) {
+  const body = el("tbody");
+  const fill = (rows) => body.replaceChildren(...rows.map((row) => el("tr", {}, ...row.map(
+    (cell, at) => el(at ? "td" : "th", at ? {} : { scope: "row" }, cell)
+  ))));
+  const value = (cell) => {
+    const parsed = parseFloat(String(cell).replace(/[,+ ]/g, "").replace("−", "-"));
+    return Number.isNaN(parsed) ? null : parsed;
+  };
+  const compare = (a, b) => {
+    const [x, y] = [value(a), value(b)];
+    return x !== null && y !== null ? x - y : String(a).localeCompare(String(b));
+  };
+  const heads = given.headings.map((heading, at) => {
+    const button = el("button", { type: "button" }, heading);
+    const head = el("th", { scope: "col" }, button);
+    button.addEventListener("click", () => {
+      const isUp = head.getAttribute("aria-sort") === "ascending";
+      for (const other of heads) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", isUp ? "descending" : "ascending");
+      fill([...given.rows].sort((a, b) => (isUp ? -1 : 1) * compare(a[at], b[at])));
+    });
+    return head;
+  });
+  fill(given.rows);
+  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
+}
+
+function tableOr(id, table, otherwise) {
+  byId(id).replaceChildren(table.rows.length ? sortable(table) : el("p", { class: "note" }, otherwise));
+}
+
+function eventTable(runs) {
+  const events = runs.flatMap((run) => run.events.filter((event) => event.kind !== "push").map(
+    (event) => [run.name, event.step, event.kind, event.text]
+  ));
+  byId("events").querySelector("summary").textContent = `Events as a table (${events.length}, without pushes)`;
+  tableOr("event-table", { headings: ["run", "step", "kind", "what"], rows: events }, "None.");
+}
+
+function timeTable(phases) {
+  const names = [...new Set(phases.flatMap((run) => run.phases.map((phase) => phase.name)))];
+  const cell = (phase) => (phase ? `${phase.total_s.toLocaleString(undefined, { maximumFractionDigits: 1 })} s (${(100 * phase.share).toFixed(0)} %)` : "");
+  tableOr("time-table", {
+    headings: ["run", ...names],
+    rows: phases.map((run) => [run.run, ...names.map((name) => cell(run.phases.find((phase) => phase.name === name)))]),
+  }, "No times were recorded.");
+}
+
+function show(data) {
+  const labels = data.groups.map((group) => group.label);
+  byId("title").textContent = labels.length > 3 ? `${data.runs.length} runs` : labels.join(" · ");
+  byId("cards").replaceChildren(...data.runs.map(card));
+  const seeds = data.groups.some((group) => group.seeds > 1);
+  for (const part of document.querySelectorAll("#differences, [href='#differences']")) part.hidden = data.runs.length === 1;
+  tableOr("difference-table", data.differences, "All runs have the same configuration, apart from their seeds.");
+  tableOr("evaluation-table", data.evaluations, "No evaluation was made.");
+  byId("dynamics").querySelector("h2").textContent = `Training dynamics${seeds ? ": mean of the seeds, and their range as a band" : ""}`;
+  eventTable(data.runs);
+  timeTable(data.phases);
+  Reader.show(data.rollouts);
+  return Figures.show(data);
+}
+
+function setTheme(name) {
+  const wanted = name === "automatic" ? (prefersDark.matches ? "dark" : "light") : name;
+  document.documentElement.dataset.theme = wanted;
+  byId("theme").textContent = `Theme: ${theme}`;
+}
+
+function applyTheme(name) {
+  setTheme(name);
+  Figures.redraw();
+}
+
+function follow() {
+  let etag = "";
+  byId("live").hidden = false;
+  byId("live").textContent = "following";
+  setInterval(async () => {
+    try {
+      const response = await fetch("data.json", { headers: etag ? { "If-None-Match": etag } : {} });
+      if (response.status === 200) {
+        const isNews = etag !== "";
+        etag = response.headers.get("ETag");
+        const data = await response.json();
+        if (isNews) await show(data);
+      }
+      byId("live").textContent = response.ok || response.status === 304 ? "following" : "the run cannot be read at present";
+    } catch {
+      byId("live").textContent = "the server has ended";
+    }
+  }, POLL_MS);
+}
+
+window.addEventListener("error", (event) => {
+  byId("failure").hidden = false;
+  byId("failure").textContent = `This page failed: ${event.message}`;
+});
+byId("theme").addEventListener("click", () => {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  applyTheme(theme);
+});
+prefersDark.addEventListener("change", () => applyTheme(theme));
+window.addEventListener("beforeprint", () => applyTheme("light"));
+window.addEventListener("afterprint", () => applyTheme(theme));
+
+setTheme(theme);
+show(JSON.parse(byId("data").textContent)).then(() => { document.documentElement.dataset.drawn = "yes"; });
+if (document.documentElement.dataset.follows === "yes") follow();

@@ -1,0 +1,238 @@
+"""Run directories as records: metrics, configuration, events, and which runs belong together.
+
+Nothing here leaves the machine's layout in a record: a path of the configuration is reduced to its
+last name, and what may hold a secret is left out (``public_setting``).
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
+from bapo_megatron.telemetry.sinks import read_metrics
+
+Row = Mapping[str, float]
+
+_OF_ONE_RUN = ("name", "run_dir", "seed", "resume")
+"""Keys in which the seeds of one configuration differ."""
+_SECRET = re.compile(r"(^|_)(api_?key|key|password|secret|credential|authorization)s?($|_)", re.I)
+_ENVIRONMENT_NAME = "token_variable"
+
+FAULTS = {
+    "reward/errors": "reward functions failed on {:,.0f} responses",
+    "reward/timeouts": "grading timed out on {:,.0f} responses",
+    "rollout/environment_errors": "the environment failed in {:,.0f} episodes",
+    "rollout/lost_requests": "{:,.0f} requests lost their engine and continued on another",
+    "train/nonfinite_tokens": "{:,.0f} tokens had a value that is not finite",
+    "train/skipped_updates": "{:,.0f} updates were skipped",
+}
+"""What a metric above 0 says of its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened in a step, beside training."""
+
+    kind: str
+    """``push``, ``evaluation``, ``fault`` or ``restart``."""
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was read of one run directory, without rollouts."""
+
+    path: Path
+    name: str
+    """The end of its path, as long as needed to differ from the other runs."""
+    rows: tuple[Row, ...]
+    """Of ``metrics.jsonl``, by ascending step; at least one."""
+    settings: Mapping[str, Any]
+    """config.yaml by dotted key; empty where the file is missing."""
+
+    @property
+    def seed(self) -> str:
+        """The seed as text; empty if unknown."""
+        return str(self.settings.get("seed", ""))
+
+    @property
+    def steps(self) -> list[int]:
+        """Finished steps, without the evaluation before training."""
+        return [int(row["step"]) for row in self.rows if row["step"] != BEFORE_TRAINING]
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """Steps and values of a metric, where it was recorded."""
+        return [(row["step"], row[metric]) for row in self.rows if metric in row]
+
+    def values(self, metric: str) -> list[float]:
+        """Values of a metric, where it was recorded."""
+        return [row[metric] for row in self.rows if metric in row]
+
+    def matching(self, start: str, end: str) -> list[str]:
+        """Sorted middles of the metrics that begin with ``start`` and finish with ``end``."""
+        names = {name for row in self.rows for name in row}
+        return sorted(
+            name[len(start) : len(name) - len(end)]
+            for name in names
+            if name.startswith(start) and name.endswith(end) and len(name) > len(start) + len(end)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Runs that differ in their seeds only."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read run directories.
+
+    Raises:
+        ValueError: A directory holds no readable run, or is given twice.
+        OSError: A file cannot be read.
+    """
+    real = [Path(os.path.realpath(path)) for path in paths]
+    for number, path in enumerate(real):
+        if path in real[:number]:
+            raise ValueError(f"{paths[number]}: given twice; give every run once")
+    names = _names([Path.cwd() / path for path in paths])
+    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _read_run(path: Path, name: str) -> Run:
+    metrics = path / "metrics.jsonl"
+    if not os.path.lexists(metrics):
+        raise ValueError(f"{metrics}: no such file; give the directory of a run")
+    rows = sorted(read_metrics(metrics), key=lambda row: row["step"])
+    if not rows:
+        raise ValueError(f"{metrics}: no step was recorded yet; wait for the first one")
+    config = path / "config.yaml"
+    settings: dict[str, Any] = {}
+    if config.exists():
+        try:
+            loaded = yaml.safe_load(config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            line = str(error).partition("\n")[0]
+            raise ValueError(f"{config}: not readable YAML ({line}); restore the file") from error
+        settings = dict(_flattened(loaded if isinstance(loaded, dict) else {}, ""))
+    return Run(path, name, tuple(rows), settings)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart, of equally many parts each."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]).lstrip("/") for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("different absolute paths differ in their whole length")
+
+
+def _flattened(value: Any, key: str) -> list[tuple[str, Any]]:
+    children: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        children = list(enumerate(value))
+    if not children:
+        return [(key, value)]
+    start = f"{key}." if key else ""
+    return [pair for name, child in children for pair in _flattened(child, f"{start}{name}")]
+
+
+def public_setting(key: str, value: Any) -> str:
+    """Return a value of the configuration as the page may show it.
+
+    Paths keep their last name, addresses lose user, password and query, options of servers lose
+    their values, and what is named like a secret is not shown.
+    """
+    if isinstance(value, list):
+        if "extra_args" in key:
+            value = [str(each).partition("=")[0] for each in value if str(each).startswith("-")]
+        return ", ".join(public_setting(key, each) for each in value) or "none"
+    if value is None:
+        return "none"
+    last = key.rpartition(".")[2]
+    if _SECRET.search(last) and last != _ENVIRONMENT_NAME and value != "":
+        return "not shown"
+    text = str(value)
+    if "://" in text:
+        parts = urlsplit(text)
+        port = f":{parts.port}" if parts.port else ""
+        return f"{parts.scheme}://{parts.hostname or ''}{port}"
+    if isinstance(value, str) and "/" in text and " " not in text:
+        path, colon, name = text.partition(":")
+        return Path(path).name + colon + name
+    return text
+
+
+def group_runs(runs: Sequence[Run]) -> tuple[list[RunGroup], list[str]]:
+    """Put seeds of one configuration together.
+
+    Returns:
+        The groups in the order of their first runs, and the keys in which they differ. Runs without
+        a configuration are groups of their own.
+    """
+    members: dict[Any, list[Run]] = {}
+    for run in runs:
+        own = frozenset((k, repr(v)) for k, v in run.settings.items() if k not in _OF_ONE_RUN)
+        members.setdefault(own or run.name, []).append(run)
+    firsts = [group[0] for group in members.values() if group[0].settings]
+    keys = list(dict.fromkeys(key for run in firsts for key in run.settings))
+    differing = [
+        key
+        for key in keys
+        if key not in _OF_ONE_RUN and len({repr(run.settings.get(key)) for run in firsts}) > 1
+    ]
+    groups = [
+        RunGroup(_group_label(tuple(group), differing), tuple(group)) for group in members.values()
+    ]
+    return groups, differing
+
+
+def _group_label(runs: tuple[Run, ...], differing: Sequence[str]) -> str:
+    if len(runs) == 1:
+        return runs[0].name
+    settings = runs[0].settings
+    parts = [
+        f"{key.rpartition('.')[2]} {public_setting(key, settings.get(key))}"
+        for key in differing[:3]
+    ]
+    about = ", ".join(parts) or str(settings.get("name", runs[0].name))
+    return f"{about} ({len(runs)} seeds)"
+
+
+def events_of(run: Run) -> list[Event]:
+    """Return pushes, evaluations, faults and restarts by step.
+
+    A process times its previous checkpoint with the next step, so the first step of every process
+    lacks that time: where another one lacks it, the run was resumed before it.
+    """
+    events = []
+    was_timed = False
+    for row in run.rows:
+        step = int(row["step"])
+        pushes = row.get("weight_sync/pushes", 0.0)
+        if pushes > 0:
+            seconds = row.get("weight_sync/push_s", 0.0)
+            events.append(Event("push", step, f"{pushes:.0f} pushes of weights, {seconds:.2f} s"))
+        scores = [name for name in row if re.fullmatch(r"eval/.+/avg_at_k", name)]
+        if scores:
+            texts = (f"{name.split('/', 1)[1][:-9]} {row[name]:.1%}" for name in sorted(scores))
+            events.append(Event("evaluation", step, "evaluation: " + ", ".join(texts)))
+        for name, text in FAULTS.items():
+            if row.get(name, 0.0) > 0:
+                events.append(Event("fault", step, text.format(row[name])))
+        is_timed = "time/checkpoint_s" in row
+        if was_timed and not is_timed:
+            events.append(Event("restart", step, "the run was resumed before this step"))
+        was_timed |= is_timed
+    return events

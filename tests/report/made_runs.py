@@ -1,0 +1,128 @@
+"""Run directories for the tests of the page, with texts that attack it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from bapo_megatron.data.dump import write_batch, write_texts
+from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.types import (
+    FinishReason,
+    Group,
+    PromptTokens,
+    RolloutBatch,
+    Sample,
+    SampleText,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCRIPT = "</script><script>document.title='attacked'</script><img src=x onerror=document.title=1>"
+SECRET = "sk-not-for-others"
+WORDS = [SCRIPT, " 1", " 2", "=", " answer", " is", " 3", "."]
+"""The tokenizer's vocabulary; the first token is markup."""
+RATIOS = [1.0, 2.0, 0.5, 1.25]
+"""π/μ of the first response in the token dump."""
+
+
+def make_run(
+    path: Path,
+    *,
+    seed: int = 0,
+    steps: int = 6,
+    rewards: tuple[float, ...] = (0.0, 1.0),
+    changes: dict[str, Any] | None = None,
+) -> Path:
+    """Write a run with an evaluation at both ends, one dump of rollouts and one of tokens."""
+    path.mkdir(parents=True)
+    config = {
+        "name": "made",
+        "run_dir": str(path),
+        "seed": seed,
+        "model": {"path": str(path / "model")},
+        "data": {"train": {"path": f"{path}/sums.jsonl"}},
+        "rollout": {"groups_per_step": 2, "samples_per_group": 2, "max_response_tokens": 8},
+        "reward": {"functions": [{"name": "math", "function": "math", "url": None}]},
+        "algorithm": {"objective": "bapo", "advantage": "grpo", "updates_per_batch": 1},
+        "optimizer": {"lr": 1e-4},
+        "train": {"steps": steps},
+        **(changes or {}),
+    }
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [_evaluation(0, 0.25)]
+    rows += [_row(step, rewards, seed) for step in range(1, steps + 1)]
+    rows[-1] |= _evaluation(steps, 0.75)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "model").mkdir()
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    Tokenizer(WordLevel(vocabulary, unk_token=WORDS[0])).save(str(path / "model/tokenizer.json"))
+    _write_rollouts(path, rewards)
+    return path
+
+
+def _row(step: int, rewards: tuple[float, ...], seed: int) -> dict[str, float]:
+    row = {
+        "step": step,
+        "reward/mean": float(np.mean(rewards)) + 0.1 * seed,
+        "policy/entropy": 1.0 / step,
+        "policy/grad_norm_max": 1.0,
+        "train/updates": 1.0,
+        "weight_sync/pushes": 1.0,
+        "time/rollout_s": 2.0,
+        "time/training_s": 6.0,
+    }
+    return row if step == 1 else {**row, "time/checkpoint_s": 0.0}
+
+
+def _evaluation(step: int, score: float) -> dict[str, float]:
+    start = "eval/heldout/avg_at_k"
+    return {"step": step, start: score, f"{start}_low": score - 0.05, f"{start}_high": score + 0.05}
+
+
+def _write_rollouts(path: Path, rewards: tuple[float, ...]) -> None:
+    groups, texts = [], []
+    for group_id in range(2):
+        prompt = PromptTokens(f"sums.jsonl:{group_id}", np.array([1, 2], np.int32), "sums")
+        samples = []
+        for index, reward in enumerate(rewards):
+            logprobs = -np.arange(1, 5, dtype=np.float32) / (1 + group_id + 2 * index)
+            samples.append(
+                Sample(
+                    group_id=group_id,
+                    index=index,
+                    prompt=prompt,
+                    response_token_ids=np.array([0, 4, 5, 6 - index], np.int32),
+                    behaviour_logprobs=logprobs,
+                    versions=spans_of(np.array([1, 1, 2, 3])),
+                    finish_reason=FinishReason.STOP,
+                    reward=reward,
+                    reward_components={"math": reward},
+                    answer_found=True,
+                )
+            )
+            texts.append(
+                SampleText(group_id, index, f"What is 1+2? {SCRIPT}", "3", f"{SCRIPT} answer is 3")
+            )
+        groups.append(Group(group_id, tuple(samples)))
+    batch = RolloutBatch(step=1, version=4, groups=tuple(groups))
+    dump = path / "rollouts/step_000001.parquet"
+    write_batch(dump, batch)
+    write_texts(dump, 1, texts)
+    (path / "tokens").mkdir()
+    behaviour = groups[0].samples[0].behaviour_logprobs
+    # Another response's tokens come first.
+    columns = {
+        "logprob": np.concatenate([[-7.0], behaviour + np.log(np.array(RATIOS, np.float32))]),
+        "behaviour_logprob": np.concatenate([[-9.0], behaviour]),
+    }
+    table = pa.table({name: np.asarray(each, np.float32) for name, each in columns.items()})
+    pq.write_table(table, path / "tokens/step_000001_update_000.parquet")

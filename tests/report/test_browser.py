@@ -1,0 +1,150 @@
+"""The page in headless Chromium: it draws, asks for nothing, and lets people read rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import threading
+from typing import TYPE_CHECKING
+from urllib.request import Request, urlopen
+
+import pytest
+
+from bapo_megatron.report.page import page_data, render
+from bapo_megatron.report.watch import serve
+from tests.chromium import Tab, chromium_tab
+from tests.launch import command
+from tests.report.made_runs import SCRIPT, make_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DRAWN = (
+    "[...document.querySelectorAll('#panels .plot, #time-plot')]"
+    ".every(plot => plot.querySelector('.scatterlayer path'))"
+)
+
+
+@pytest.mark.slow
+def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made")
+    result = subprocess.run(command(["report", str(made)]), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    page = made / "report.html"
+    assert f"wrote {page}" in result.stdout
+
+    async def look() -> Tab:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(page.as_uri())
+            await read_by_mouse(tab)
+            await read_by_keyboard(tab)
+            await change_theme(tab)
+        return tab
+
+    tab = asyncio.run(look())
+    assert tab.errors == []
+    assert {address for address in tab.requests if not address.startswith("data:")} == {
+        page.as_uri()
+    }
+
+
+async def read_by_mouse(tab: Tab) -> None:
+    assert await tab.run(DRAWN)
+    assert await tab.run("document.getElementById('failure').hidden")
+    # A real click on the first row of the list.
+    await tab.run("document.querySelector('#list .row').scrollIntoView()")
+    box = await tab.run(
+        "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+        "(document.querySelector('#list .row').getBoundingClientRect())"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        place = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+        await tab.send("Input.dispatchMouseEvent", type=kind, **place)
+    await tab.until("document.querySelector('#rollout .tokens') !== null")
+    assert await tab.run("document.querySelector('.tokens').textContent") == f"{SCRIPT} answer is 3"
+    why = await tab.run("document.querySelector('.why').textContent")
+    assert "extracted answer3" in why
+    assert "advantage−0.707" in why
+    # What was sampled is text: it made no element and ran nothing.
+    assert await tab.run("document.querySelectorAll('main script, main img').length") == 0
+    assert await tab.run("document.title") == "made"
+
+
+async def read_by_keyboard(tab: Tab) -> None:
+    async def shades(coloring: str) -> list[str]:
+        await tab.run(f"document.querySelector('[data-coloring={coloring}]').click()")
+        return await tab.run("[...document.querySelectorAll('.tokens span')].map(s => s.className)")
+
+    # Ratios 1, 2, 0.5 and 1.25; |log| above 0.02, 0.1, 0.2, 0.4 and 0.7.
+    assert await shades("ratio") == ["", "p4", "n4", "p3"]
+    assert await shades("version") == ["v0", "v0", "v1", "v2"]
+    assert await shades("level") == ["m0"] * 4
+    await tab.run("document.querySelector('.tokens').focus()")
+    for _ in range(2):
+        key = {"key": "ArrowRight", "code": "ArrowRight"}
+        await tab.send("Input.dispatchKeyEvent", type="keyDown", **key)
+    readout = await tab.run("document.querySelector('.readout').textContent")
+    assert '" answer" (id 4)' in readout
+    assert "ratio 2 " in readout
+    await tab.run("document.getElementById('search').value = 'no such words'")
+    await tab.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    await tab.until("document.getElementById('num-found').textContent === '0 of 4'")
+
+
+async def change_theme(tab: Tab) -> None:
+    def paper() -> str:
+        return "getComputedStyle(document.body).backgroundColor"
+
+    light = await tab.run(paper())
+    for _ in range(2):  # automatic → light → dark
+        await tab.run("document.getElementById('theme').click()")
+    assert await tab.run(paper()) != light
+
+
+@pytest.mark.slow
+def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", steps=4)
+    lines: list[str] = []
+    is_ready = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        is_ready.set()
+
+    threading.Thread(target=serve, args=([made], None, 0, say), daemon=True).start()
+    assert is_ready.wait(60)
+    found = re.match(r"http://127\.0\.0\.1:\d+/", lines[0])
+    assert found is not None
+    address = found[0]
+
+    async def follow() -> Tab:
+        async with chromium_tab(tmp_path / "profile") as tab:
+            await tab.open(address)
+            assert "4 of 4 steps" in await tab.run("document.body.textContent")
+            await tab.until(
+                "performance.getEntriesByName(new URL('data.json', location)).length > 0"
+            )
+            with (made / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 5, "reward/mean": 0.5}) + "\n")
+            await tab.until("document.getElementById('cards').textContent.includes('5 of 4 steps')")
+            assert await tab.run(DRAWN)
+        return tab
+
+    tab = asyncio.run(follow())
+    assert tab.errors == []
+    assert all(request.startswith((address, "data:")) for request in tab.requests)
+    foreign = Request(f"{address}data.json", headers={"Host": "elsewhere.example"})
+    with pytest.raises(OSError, match="403"), contextlib.closing(urlopen(foreign)):
+        pass
+
+
+def test_a_page_for_many_runs_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = page_data([make_run(tmp_path / "made")])
+    monkeypatch.setattr("bapo_megatron.report.page.MAX_BYTES", 1_000_000)
+    with pytest.raises(ValueError, match=r"the page would have \d\.\d MB, more than 1; give fewer"):
+        render(data)

@@ -1,0 +1,204 @@
+"""What the page is made of, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bapo_megatron.report.checks import findings_of
+from bapo_megatron.report.figures import panels_of
+from bapo_megatron.report.page import page_data, render
+from bapo_megatron.report.rollouts import sample_rollouts
+from bapo_megatron.report.runs import (
+    Run,
+    events_of,
+    group_runs,
+    public_setting,
+    read_runs,
+)
+from bapo_megatron.report.tokens import Pieces, find_tokenizer
+from tests.report.made_runs import RATIOS, SECRET, WORDS, make_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run_of(*rows: dict[str, float], **settings: object) -> Run:
+    from pathlib import Path
+
+    return Run(Path("runs/a"), "a", tuple(rows), settings)
+
+
+def test_seeds_of_a_configuration_are_one_band_with_mean_and_range(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"seed{seed}", seed=seed) for seed in (0, 1, 2)]
+    other = make_run(tmp_path / "fast", changes={"optimizer": {"lr": 1e-3}})
+    groups, differing = group_runs(read_runs([*paths, other]))
+    # The runs' own directories hold model and data, so they differ, too.
+    assert "optimizer.lr" in differing
+    assert not {"seed", "run_dir"} & set(differing)
+    same = [
+        run_of({"step": 1, "reward/mean": value}, **{"seed": n})
+        for n, value in enumerate((1, 2, 6))
+    ]
+    groups, differing = group_runs(same)
+    assert (len(groups), differing) == (1, [])
+    curve = panels_of(groups)[0]["curves"][0]
+    assert (curve["y"], curve["low"], curve["high"]) == ([3.0], [1.0], [6.0])
+
+
+def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / "x/a"), make_run(tmp_path / "y/a")])
+    assert [run.name for run in runs] == ["x/a", "y/a"]
+    with pytest.raises(ValueError, match="given twice"):
+        read_runs([tmp_path / "x/a", tmp_path / "x/../x/a"])
+
+
+def test_a_missing_or_empty_run_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: no such file; give the directory"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("model.path", "/home/someone/models/Qwen", "Qwen"),
+        ("reward.functions.0.function", "/home/someone/mine.py:grade", "mine.py:grade"),
+        (
+            "reward.functions.0.url",
+            "https://me:pass@graders:8000/grade?token=1",
+            "https://graders:8000",
+        ),
+        (
+            "rollout.server.extra_args",
+            ["--api-key", SECRET, f"--admin-api-key={SECRET}"],
+            "--api-key, --admin-api-key",
+        ),
+        ("custom.api_key", SECRET, "not shown"),
+        ("rollout.max_response_tokens", 80, "80"),
+        ("replay.dumps", None, "none"),
+    ],
+)
+def test_settings_show_no_outside_path_and_no_secret(key: str, value: object, shown: str) -> None:
+    assert public_setting(key, value) == shown
+
+
+def test_pushes_evaluations_faults_and_restarts_are_events() -> None:
+    timed = {"time/checkpoint_s": 0.0}
+    run = run_of(
+        {"step": 1, "weight_sync/pushes": 1.0},
+        {"step": 2, "reward/errors": 3.0, **timed},
+        {"step": 3, "eval/heldout/avg_at_k": 0.5},
+        {"step": 4, **timed},
+    )
+    found = [(event.kind, event.step) for event in events_of(run)]
+    assert found == [("push", 1), ("fault", 2), ("evaluation", 3), ("restart", 3)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "level", "text"),
+    [
+        ("train/updates", [1, 0, 1], "fault", "1 of 3 steps (step 2) made no update"),
+        ("reward/mean", [0, 0, 0], "fault", "The mean reward was 0 in every step"),
+        ("mismatch/logprob_abs_mean", [1e-6, 0.4, 0.3], "fault", "stale"),
+        ("reward/mean", [0.5] * 10 + [0.1] * 5, "fault", "The reward fell from 0.500"),
+        ("policy/grad_norm_max", [1, 1, 1, 1, 50], "caution", "50 times its median"),
+        ("policy/entropy", [1, 0.5, 0.05, 0.05, 0.05], "caution", "The entropy collapsed"),
+        ("policy/kl_behaviour", [0.01, 0.3], "caution", "learning rate is high"),
+        ("rollout/age_p90", [2] * 6 + [40] * 6, "caution", "Tokens grow older"),
+        ("rollout/truncated_share", [0.5], "caution", "50% of the responses are truncated"),
+        ("train/skipped_updates", [0, 2], "caution", "2 updates were skipped"),
+    ],
+)
+def test_checks_find_runs_that_go_wrong(
+    metric: str, values: list[float], level: str, text: str
+) -> None:
+    found = findings_of(run_of(*({"step": n, metric: v} for n, v in enumerate(values, start=1))))
+    assert [finding.level for finding in found] == [level]
+    assert text in found[0].text
+
+
+def test_checks_are_silent_about_a_run_that_learns() -> None:
+    rows = [
+        {
+            "step": n,
+            "reward/mean": 0.2 + 0.01 * n,
+            "policy/entropy": 1 - 0.01 * n,
+            "train/updates": 4,
+        }
+        for n in range(1, 40)
+    ]
+    assert findings_of(run_of(*rows)) == []
+
+
+def test_one_data_set_without_any_reward_is_found() -> None:
+    row = {"step": 1, "data/sums/reward_mean": 0.5, "data/words/reward_mean": 0.0}
+    (found,) = findings_of(run_of(row))
+    assert "'words' got 0" in found.text
+
+
+def test_ratios_come_from_the_token_dump_by_the_behaviour_logprobs(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    found = sample_rollouts(run, find_tokenizer(run), 1e6)
+    first, *others = found["samples"]
+    assert first["ratios"] == RATIOS
+    assert [other["ratios"] for other in others] == [None] * 3
+    assert found["ratios"].startswith("Ratios of 1 of 4 responses")
+    assert [found["pieces"][piece][1] for piece in first["pieces"]] == [
+        WORDS[0],
+        " answer",
+        " is",
+        " 3",
+    ]
+    # Rewards 0 and 1: mean 0.5, unbiased standard deviation 0.70711.
+    assert first["advantage"] == pytest.approx(-0.70711, abs=1e-5)
+    assert (first["versions"], first["age"]) == ([(1, 2), (2, 1), (3, 1)], 3)
+    assert (first["extracted"], found["groups"][0]["answer"]) == ("3", "3")
+
+
+def test_a_long_response_keeps_its_two_ends(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    found = sample_rollouts(run, find_tokenizer(run), 0)
+    (sample,) = found["samples"]
+    assert sample["tokens"] == 4
+    assert "cut_at" not in sample  # it fits into the least room
+    assert found["note"].startswith("A sample: 1 responses of 1 of 1 steps")
+
+
+def test_tokens_that_share_a_character_are_one_text() -> None:
+    class ByteTokenizer:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            return bytes(ids).decode("utf-8", "replace")
+
+    pieces = Pieces(ByteTokenizer())
+    numbers = pieces.encode(np.array([*"aé∑".encode(), 0xFF, 65]))
+    texts = [pieces.table[number][1] for number in numbers]
+    assert texts == ["a", "", "é", "", "", "∑", "", "\ufffdA"]
+
+
+def test_the_page_holds_no_markup_of_rollouts_no_outside_path_and_no_secret(tmp_path: Path) -> None:
+    changes = {
+        "rollout": {"server": {"extra_args": ["--api-key", SECRET]}, "max_response_tokens": 8}
+    }
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b", changes=changes)]
+    page = render(page_data(paths))
+    assert str(tmp_path) not in page
+    assert SECRET not in page
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    assert "<" not in data[1]
+    assert WORDS[0] in {text for _, text in json.loads(data[1])["rollouts"][0]["pieces"]}
+    assert not re.search(r'(?:src|href)="(?!#|data:)', page[: page.index("<script")])
+
+
+def test_rollouts_of_many_bytes_are_sampled_to_the_room(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "a")])
+    whole = sample_rollouts(run, None, 1e6)
+    assert whole["note"] == "All 4 responses of 1 steps."
+    half = sample_rollouts(run, None, 1500)
+    assert len(half["samples"]) == 2
+    assert not half["has_texts"]
+    assert "answer is 3" in half["samples"][0]["text"]
