@@ -6,7 +6,8 @@ const Figures = (() => {
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const EVENT_KINDS = ["push", "evaluation", "fault", "restart"];
   const hidden = { groups: new Set(), events: new Set() };
-  let data, eventRun = 0, timeRun = 0, plots = [], isHovering = false, isZooming = false;
+  const PRINT_WIDTH = { panel: 320, wide: 660 };
+  let data, eventRun = 0, timeRun = 0, plots = [], isHovering = false, isZooming = false, isPrinting = false;
 
   function css(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -102,17 +103,29 @@ const Figures = (() => {
     });
   }
 
+  // The same in every panel, so that a step is at one place in all.
+  function stepRange() {
+    const steps = data.panels.flatMap((panel) => [...panel.curves, ...panel.points].flatMap(({ x }) => [x[0], x[x.length - 1]]));
+    const [low, high] = [Math.min(...steps), Math.max(...steps)];
+    const margin = Math.max(0.5, 0.02 * (high - low));
+    return [low - margin, high + margin];
+  }
+
   function layoutOf(extra) {
     const axis = {
       color: css("--quiet"), gridcolor: css("--line"), zeroline: false, tickfont: { size: 11 },
       automargin: true,
     };
     return {
+      uirevision: "kept", width: isPrinting ? PRINT_WIDTH.panel : undefined,
       height: 230, margin: { l: 48, r: 8, t: 8, b: 28 }, showlegend: false, hovermode: "x unified",
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: css("--raised"),
       font: { family: css("--sans"), color: css("--ink"), size: 12 },
       hoverlabel: { bgcolor: css("--raised"), bordercolor: css("--line"), font: { size: 11 } },
-      xaxis: { ...axis, showgrid: false, hoverformat: ".0f", tickformat: "d" },
+      xaxis: {
+        ...axis, showgrid: false, hoverformat: ".0f", tickformat: "d", range: stepRange(),
+        spikecolor: css("--quiet"), spikethickness: 1, spikedash: "dot",
+      },
       yaxis: { ...axis, tickformat: ",.4~r", ...extra },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     };
@@ -181,7 +194,7 @@ const Figures = (() => {
       line: { width: 0.6, color: color(number) }, fillcolor: faded(color(number), 0.55),
       hovertemplate: "%{y:.3~g} s<extra>%{fullData.name}</extra>",
     }));
-    const layout = { ...layoutOf({ ticksuffix: " s" }), height: 260 };
+    const layout = { ...layoutOf({ ticksuffix: " s" }), height: 260, width: isPrinting ? PRINT_WIDTH.wide : undefined };
     delete layout.yaxis2;
     return Plotly.react(byId("time-plot"), traces, layout, OPTIONS);
   }
@@ -220,7 +233,8 @@ const Figures = (() => {
     return [el("label", {}, `${label} `, select)];
   }
 
-  function redraw() {
+  function redraw(forPrint = false) {
+    isPrinting = forPrint;
     legends();
     const drawn = plots.map(({ panel, plot, keys }) => {
       keys.replaceChildren(...keysOf(panel));

@@ -96,11 +96,23 @@ def _figures(run: Run) -> list[tuple[str, str]]:
 
 def difference_table(groups: Sequence[RunGroup], keys: Sequence[str]) -> dict[str, Any]:
     """Return the settings in which the groups differ, a row per key and a column per group."""
-    rows = [
-        [key, *(public_setting(key, group.runs[0].settings.get(key)) for group in groups)]
-        for key in keys
-    ]
+    rows = [[key, *_distinct(key, [g.runs[0].settings.get(key) for g in groups])] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
     return {"headings": ["setting", *(group.label for group in groups)], "rows": rows}
+
+
+def _distinct(key: str, values: Sequence[Any]) -> list[str]:
+    """The values as the page may show them; different ones that look equal are told apart."""
+    looks: dict[str, list[Any]] = {}
+    texts = []
+    for value in values:
+        text = public_setting(key, value)
+        known = looks.setdefault(text, [])
+        if value not in known:
+            known.append(value)
+        number = known.index(value) + 1
+        texts.append(text if number == 1 or text == "none" else f"{text} (another, {number})")
+    return texts
 
 
 def evaluation_table(runs: Sequence[Run]) -> dict[str, Any]:

@@ -102,9 +102,9 @@ function setTheme(name) {
   byId("theme").textContent = `Theme: ${theme}`;
 }
 
-function applyTheme(name) {
+function applyTheme(name, forPrint = false) {
   setTheme(name);
-  Figures.redraw();
+  Figures.redraw(forPrint);
 }
 
 function follow() {
@@ -136,7 +136,7 @@ byId("theme").addEventListener("click", () => {
   applyTheme(theme);
 });
 prefersDark.addEventListener("change", () => applyTheme(theme));
-window.addEventListener("beforeprint", () => applyTheme("light"));
+window.addEventListener("beforeprint", () => applyTheme("light", true));
 window.addEventListener("afterprint", () => applyTheme(theme));
 
 setTheme(theme);

@@ -112,7 +112,7 @@ const Reader = (() => {
     return el("span", { class: `badge ${kind}` }, number(sample.reward));
   }
 
-  function open(sample, moveFocus = false) {
+  function open(sample) {
     chosen = sample;
     cursor = -1;
     for (const row of document.querySelectorAll("#list .row")) {
@@ -139,7 +139,6 @@ const Reader = (() => {
       el("details", {}, el("summary", {}, "Prompt"), el("pre", {}, group.prompt ?? "This run kept no texts.")),
       response(sample)
     );
-    if (moveFocus) byId("rollout").focus();
   }
 
   function why(sample, group) {
@@ -321,7 +320,12 @@ const Reader = (() => {
     const first = runs.findIndex((each) => each.samples.length);
     pick(isFirst ? (wanted && runs[wanted[1]] ? Number(wanted[1]) : Math.max(0, first)) : Math.min(run, runs.length - 1));
     const again = isFirst ? current().samples[wanted?.[2]] : current().samples.find((sample) => key(sample) === before);
-    if (again) { chosen = again; list(); open(again, isFirst); }
+    if (!again) return;
+    chosen = again;
+    list();
+    open(again);
+    const row = rows.find((each) => each.sample === again);
+    if (row) byId("list").scrollTop = row.offsetTop - byId("list").clientHeight / 2;
   }
 
   return { show };

@@ -158,10 +158,10 @@ def public_setting(key: str, value: Any) -> str:
         if "extra_args" in key:
             value = [str(each).partition("=")[0] for each in value if str(each).startswith("-")]
         return ", ".join(public_setting(key, each) for each in value) or "none"
-    if value is None:
+    if value is None or value == "":
         return "none"
     last = key.rpartition(".")[2]
-    if _SECRET.search(last) and last != _ENVIRONMENT_NAME and value != "":
+    if _SECRET.search(last) and last != _ENVIRONMENT_NAME:
         return "not shown"
     text = str(value)
     if "://" in text:

@@ -55,7 +55,10 @@ async def read_by_mouse(tab: Tab) -> None:
     assert await tab.run(DRAWN)
     assert await tab.run("document.getElementById('failure').hidden")
     # A real click on the first row of the list.
-    await tab.run("document.querySelector('#list .row').scrollIntoView()")
+    await tab.run(
+        "document.querySelector('#list .row')"
+        ".scrollIntoView({behavior: 'instant', block: 'center'})"
+    )
     box = await tab.run(
         "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
         "(document.querySelector('#list .row').getBoundingClientRect())"
