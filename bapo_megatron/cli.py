@@ -142,7 +142,7 @@ def _report(error: Exception) -> int:
         line = f"{type(error).__name__}: {line}"
     else:
         _complain(line)
-    if lost_peer is None:
+    if not _is_peer_loss(error):
         _tell_torchrun(line)
     return 2 if is_usage else 1
 
@@ -152,24 +152,36 @@ def _as_lost_peer(error: Exception) -> Exception | None:
 
     Rank 0 keeps its traceback: if the network failed and no rank ended, one rank must say so.
     """
-    if not isinstance(error, RuntimeError):
+    if not _is_peer_loss(error):
         return None
-    from bapo_megatron.distributed import LostPeerError, is_peer_loss  # torch takes seconds
+    from bapo_megatron.distributed import LostPeerError
 
     if isinstance(error, LostPeerError):
         return error
-    if os.environ.get("RANK", "0") == "0" or not is_peer_loss(error):
+    if os.environ.get("RANK", "0") == "0":
         return None
     lost = LostPeerError()
     lost.__cause__ = error
     return lost
 
 
+def _is_peer_loss(error: Exception) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    from bapo_megatron.distributed import LostPeerError, is_peer_loss  # torch takes seconds
+
+    return isinstance(error, LostPeerError) or is_peer_loss(error)
+
+
 def _complain(line: str) -> None:
-    """Print an error line, which names the rank unless it is rank 0."""
+    """Print an error line, which names the rank unless it is rank 0.
+
+    In one write, else the lines of two ranks may mix.
+    """
     rank = os.environ.get("RANK")
     place = f"[rank {rank}] " if rank not in (None, "0") else ""
-    print(f"{place}bapo-megatron: {line}", file=sys.stderr, flush=True)  # noqa: T201
+    sys.stderr.write(f"{place}bapo-megatron: {line}\n")
+    sys.stderr.flush()
 
 
 def _tell_torchrun(line: str) -> None:

@@ -28,6 +28,9 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 OWNER_PID_VARIABLE = "BAPO_MEGATRON_OWNER_PID"
 """Environment variable with the process id of a child's owner."""
 
+RUN_DIR_FILE = "BAPO_MEGATRON_RUN_DIR_FILE"
+"""Environment variable of the file in which rank 0 notes its run directory for ``torchrun``."""
+
 _NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0"}
 """What all members of an NCCL group must have in common, with the values that SGLang sets."""
 _KILL_GRACE_S = 10.0

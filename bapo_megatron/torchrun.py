@@ -5,13 +5,17 @@ listens on all interfaces and knows no key: whoever reaches the port runs code h
 reads none, but whoever reaches its store can have the ranks connect to themselves. This one is
 static, and its store listens on one address: on the loopback for a single node, else on
 ``--master-addr``, which must be an address of the first node's own. torchrun's logs, which hold
-the ranks' errors, are in a private directory that goes with it; its report has no traceback.
+the ranks' errors, are in a private directory that goes with it; its report has no traceback. Below
+that report, the last line says what ended the run and how it goes on.
 """
 
 import argparse
+import signal
 import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -26,11 +30,19 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from bapo_megatron.config.section import is_loopback
-from bapo_megatron.processes import PrivateDirectory
+from bapo_megatron.policy.checkpoint_files import how_to_continue
+from bapo_megatron.processes import (
+    RUN_DIR_FILE,
+    PrivateDirectory,
+    describe_exit,
+    environment_set,
+)
+from bapo_megatron.trainer.stopping import STOPPED_NAME
 
 _BACKEND = "bapo-megatron"
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500
+_AGAIN = "; start all nodes of the run again"
 _MEETING_S = 600.0
 """Time limit for all nodes to come, as in torchrun's static rendezvous."""
 
@@ -135,16 +147,48 @@ def main() -> None:
     args = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
     rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
     logs = PrivateDirectory()
+    noted = logs.path / "run_dir"
     try:
         _bind(args)
         args.log_dir = args.log_dir or str(logs.path)
-        run(args)  # type: ignore[no-untyped-call]
+        with environment_set(RUN_DIR_FILE, str(noted)):
+            run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
-        sys.exit(str(failed))  # torchrun's report; its traceback would only hide it
-    except (ValueError, SignalException) as error:
+        # torchrun's report; its traceback would only hide it
+        sys.exit(f"{failed}\nbapo-megatron: {_describe_failure(failed, noted)}")
+    except SignalException as error:
+        sys.exit(f"bapo-megatron: {_describe_stop(error, noted)}")
+    except ValueError as error:
         sys.exit(f"bapo_megatron.torchrun: {error}")
     finally:
         logs.close()
+
+
+def _describe_failure(failed: ChildFailedError, noted: Path) -> str:
+    """Why the ranks failed: by the first of those that said it, else by the one that ended first.
+
+    ``noted`` is where rank 0, if it is on this node, has written its run directory.
+    """
+    for rank, failure in sorted(failed.failures.items()):
+        said: Any = failure.message  # a record by ``cli``, or torchrun's own text
+        if isinstance(said, dict):
+            place = f"rank {rank}: " if rank else ""
+            return f"{place}{said['message']}{_way_on(noted)}"
+    # Those that torchrun ended have a later time. Those that lost a peer have an exit status, and
+    # a signal's code is negative.
+    rank, first = min(failed.failures.items(), key=lambda of: (of[1].timestamp, of[1].exitcode))
+    return f"rank {rank} ended by {describe_exit(first.exitcode)}{_way_on(noted) or _AGAIN}"
+
+
+def _describe_stop(error: SignalException, noted: Path) -> str:
+    """How the run stopped: rank 0 writes a file once all is saved."""
+    is_saved = noted.exists() and (Path(noted.read_text()) / STOPPED_NAME).exists()
+    how = "stopped" if is_saved else "ended"
+    return f"{how} by {signal.Signals(error.sigval).name}{_way_on(noted) or _AGAIN}"
+
+
+def _way_on(noted: Path) -> str:
+    return how_to_continue(Path(noted.read_text())) if noted.exists() else ""
 
 
 if __name__ == "__main__":

@@ -32,14 +32,14 @@ def command(
     from bapo_megatron.policy.megatron_import import import_megatron
 
     import_megatron()
-    from bapo_megatron.trainer.checkpointing import how_to_continue
+    from bapo_megatron.policy.checkpoint_files import how_to_continue
     from bapo_megatron.trainer.loop import train as run_training
 
     try:
         run_training(run_config, stopping)
     except StoppedError as stopped:
         if is_first:
-            say(f"{stopped}{how_to_continue(run_config)}")
+            say(f"{stopped}{how_to_continue(run_config.run_dir)}")
     except KeyboardInterrupt:
         # Typer would make a status of it, after which nobody knows the run.
-        raise InterruptedRunError(f"interrupted{how_to_continue(run_config)}") from None
+        raise InterruptedRunError(f"interrupted{how_to_continue(run_config.run_dir)}") from None

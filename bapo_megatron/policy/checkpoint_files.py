@@ -156,6 +156,17 @@ def find_latest(root: Path) -> Path | None:
     return directory
 
 
+def how_to_continue(run_dir: Path) -> str:
+    """Return what a message says after the reason for which a run ended."""
+    try:
+        newest = find_latest(run_dir / "checkpoints")
+    except CheckpointError as error:
+        return f"; {error}"
+    if newest is None:
+        return "; no checkpoint yet: the same command with --resume starts at step 1"
+    return f"; the same command with --resume continues from {newest}"
+
+
 def find_best(root: Path) -> BestCheckpoint | None:
     """Return the best checkpoint under ``root``, or None where no evaluation chose one.
 

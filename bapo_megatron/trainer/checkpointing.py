@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from bapo_megatron.policy.checkpoint_files import (
     name_best,
 )
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
+from bapo_megatron.processes import RUN_DIR_FILE
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
@@ -96,7 +98,11 @@ class Progress:
 
 
 def claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory; refuse to overwrite an earlier run unless ``resume`` is set."""
+    """Make the run directory, and let torchrun know it.
+
+    Raises:
+        ValueError: It holds an earlier run, and ``resume`` is not set.
+    """
     run_dir = config.run_dir
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
@@ -107,6 +113,8 @@ def claim_run_dir(config: RunConfig) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / STOPPED_NAME).unlink(missing_ok=True)
     atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
+    if RUN_DIR_FILE in os.environ:
+        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
 
 
 def load_run(
@@ -176,11 +184,3 @@ def take_best(
         progress.best = BestCheckpoint(f"step_{progress.finished_steps}", metric, value)
     broadcast_bytes(b"1" if is_best else b"0", groups)
     return is_best
-
-
-def how_to_continue(config: RunConfig) -> str:
-    """Return what follows "interrupted" in the message about a run that was."""
-    newest = find_latest(config.run_dir / "checkpoints")
-    if newest is None:
-        return ", before the first checkpoint"
-    return f"; the same command with --resume continues from {newest}"

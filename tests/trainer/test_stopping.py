@@ -183,5 +183,5 @@ def test_a_deadline_in_the_past_is_one_line_and_loses_nothing(
     (line,) = (line for line in result.stderr.splitlines() if "stop" in line)
     assert line == result.stderr.splitlines()[-1]
     assert line.startswith("stopped by train.stop_lead_s = 900: the Slurm job ends at 2001-09-")
-    assert line.endswith(", before the first checkpoint")
+    assert line.endswith("; no checkpoint yet: the same command with --resume starts at step 1")
     assert not (run_dir / "checkpoints").exists()

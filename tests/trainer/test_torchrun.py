@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.launch import start, torchrun
 from tests.trainer.chaos import steps, wait_for
@@ -47,7 +49,10 @@ def test_a_dump_of_another_step_is_named_by_rank_0_alone(
     assert result.returncode != 0
     _assert_no_rank_shows_a_traceback(result.stderr)
     complaints = _complaints(result.stderr)
-    (line,) = complaints[0]
+    line, last = complaints[0]  # the launcher's is below torchrun's report
+    way_on = "the same command with --resume continues from"
+    assert last == f"{line}; {way_on} {tmp_path}/run/checkpoints/step_2"
+    assert result.stderr.splitlines()[-1] == f"bapo-megatron: {last}"
     assert "step_000003.parquet: holds step 2, not 3" in line
     # torchrun may end rank 1 before it has said anything.
     assert complaints[1] in ([], [f"rank 0: {line}"])
@@ -78,3 +83,70 @@ def test_no_process_outlives_torchrun_that_is_interrupted(
     _, stderr = process.communicate(timeout=30)
     assert process.returncode != 0
     _assert_no_rank_shows_a_traceback(stderr)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGKILL, "rank 1 ended by SIGKILL")],
+)
+def test_the_last_line_says_why_a_run_ended_and_how_it_goes_on(
+    number: signal.Signals,
+    why: str,
+    replay_config: Path,
+    many_dumps: Path,
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = {"run_dir": run_dir, "replay": many_dumps, "train.steps": MANY_STEPS}
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    process = start(
+        ["train", str(replay_config), "checkpoint.every_steps=1", *overrides],
+        ranks=2,
+        environment={"PET_SHUTDOWN_TIMEOUT": "240"},
+    )
+    started.append(process)
+    wait_for(process, lambda: len(steps(run_dir)) >= 2, "two steps")
+    if number == signal.SIGTERM:
+        process.send_signal(number)  # to torchrun, as Slurm does
+    else:
+        children = psutil.Process(process.pid).children()
+        (rank_1,) = (each for each in children if each.environ().get("RANK") == "1")
+        rank_1.send_signal(number)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert re.fullmatch(
+        rf"bapo-megatron: {why}; the same command with --resume continues from "
+        rf"{run_dir}/checkpoints/step_\d+",
+        stderr.splitlines()[-1],
+    )
+
+
+def test_what_a_rank_says_counts_before_how_the_others_ended(tmp_path: Path) -> None:
+    from bapo_megatron.torchrun import _describe_failure
+
+    killed = _failure(tmp_path, exitcode=-9, ended_s=102)
+    lost = _failure(tmp_path, exitcode=1, ended_s=102)
+    ended_by_torchrun = _failure(tmp_path, exitcode=-9, ended_s=132)
+    said = _failure(tmp_path, exitcode=1, ended_s=101, said="data.jsonl: empty; add rows")
+    noted, again = tmp_path / "run_dir", "; start all nodes of the run again"
+    for failures, line in (
+        ({0: lost, 1: killed}, f"rank 1 ended by SIGKILL{again}"),
+        ({0: ended_by_torchrun, 1: lost}, f"rank 1 ended by exit status 1{again}"),
+        ({0: killed, 1: said}, "rank 1: data.jsonl: empty; add rows"),
+    ):
+        assert _describe_failure(ChildFailedError("train", failures), noted) == line
+    noted.write_text(str(tmp_path))
+    assert _describe_failure(ChildFailedError("train", {0: said}), noted) == (
+        "data.jsonl: empty; add rows; no checkpoint yet: the same command with --resume starts at "
+        "step 1"
+    )
+
+
+def _failure(scratch: Path, exitcode: int, ended_s: int, said: str = "") -> ProcessFailure:
+    file = scratch / "error.json"
+    if said:
+        file.write_text(json.dumps({"message": {"message": said, "extraInfo": {"timestamp": "1"}}}))
+    failure = ProcessFailure(0, 1, exitcode, str(file))
+    failure.timestamp = ended_s
+    return failure
