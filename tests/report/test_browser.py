@@ -28,7 +28,7 @@ DRAWN = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.browser
 def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> None:
     made = make_run(tmp_path / "made")
     result = subprocess.run(command(["report", str(made)]), capture_output=True, text=True)
@@ -107,7 +107,7 @@ async def change_theme(tab: Tab) -> None:
     assert await tab.run(paper()) != light
 
 
-@pytest.mark.slow
+@pytest.mark.browser
 def test_a_page_that_follows_a_run_shows_its_next_step(tmp_path: Path) -> None:
     made = make_run(tmp_path / "made", steps=4)
     lines: list[str] = []
