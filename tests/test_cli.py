@@ -133,6 +133,16 @@ finally:
     assert result.stdout.endswith("[]\n")
 
 
+def test_what_generates_is_started_before_torch_is_imported() -> None:
+    program = """
+import sys
+from bapo_megatron.trainer.opening import open_run
+print("torch" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
+
+
 @pytest.mark.distributed
 def test_torchrun_s_report_ends_with_the_error_of_a_rank() -> None:
     result = torchrun(["train", "no.yaml"], ranks=2)

@@ -29,14 +29,17 @@ def command(
     is_first = os.environ.get("RANK", "0") == "0"
     stopping = Stopping(run_config.train)
     stopping.listen(keeps_time=is_first)
-    from bapo_megatron.policy.megatron_import import import_megatron
-
-    import_megatron()
     from bapo_megatron.policy.checkpoint_files import how_to_continue
-    from bapo_megatron.trainer.loop import train as run_training
+    from bapo_megatron.trainer.opening import open_run
 
     try:
-        run_training(run_config, stopping)
+        with open_run(run_config, stopping) as opening:
+            from bapo_megatron.policy.megatron_import import import_megatron
+
+            import_megatron()  # takes seconds, in which what generates starts
+            from bapo_megatron.trainer.loop import train as run_training
+
+            run_training(run_config, stopping, opening)
     except StoppedError as stopped:
         if is_first:
             say(f"{stopped}{how_to_continue(run_config.run_dir)}")

@@ -126,7 +126,7 @@ class CheckpointSaver:
             atomic_write_bytes(unfinished / _rng_name(groups), rng)
         fields = {
             "num_updates": policy.num_updates,
-            "layout": files.rng_layout(groups),
+            "layout": rng_layout(groups),
             "distributed_optimizer": _is_distributed(policy),
             "extra": json.loads(json.dumps(extra)),  # the caller goes on changing its own
         }
@@ -231,7 +231,7 @@ def load_checkpoint(
                 f"{directory}: saved with {wanted}, whose state the other optimizer does not read; "
                 f"resume with {wanted}"
             )
-        rng = _read_rng(directory, groups) if state.layout == files.rng_layout(groups) else None
+        rng = _read_rng(directory, groups) if state.layout == rng_layout(groups) else None
     loaded = _load_shards(directory, policy, reader)
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
@@ -329,3 +329,14 @@ def _reason(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return files.first_line(cause or error)
+
+
+def rng_layout(groups: ProcessGroups) -> dict[str, int]:
+    """Return what decides which random streams a rank has: equal layouts can exchange them."""
+    return {
+        "tensor": groups.tensor_size,
+        "pipeline": groups.pipeline_size,
+        "virtual_pipeline": groups.virtual_size,
+        "context": groups.context_size,
+        "world": groups.world_size,
+    }

@@ -24,7 +24,6 @@ import xxhash
 
 from bapo_megatron.calls import decode_json, shown_value
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.distributed import ProcessGroups
 from bapo_megatron.files import atomic_write_text, parse_json, publish_directory, replaced_directory
 
 FORMAT = 4
@@ -80,7 +79,7 @@ class CheckpointState:
     num_updates: int
     """Optimizer updates made; the schedule follows from it."""
     layout: dict[str, int]
-    """See ``rng_layout``."""
+    """See ``checkpoint.rng_layout``."""
     distributed_optimizer: bool
     """The kind of Megatron's optimizer; each kind reads only its own state."""
     extra: dict[str, Any]
@@ -104,17 +103,6 @@ class BestCheckpoint:
     def step(self) -> int:
         """Number of the checkpoint."""
         return int(self.checkpoint.removeprefix("step_"))
-
-
-def rng_layout(groups: ProcessGroups) -> dict[str, int]:
-    """Return what decides which random streams a rank has: equal layouts can exchange them."""
-    return {
-        "tensor": groups.tensor_size,
-        "pipeline": groups.pipeline_size,
-        "virtual_pipeline": groups.virtual_size,
-        "context": groups.context_size,
-        "world": groups.world_size,
-    }
 
 
 def step_directory(root: Path, step: int) -> Path:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bapo_megatron import calls
 from bapo_megatron.calls import Call, Caller, RequestT, ResponseT
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_encoded
 from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.errors import RolloutError, StoppedError
+from bapo_megatron.gpus import count_gpus
 from bapo_megatron.processes import child_environment, describe_exit, end_group, open_log, tail
 from bapo_megatron.rollout import messages
 from bapo_megatron.types import EncodedBatch, EvalResult
@@ -94,7 +93,7 @@ class CollectorClient:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if count_gpus() else "cpu"
         request = messages.Open(
             config=self._config,
             for_training=self._for_training,
@@ -132,6 +131,8 @@ class CollectorClient:
     def release_memory(self) -> None:
         """Have colocated servers give their memory away until weights are pushed."""
         self.wait_ready()
+        import torch  # late: the collector is started before anything waits for torch
+
         free_before, _ = torch.cuda.mem_get_info()
         self._call(messages.RELEASE_MEMORY, None)
         self._lacks_weights = True

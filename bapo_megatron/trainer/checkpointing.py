@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,7 @@ from pydantic import Field
 
 from bapo_megatron.algorithm.bapo import EXIT_METRICS
 from bapo_megatron.calls import decode_json
-from bapo_megatron.config.load import dump_yaml
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.distributed import ProcessGroups, broadcast_bytes
-from bapo_megatron.files import atomic_write_text
 from bapo_megatron.policy.checkpoint import load_checkpoint
 from bapo_megatron.policy.checkpoint_files import (
     BEST_NAME,
@@ -32,11 +28,9 @@ from bapo_megatron.policy.checkpoint_files import (
     name_best,
 )
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.processes import RUN_DIR_FILE
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
-from bapo_megatron.trainer.stopping import STOPPED_NAME
 from bapo_megatron.types import EvalResult, StepMetrics, UpdateResult
 
 
@@ -95,26 +89,6 @@ class Progress:
             self.accuracy_after = first.avg_at_k
             self.answer_found_after = first.answer_found_share
         self.num_prompts = first.num_prompts
-
-
-def claim_run_dir(config: RunConfig) -> None:
-    """Make the run directory, and let torchrun know it.
-
-    Raises:
-        ValueError: It holds an earlier run, and ``resume`` is not set.
-    """
-    run_dir = config.run_dir
-    metrics = run_dir / "metrics.jsonl"
-    has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
-        raise ValueError(
-            f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / STOPPED_NAME).unlink(missing_ok=True)
-    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
-    if RUN_DIR_FILE in os.environ:
-        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
 
 
 def load_run(

@@ -7,7 +7,6 @@ collective that has a time limit, and a run that is to stop is not kept waiting.
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
@@ -20,10 +19,8 @@ from bapo_megatron.distributed import (
 )
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
-from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RolloutSource
-from bapo_megatron.rollout.replay import ReplaySource
-from bapo_megatron.telemetry.console import ProgressLine, Pulse
+from bapo_megatron.telemetry.console import Pulse
 from bapo_megatron.trainer.stopping import Stopping
 from bapo_megatron.types import EncodedBatch, EvalResult, RolloutBatch
 from bapo_megatron.weight_sync.send import SyncReport, WeightSync
@@ -34,26 +31,6 @@ _BATCH, _DONE, _PUSH_WEIGHTS, _FAILED, _STOPPED = b"B", b"D", b"W", b"F", b"S"
 _MAX_SILENCE_S = 5.0
 """Rank 0 tells the others at least this often that it still waits for its source, and learns
 whether one of them was asked to stop."""
-
-
-def open_source(
-    config: RunConfig, progress: ProgressLine, pulse: Pulse, stopping: Stopping
-) -> RolloutSource:
-    """Start what generates, or open the dumps of a replay; rank 0 only."""
-    if config.replay.dumps is not None:
-        if config.eval.sets:
-            Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
-        return ReplaySource(config.replay.dumps)
-
-    def on_progress(text: str) -> None:
-        progress.update(text)
-        pulse.beat()
-
-    source = CollectorClient(
-        config, on_progress=on_progress, awaits_weights=True, stopped=stopping.error
-    )
-    source.start()
-    return source
 
 
 class Generation:

@@ -2,21 +2,21 @@
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.telemetry.metrics import eval_metrics, step_metrics
+from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.records import update_metrics
 from bapo_megatron.trainer.run import Run
 from bapo_megatron.trainer.stopping import Stopping
 
 
-def train(config: RunConfig, stopping: Stopping) -> None:
+def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
     """Train from the configuration's start, or from the newest checkpoint, to its last step.
 
-    Every rank calls it; rank 0 starts what generates. Whatever was started is ended again, also
-    after an error or an interrupt.
+    Every rank calls it. Whatever it starts is ended again, also after an error or an interrupt.
 
     Raises:
         StoppedError: The run was asked to stop; what there is to save is saved.
     """
-    with Run.open(config, stopping) as run:
+    with Run.open(config, stopping, opening) as run:
         run.begin()
         for step in range(run.progress.finished_steps + 1, config.train.steps + 1):
             with run.timer.phase("rollout"):

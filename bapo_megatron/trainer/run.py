@@ -32,16 +32,14 @@ from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.checkpoint_files import name_best
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.processes import stacks_appended_to
-from bapo_megatron.rollout.messages import RolloutSource
-from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse, say
+from bapo_megatron.telemetry.console import Pulse, say
 from bapo_megatron.telemetry.hang import HangWatch
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, eval_metrics
-from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
 from bapo_megatron.telemetry.sinks import MetricsSinks
-from bapo_megatron.trainer.check import check_training
-from bapo_megatron.trainer.checkpointing import Progress, claim_run_dir, load_run, take_best
+from bapo_megatron.trainer.checkpointing import Progress, load_run, take_best
 from bapo_megatron.trainer.costs import cost_metrics, find_peak_flops
-from bapo_megatron.trainer.generation import Generation, open_source
+from bapo_megatron.trainer.generation import Generation
+from bapo_megatron.trainer.opening import Opening
 from bapo_megatron.trainer.recompute import ProbeScorer
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.split import split_shape
@@ -66,17 +64,15 @@ class Run:
         config: RunConfig,
         groups: ProcessGroups,
         policy: MegatronPolicy,
-        source: RolloutSource | None,
+        opening: Opening,
         stopping: Stopping,
         stack: ExitStack,
-        timer: PhaseTimer,
-        show_row: ShowRow | None,
     ) -> None:
-        """Put the parts together; ``source`` is given on rank 0 only."""
+        """Put the parts together."""
         self.config = config
         self.policy = policy
-        self.timer = timer
-        self._show_row = show_row
+        self.timer = timer = opening.timer
+        self._show_row = opening.show_row
         self._peak_flops = find_peak_flops(config, groups)
         shape = split_shape(policy, config.parallel, config.megatron, config.train)
         self.trainer = BatchTrainer(
@@ -103,27 +99,17 @@ class Run:
             ProbeScorer(policy, config.ops, shape).score,
             groups.device,
         )
-        self._generation = Generation(config, groups, policy, source, sync, stopping, timer.pulse)
+        self._generation = Generation(
+            config, groups, policy, opening.source, sync, stopping, timer.pulse
+        )
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig, stopping: Stopping) -> Iterator[Self]:
-        """Check the configuration, start what generates, build the policy; end it all at exit.
-
-        The server starts first and warms up while the model is built.
-        """
+    def open(cls, config: RunConfig, stopping: Stopping, opening: Opening) -> Iterator[Self]:
+        """Meet the other ranks and build the policy, while servers load; end it all at exit."""
         rank = int(os.environ.get("RANK", "0"))
-        check_training(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
-        logs, timer = config.run_dir / "logs", PhaseTimer()
+        logs, source, timer = config.run_dir / "logs", opening.source, opening.timer
         with ExitStack() as stack:
-            source: RolloutSource | None = None
-            show_row: ShowRow | None = None
-            if rank == 0:
-                show_row = stack.enter_context(rows_served(config.log))
-                claim_run_dir(config)
-                progress = stack.enter_context(ProgressLine())
-                source = open_source(config, progress, timer.pulse, stopping)
-                stack.callback(source.close)
             stack.enter_context(stacks_appended_to(logs / f"stacks_rank_{rank}.txt"))
             record_collectives(logs)
             if not torch.cuda.is_available():
@@ -138,7 +124,7 @@ class Run:
                     source.release_memory()
             policy = _build_policy(config, groups)
             policy.on_micro_batch = timer.pulse.beat
-            run = cls(config, groups, policy, source, stopping, stack, timer, show_row)
+            run = cls(config, groups, policy, opening, stopping, stack)
             stack.callback(run.saver.close)
             stack.callback(run._generation.close)
             try:

@@ -14,11 +14,10 @@ import_megatron()
 
 from bapo_megatron.config.load import load_config  # noqa: E402
 from bapo_megatron.trainer import run as run_module  # noqa: E402
-from bapo_megatron.trainer.loop import train  # noqa: E402
 from bapo_megatron.trainer.step import BatchTrainer  # noqa: E402
-from bapo_megatron.trainer.stopping import Stopping  # noqa: E402
 from bapo_megatron.types import RolloutBatch, UpdateResult  # noqa: E402
 from tests.benchmarks.turns import Turns  # noqa: E402
+from tests.trainer.whole_run import train_whole_run  # noqa: E402
 
 
 def main() -> None:
@@ -50,7 +49,7 @@ def main() -> None:
     for patch in patches:
         patch.start()
     config = load_config(Path(spec["config"]), spec["overrides"])
-    train(config, Stopping(config.train))
+    train_whole_run(config)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import run as run_module
 from bapo_megatron.trainer import step as step_module
-from bapo_megatron.trainer.loop import train
 from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
+from tests.trainer.whole_run import train_whole_run
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "read and share the batch": [(run_module.Run, "next_batch")],
@@ -60,7 +59,7 @@ def profile_steps(overrides: list[str], config: Path, exports: bool) -> dict[str
     take_port()
     with _timed(current), mock.patch.object(run_module.Run, "save_if_due", end_step):
         loaded = load_config(config, overrides)
-        train(loaded, Stopping(loaded.train))
+        train_whole_run(loaded)
     return {"seconds": seconds}
 
 

@@ -11,7 +11,7 @@ from bapo_megatron.commands.evaluate import evaluate_model
 from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.check import check_eval_config, check_generate_config
 from bapo_megatron.config.load import ConfigError, load_config
-from bapo_megatron.trainer.run import Run
+from bapo_megatron.trainer.opening import open_run
 from bapo_megatron.trainer.stopping import Stopping
 
 
@@ -77,7 +77,7 @@ def test_a_command_refuses_what_its_engine_cannot_do_before_anything_is_started(
 
 
 def start_training(config):
-    with Run.open(config, Stopping(config.train)):
+    with open_run(config, Stopping(config.train)):
         pass
 
 

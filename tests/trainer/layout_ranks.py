@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.trainer.loop import train
-from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
+from tests.trainer.whole_run import train_whole_run
 
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
 OVERLAP = ("megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true")
@@ -109,7 +108,7 @@ def train_in(
         steps = len(list(dumps[case.dumps].glob("step_*.parquet")))
         overrides += [f"train.steps={steps}", "log.console=false"]
         loaded = load_config(config, overrides)
-        train(loaded, Stopping(loaded.train))
+        train_whole_run(loaded)
         outcomes[case.name] = Outcome(
             rows=read_metrics(run_dir / "metrics.jsonl"),
             weights=load_file(run_dir / "hf" / "model.safetensors"),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.distributed import shutdown_distributed
-from bapo_megatron.trainer.loop import train
-from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
+from tests.trainer.whole_run import train_whole_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +47,7 @@ def run(config: dict[str, Any], steps: int) -> None:
     take_port()
     try:
         resumed = RunConfig.model_validate({**config, "train": shortened, "resume": True})
-        train(resumed, Stopping(resumed.train))
+        train_whole_run(resumed)
     finally:
         shutdown_distributed()
 

@@ -28,15 +28,14 @@ from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_
 from bapo_megatron.policy.megatron_policy import MegatronPolicy
 from bapo_megatron.telemetry import hang
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.trainer import generation
-from bapo_megatron.trainer import run as run_module
-from bapo_megatron.trainer.loop import train
+from bapo_megatron.trainer import generation, opening
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import take_port
 from tests.launch import free_port
 from tests.trainer.dumps import replay_settings
 from tests.trainer.stub_source import StubSource
+from tests.trainer.whole_run import train_whole_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,7 +102,7 @@ def _outcome(
     config = RunConfig.model_validate(settings)
     stopping = Stopping(config.train)
     source = StubSource(dumps, on_collect, right=right or {}, loses_weights_in=loses_weights_in)
-    run_module.open_source = lambda *_: source
+    opening.open_source = lambda *_: source
     take_port()
     error = ""
     try:
@@ -114,7 +113,7 @@ def _outcome(
                 stack.enter_context(mock.patch.object(generation, "_MAX_SILENCE_S", 0.1))
                 stack.enter_context(mock.patch.object(BatchTrainer, "train", _observed(source)))
                 source.at("start")
-            train(config, stopping)
+            train_whole_run(config, stopping)
     except (RolloutError, OSError, KeyboardInterrupt, StoppedError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     finally:

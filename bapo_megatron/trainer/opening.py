@@ -1,0 +1,97 @@
+"""What a run begins with before Megatron is imported, so that servers load meanwhile.
+
+Neither this module nor what it imports may import torch: a test sees to that.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bapo_megatron.config.load import dump_yaml
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.files import atomic_write_text
+from bapo_megatron.policy.checkpoint_files import find_latest
+from bapo_megatron.processes import RUN_DIR_FILE
+from bapo_megatron.rollout.client import CollectorClient
+from bapo_megatron.rollout.messages import RolloutSource
+from bapo_megatron.rollout.replay import ReplaySource
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse
+from bapo_megatron.telemetry.prometheus import ShowRow, rows_served
+from bapo_megatron.trainer.check import check_training
+from bapo_megatron.trainer.stopping import STOPPED_NAME, Stopping
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a rank has before it has a policy."""
+
+    timer: PhaseTimer
+    source: RolloutSource | None = None
+    """On rank 0, and started."""
+    show_row: ShowRow | None = None
+    """On rank 0, with ``log.prometheus_port``."""
+
+
+@contextmanager
+def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
+    """Check the configuration and, on rank 0, start what generates; it ends at exit.
+
+    Raises:
+        ValueError: The configuration cannot be trained, or ``run_dir`` holds an earlier run.
+    """
+    rank, timer = int(os.environ.get("RANK", "0")), PhaseTimer()
+    check_training(config, int(os.environ.get("WORLD_SIZE", "1")), owns_files=rank == 0)
+    if rank != 0:
+        yield Opening(timer)
+        return
+    with ExitStack() as stack:
+        show_row = stack.enter_context(rows_served(config.log))
+        claim_run_dir(config)
+        progress = stack.enter_context(ProgressLine())
+        source = open_source(config, progress, timer.pulse, stopping)
+        stack.callback(source.close)
+        yield Opening(timer, source, show_row)
+
+
+def claim_run_dir(config: RunConfig) -> None:
+    """Make the run directory, and let torchrun know it.
+
+    Raises:
+        ValueError: It holds an earlier run, and ``resume`` is not set.
+    """
+    run_dir = config.run_dir
+    metrics = run_dir / "metrics.jsonl"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    if not config.resume and (has_metrics or find_latest(config.run_dir / "checkpoints")):
+        raise ValueError(
+            f"{run_dir} already holds a run; continue it with resume=true, or change run_dir"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / STOPPED_NAME).unlink(missing_ok=True)
+    atomic_write_text(run_dir / "config.yaml", dump_yaml(config))
+    if RUN_DIR_FILE in os.environ:
+        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
+
+
+def open_source(
+    config: RunConfig, progress: ProgressLine, pulse: Pulse, stopping: Stopping
+) -> RolloutSource:
+    """Start what generates, or open the dumps of a replay."""
+    if config.replay.dumps is not None:
+        if config.eval.sets:
+            Console(stderr=True).print("replay has no server: eval.sets are not evaluated")
+        return ReplaySource(config.replay.dumps)
+
+    def on_progress(text: str) -> None:
+        progress.update(text)
+        pulse.beat()
+
+    source = CollectorClient(
+        config, on_progress=on_progress, awaits_weights=True, stopped=stopping.error
+    )
+    source.start()
+    return source
