@@ -11,8 +11,9 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, EnumType
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
@@ -154,10 +155,19 @@ def open_checked(
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _RECORDS.get(module, ()):
             raise DamagedError(_forbidden(METADATA_NAME, f"{module}.{name}"))
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Be ``getattr`` for members of an enumeration, which is how Python 3.11.2 pickles them."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise DamagedError(_forbidden(METADATA_NAME, "builtins.getattr"))
+    return cast(Enum, kind[name])
 
 
 def _forbidden(place: str, name: str) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 Row = dict[str, Any]
 Values = NDArray[np.float64]
-_SEARCH = ("low", "high", "exit_start", "exit_met", "positive_share_start", "positive_share")
+_SEARCH = ("low", "high", "exit_start", "exit_met", "positive_share")
 
 
 class Results:
@@ -112,7 +112,7 @@ def accuracy_lines(results: Results, rate: float) -> list[str]:
 def behaviour_lines(results: Results, rate: float) -> list[str]:
     """What the runs did, by lag and arm; means over seeds and steps."""
     heads = ("best reward", "last entropy", "gradient norm", "clipped above", "below")
-    heads += ("c_low", "c_high", "start", "met", "share before", "after")
+    heads += ("c_low", "c_high", "start", "met", "positive share")
     lines = ["| lag | arm | " + " | ".join(heads) + " |", "|---" * (len(heads) + 2) + "|"]
     for lag in results.lags:
         for arm in results.arms:
@@ -164,24 +164,26 @@ def tables(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Accuracy over lag, and rewards at the largest lag, a row per learning rate."""
+    """Differences over lag, and curves at the largest lag, a row per learning rate."""
     rows = len(results.rates)
     figure, grid = plt.subplots(
         rows, 3, figsize=(14, 4.2 * rows), layout="constrained", squeeze=False
     )
     lag = max(results.lags)
     for rate, (left, middle, right) in zip(results.rates, grid, strict=True):
-        for offset, arm in enumerate(results.arms):
-            values = [results.accuracy(arm, lag, rate) for lag in results.lags]
+        for offset, arm in enumerate(CONTRASTS):
+            found = [results.differences(arm, [lag], rate) for lag in results.lags]
             left.errorbar(
-                np.arange(len(values)) + 0.08 * (offset - len(results.arms) / 2),
-                [each.mean() for each in values],
-                yerr=[half_width(each) for each in values],
-                marker="o",
+                np.arange(len(found)) + 0.12 * (offset - (len(CONTRASTS) - 1) / 2),
+                [each.mean() for each in found],
+                yerr=[half_width(each) for each in found],
+                fmt="o",
                 markersize=4,
                 capsize=2,
+                color=f"C{results.arms.index(arm)}",
                 label=TITLES[arm],
             )
+        for arm in results.arms:
             for axes, name in ((middle, "reward"), (right, "entropy")):
                 curves = np.array([curve(row, name) for row in results.rows(arm, lag, rate)])
                 mean, error = curves.mean(axis=0), half_widths(curves)
@@ -191,10 +193,13 @@ def draw(results: Results, path: Path) -> None:
                     step, mean - error, mean + error, alpha=0.15, color=line.get_color()
                 )
         left.set_xticks(range(len(results.lags)), [str(lag) for lag in results.lags])
-        left.set(xlabel="lag in steps of 16 updates", ylabel="held-out accuracy")
-        left.set_title(f"after the last step, learning rate {rate:g}")
+        left.axhspan(-MARGIN, MARGIN, color="grey", alpha=0.15)
+        left.axhline(0, color="grey", linewidth=0.8)
+        left.set(xlabel="lag in steps of 16 updates", ylabel="held-out accuracy: BAPO minus …")
+        left.set_title(f"learning rate {rate:g}, 95 % intervals; grey: equivalent")
         left.legend(fontsize=8)
         middle.set(xlabel="step", ylabel="mean reward of the batch", title=f"lag {lag}")
+        middle.legend(fontsize=8)
         right.set(xlabel="step", ylabel="entropy, nats per token", title=f"lag {lag}")
     figure.savefig(path, dpi=130)
     plt.close(figure)
