@@ -19,12 +19,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 if TYPE_CHECKING:
     import torch
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of things; a float holds it exactly."""
 
 
 class FinishReason(StrEnum):
@@ -188,38 +193,38 @@ class Group:
 class RolloutStats:
     """What the generation of one batch cost."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
     """For ``calls.decode_json``: a counter that is not here is another version's."""
-    generated_tokens: int = 0
+    generated_tokens: Count = 0
     """Tokens received from the engines while this batch was collected, kept or not."""
     generation_s: float = 0.0
     """Wall time from the first request to the last complete group, in seconds."""
-    resumed_samples: int = 0
+    resumed_samples: Count = 0
     """Requests that continued a response begun earlier; one response may need several."""
-    unfinished_samples: int = 0
+    unfinished_samples: Count = 0
     """Samples left unfinished in the buffer when the batch was complete."""
-    reward_timeouts: int = 0
+    reward_timeouts: Count = 0
     """Answers scored 0 because grading them took too long."""
-    reward_errors: int = 0
+    reward_errors: Count = 0
     """Answers scored 0 because a reward function failed on them (``reward.on_error: zero``)."""
-    environment_errors: dict[str, int] | None = None
+    environment_errors: dict[str, Count] | None = None
     """Episodes that ended since the previous batch because their environment failed, by kind
     (``EnvironmentFailedError.kind``); None without an environment."""
-    replayed_groups: int = 0
+    replayed_groups: Count = 0
     """Groups of the batch that an earlier batch held already."""
-    equal_reward_groups: int = 0
+    equal_reward_groups: Count = 0
     """Finished groups left out because all their rewards were equal (dynamic sampling)."""
-    filled_groups: int = 0
+    filled_groups: Count = 0
     """Such groups that are in the batch nevertheless because its limit was reached."""
-    dropped_groups: dict[str, int] = field(default_factory=dict)
+    dropped_groups: dict[str, Count] = field(default_factory=dict)
     """Groups given up since the previous batch, by reason: ``equal_rewards``, ``stale``,
     ``carried``, ``surplus`` (without ``partial``)."""
-    regenerated_samples: int = 0
+    regenerated_samples: Count = 0
     """Responses restarted since the previous batch because they were too old."""
-    lost_requests: int = 0
+    lost_requests: Count = 0
     """Requests continued elsewhere since the previous batch because their server failed; those
     during evaluations do not count."""
-    retractions: int = 0
+    retractions: Count = 0
     """Requests since the previous batch that a full cache of their engine took out, to be computed
     again; those that a push retracts do not count."""
     engine_load: dict[str, float] = field(default_factory=dict)

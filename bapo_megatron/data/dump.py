@@ -42,6 +42,7 @@ from bapo_megatron.types import (
 FORMAT = 4
 """Steps count from 1; in earlier formats they counted from 0."""
 _REMEDY = "write the dump again"
+_MAX_INT32 = 2**31 - 1
 
 SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "group_id": (pa.int64(), lambda sample: sample.group_id),
@@ -68,8 +69,8 @@ class _About:
     """What belongs to a whole batch, or to its texts, which have a step only."""
 
     format: int
-    step: Annotated[int, Field(ge=1)]
-    version: Annotated[int, Field(ge=0)] | None = None
+    step: Annotated[int, Field(ge=1, le=_MAX_INT32)]
+    version: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     stats: RolloutStats = field(default_factory=RolloutStats)
 
 
@@ -310,7 +311,7 @@ def _problem_of_values(sample: Sample, version: int, vocab_size: int | None) -> 
         if not math.isfinite(reward):
             column = "reward" if name == "reward" else f"reward_components.{name}"
             return f"{column} must be finite, got {reward}"
-    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    limit = _MAX_INT32 if vocab_size is None else vocab_size - 1
     for column, ids in (
         ("prompt_token_ids", sample.prompt.token_ids),
         ("response_token_ids", sample.response_token_ids),

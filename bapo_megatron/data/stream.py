@@ -8,14 +8,44 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Count, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """Where a stream is, and in which prompts."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
+    """For ``calls.decode_json``."""
+    epoch: Count
+    position: Count
+    seed: Count
+    shuffle: bool
+    digest: str
+    rows_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetPosition(StreamPosition):
+    """That of a set in a mixture."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class MixturePosition:
+    """Where a mixture is."""
+
+    sets: tuple[SetPosition, ...]
 
 
 class PromptStream(Iterator[Prompt]):
@@ -49,41 +79,44 @@ class PromptStream(Iterator[Prompt]):
         """Prompts drawn so far."""
         return self._epoch * len(self._prompts) + self._position
 
-    def state(self) -> dict[str, Any]:
-        """Return the position, as JSON values for a checkpoint."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "digest": self._digest,
-            "rows_digest": self._rows_digest,
-        }
+    def state(self) -> StreamPosition:
+        """Return the position, for a checkpoint."""
+        return StreamPosition(
+            self._epoch,
+            self._position,
+            self._seed,
+            self._shuffle,
+            self._digest,
+            self._rows_digest,
+        )
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: StreamPosition) -> None:
         """Continue from what ``state`` returned.
 
         Raises:
             ValueError: The state belongs to other prompts, another seed or another order.
         """
-        own, problem = self.state(), "cannot resume the data position: "
-        for key, name in (("seed", "seed"), ("shuffle", "data.shuffle")):
-            if state[key] != own[key]:
+        problem = "cannot resume the data position: "
+        for name, saved, own in (
+            ("seed", state.seed, self._seed),
+            ("data.shuffle", state.shuffle, self._shuffle),
+        ):
+            if saved != own:
                 raise ValueError(
-                    f"{problem}{name} was {state[key]} when it was saved and is {own[key]} now; "
-                    "resume with the same value"
+                    f"{problem}{name} was {saved} when it was saved and is {own} now; resume with "
+                    "the same value"
                 )
-        if state["digest"] != own["digest"]:
+        if state.digest != self._digest or state.position > len(self._prompts):
             raise ValueError(
                 f"{problem}the training prompts differ from those it was saved with; restore the "
                 "data file, chat template and data settings"
             )
-        if state["rows_digest"] != own["rows_digest"]:
+        if state.rows_digest != self._rows_digest:
             raise ValueError(
                 f"{problem}the columns that reward functions get with the training prompts differ "
                 "from those it was saved with; restore the data file and its columns"
             )
-        self._start_at(state["epoch"], state["position"])
+        self._start_at(state.epoch, state.position)
 
     def _start_at(self, epoch: int, position: int) -> None:
         self._epoch = epoch
@@ -154,26 +187,31 @@ class PromptMixture(Iterator[Prompt]):
         total = sum(self._units)
         return {name: units / total for name, units in zip(self._names, self._units, strict=True)}
 
-    def state(self) -> dict[str, Any]:
-        """Return the position in every set, as JSON values for a checkpoint."""
+    def state(self) -> MixturePosition:
+        """Return the position in every set, for a checkpoint."""
         sets = zip(self._names, self._weights, self._streams, strict=True)
-        return {"sets": [{"name": name, "weight": w, **stream.state()} for name, w, stream in sets]}
+        return MixturePosition(
+            tuple(
+                SetPosition(**asdict(stream.state()), name=name, weight=weight)
+                for name, weight, stream in sets
+            )
+        )
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: MixturePosition) -> None:
         """Continue from what ``state`` returned.
 
         Raises:
             ValueError: The state belongs to other sets, weights, prompts, or another seed or order.
         """
         mine = _described(list(zip(self._names, self._weights, strict=True)))
-        saved = _described([(entry["name"], entry["weight"]) for entry in state["sets"]])
+        saved = _described([(each.name, each.weight) for each in state.sets])
         if saved != mine:
             raise ValueError(
                 f"cannot resume the data position: data.train was {saved} when it was saved and is "
                 f"{mine} now; resume with the same sets and weights"
             )
-        for stream, entry in zip(self._streams, state["sets"], strict=True):
-            stream.restore(entry)
+        for stream, position in zip(self._streams, state.sets, strict=True):
+            stream.restore(position)
 
 
 def _described(sets: Sequence[tuple[str, float]]) -> str:

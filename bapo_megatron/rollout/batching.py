@@ -9,11 +9,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.stream import PromptMixture, PromptStream
+from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import (
@@ -26,36 +25,10 @@ from bapo_megatron.rollout.episodes import BURST, Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.limits import LoopLag
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.saved import SavedRollout
+from bapo_megatron.rollout.saved import RolloutState, SavedRollout, Totals
 from bapo_megatron.rollout.selection import BatchPlan, LeftOver, Selection, merge
 from bapo_megatron.telemetry.console import describe_rate, reporting
 from bapo_megatron.types import RolloutBatch, RolloutStats, SampleText
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Counts so far; the difference from those of the previous batch is what a batch cost."""
-
-    generated_tokens: int = 0
-    resumed_samples: int = 0
-    regenerated_samples: int = 0
-    lost_requests: int = 0
-    retractions: int = 0
-    reward_timeouts: int = 0
-    reward_errors: int = 0
-    environment_errors: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def since(self, before: Self) -> Self:
-        """What was counted after ``before``."""
-        return type(self)(*map(_difference, astuple(self), astuple(before)))
-
-
-def _difference(now: Any, then: Any) -> Any:
-    if not isinstance(now, dict):
-        return now - then
-    differences = {key: now.get(key, 0) - then.get(key, 0) for key in {**then, **now}}
-    return {key: n for key, n in sorted(differences.items()) if n}
 
 
 @dataclass(eq=False)
@@ -64,7 +37,7 @@ class BatchCollector:
 
     interaction: Interaction
     grader: Grader
-    prompts: PromptStream | PromptMixture
+    prompts: PromptMixture
     config: RolloutConfig
     replay: ReplayConfig
     plan: BatchPlan
@@ -83,7 +56,7 @@ class BatchCollector:
     _started_s: float = 0.0
     _spent_s: float = 0.0
     """Generation of the batch before an interruption, maybe in an earlier process."""
-    _before: _Totals = _Totals()
+    _before: Totals = field(default_factory=Totals)
     """As of the last batch."""
     _loop_lag: LoopLag = field(default_factory=LoopLag)
 
@@ -186,15 +159,15 @@ class BatchCollector:
         spent_s = self._spent_s
         if self._is_attached and (self._episodes.is_running or self._ahead is not None):
             spent_s = time.monotonic() - self._started_s
-        about = {
-            "prompts": self.prompts.state(),
-            "generation_s": spent_s,
-            "counted": asdict(self._totals().since(self._before)),
-            "sampled_version": self._sampled_version,
-            "fixed_lag": self.config.fixed_lag,
-            "partial_tokens": self.config.partial_tokens,
-            "environment": self.config.environment,
-        }
+        about = RolloutState(
+            prompts=self.prompts.state(),
+            generation_s=spent_s,
+            counted=self._totals().since(self._before),
+            sampled_version=self._sampled_version,
+            fixed_lag=self.config.fixed_lag,
+            partial_tokens=self.config.partial_tokens,
+            environment=self.config.environment,
+        )
         return SavedRollout(about, self._buffer.snapshot())
 
     def restore(self, saved: SavedRollout) -> None:
@@ -203,12 +176,11 @@ class BatchCollector:
         Raises:
             ValueError: It belongs to other data, another seed or other group sizes.
         """
-        state = saved.about
-        self.prompts.restore(state["prompts"])
+        about = saved.about
+        self.prompts.restore(about.prompts)
         self._buffer.restore(saved.buffer)
-        self._before = self._totals().since(_Totals(**state["counted"]))
-        self._spent_s = state["generation_s"]
-        self._sampled_version = state["sampled_version"]
+        self._before = self._totals().since(about.counted)
+        self._spent_s, self._sampled_version = about.generation_s, about.sampled_version
         saved.check(self.config)
         for group in self._buffer:
             if self.grader.sees_groups and not group.is_scored:
@@ -351,7 +323,7 @@ class BatchCollector:
 
     def _stats(
         self,
-        totals: _Totals,
+        totals: Totals,
         chosen: Sequence[PendingGroup],
         num_replayed: int,
         left_over: LeftOver,
@@ -391,13 +363,13 @@ class BatchCollector:
             group.carries += 1
         self._buffer.check()
 
-    def _totals(self, left_over: LeftOver = ()) -> _Totals:
+    def _totals(self, left_over: LeftOver = ()) -> Totals:
         """What was counted so far; groups that are given up count as dropped."""
         given_up = Counter(reason.value for _, reason in left_over if reason is not None)
         dropped = dict(self._buffer.dropped + given_up)
         if not self._is_attached:
-            return _Totals(dropped=dropped)
-        return _Totals(
+            return Totals(dropped=dropped)
+        return Totals(
             generated_tokens=self._episodes.generated_tokens,
             resumed_samples=self._episodes.resumed_samples,
             regenerated_samples=self._num_regenerated,

@@ -314,5 +314,9 @@ class RolloutBuffer:
 
     def check(self) -> None:
         """Every group that was drawn is accounted for, exactly once."""
-        accounted = self.num_trained + self.dropped.total() + len(self.groups)
-        assert self.next_group_id == accounted, (self.next_group_id, accounted)
+        assert self.next_group_id == self.num_accounted, (self.next_group_id, self.num_accounted)
+
+    @property
+    def num_accounted(self) -> int:
+        """Groups that are trained, dropped or waiting."""
+        return self.num_trained + self.dropped.total() + len(self.groups)

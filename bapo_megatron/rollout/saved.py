@@ -8,18 +8,22 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import pyarrow as pa
+from pydantic import Field, ValidationError
 
+from bapo_megatron.calls import decode, describe_invalid
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data.columns import RowFile
+from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.dump import SAMPLE_COLUMNS, sample_of
+from bapo_megatron.data.stream import MixturePosition
+from bapo_megatron.files import parse_json
 from bapo_megatron.rollout.buffer import PendingGroup, PendingSample, RolloutBuffer
-from bapo_megatron.types import Prompt, Sample
+from bapo_megatron.types import Count, Prompt, Sample
 
 FORMAT = 7
 """Earlier formats were JSON, part of the checkpoint's state.json."""
@@ -29,11 +33,68 @@ _WAITING = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts so far; the difference from those of the previous batch is what a batch cost."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    """For ``calls.decode_json``."""
+    generated_tokens: Count = 0
+    resumed_samples: Count = 0
+    regenerated_samples: Count = 0
+    lost_requests: Count = 0
+    retractions: Count = 0
+    reward_timeouts: Count = 0
+    reward_errors: Count = 0
+    environment_errors: dict[str, Count] = field(default_factory=dict)
+    dropped: dict[str, Count] = field(default_factory=dict)
+
+    def since(self, before: Self) -> Self:
+        """What was counted after ``before``."""
+        return type(self)(*map(_difference, astuple(self), astuple(before)))
+
+
+def _difference(now: Any, then: Any) -> Any:
+    if not isinstance(now, dict):
+        return now - then
+    differences = {key: now.get(key, 0) - then.get(key, 0) for key in {**then, **now}}
+    return {key: n for key, n in sorted(differences.items()) if n}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """Where the collection of batches stands, apart from its samples."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
+    """For ``calls.decode_json``."""
+    prompts: MixturePosition
+    generation_s: float
+    """Seconds since the last batch in which its samples were generated."""
+    counted: Totals
+    """Since the last batch."""
+    sampled_version: Count | None
+    """Weights version of the newest samples."""
+    fixed_lag: Count | None
+    partial_tokens: Count | None
+    environment: str
+    """The settings of these names, under ``rollout``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _About(RolloutState):
+    """The metadata of the file."""
+
+    format: int
+    next_group_id: Count
+    num_trained: Count
+    dropped: dict[str, Count]
+    num_earlier: Annotated[int, Field(ge=0, le=1_000_000)]
+
+
+@dataclass(frozen=True, slots=True)
 class SavedRollout:
     """What the collector continues from."""
 
-    about: dict[str, Any]
-    """Data position and counters, JSON values."""
+    about: RolloutState
     buffer: RolloutBuffer
 
     def check(self, config: RolloutConfig) -> None:
@@ -44,10 +105,10 @@ class SavedRollout:
         """
         for name in ("fixed_lag", "partial_tokens", "environment"):
             value = getattr(config, name)
-            if self.about[name] != value:
+            if (saved := getattr(self.about, name)) != value:
                 raise ValueError(
-                    f"rollout.{name}: was {self.about[name]} when the samples were saved and is "
-                    f"{value} now; resume with the same value"
+                    f"rollout.{name}: was {saved} when the samples were saved and is {value} now; "
+                    "resume with the same value"
                 )
         size, max_tokens = config.samples_per_group, config.max_response_tokens
         earlier = (group for batch in self.buffer.earlier for group in batch)
@@ -91,7 +152,8 @@ _COLUMNS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     "texts": (pa.large_string(), lambda row: json.dumps(row.pending.texts)),
     "state": (pa.large_string(), lambda row: json.dumps(row.pending.state)),
 }
-_FILE = RowFile("rollout buffer", "resume from another checkpoint", FORMAT, _COLUMNS)
+_REMEDY = "resume from another checkpoint"
+_FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _About)
 
 
 def write_saved(path: Path, saved: SavedRollout) -> None:
@@ -102,7 +164,7 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
     """
     buffer = saved.buffer
     about = {
-        **saved.about,
+        **asdict(saved.about),
         "next_group_id": buffer.next_group_id,
         "num_trained": buffer.num_trained,
         "dropped": dict(buffer.dropped),
@@ -121,18 +183,27 @@ def read_saved(path: Path) -> SavedRollout:
         DumpError: It is damaged, or of another format.
     """
     about, rows = _FILE.read(path, str(path))
-    earlier: list[list[PendingGroup]] = [[] for _ in range(about.pop("num_earlier"))]
+    earlier: list[list[PendingGroup]] = [[] for _ in range(about.num_earlier)]
     buffer = RolloutBuffer(len(earlier))
-    buffer.next_group_id = about.pop("next_group_id")
-    buffer.num_trained = about.pop("num_trained")
-    buffer.dropped = Counter(about.pop("dropped"))
+    buffer.next_group_id, buffer.num_trained = about.next_group_id, about.num_trained
+    buffer.dropped = Counter(about.dropped)
     for (batch, group_id), members in groupby(rows, lambda row: (row["batch"], row["group_id"])):
         group = _group(group_id, list(members), str(path))
         if batch == _WAITING:
             buffer.groups[group_id] = group
-        else:
+        elif 0 <= batch < len(earlier):
             earlier[batch].append(group)
+        else:
+            raise DumpError(
+                f"{path}: group {group_id}: batch must be below num_earlier, {len(earlier)}, got "
+                f"{batch}; {_REMEDY}"
+            )
     buffer.earlier.extend(map(tuple, earlier))
+    if buffer.next_group_id != buffer.num_accounted:
+        raise DumpError(
+            f"{path}: next_group_id must be {buffer.num_accounted}, the number of groups that are "
+            f"trained, dropped or waiting, got {buffer.next_group_id}; {_REMEDY}"
+        )
     return SavedRollout(about, buffer)
 
 
@@ -161,7 +232,7 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         first["answer"],
         first["prompt_text"],
         first["source"],
-        json.loads(first["prompt_row"]),
+        _read_json(first, "prompt_row", dict[str, Any], name),
     )
     tokens, samples = prompt.tokens(), []
     for row in rows:
@@ -169,10 +240,20 @@ def _group(group_id: int, rows: list[dict[str, Any]], name: str) -> PendingGroup
         # Copied: views would keep the columns of the whole row group.
         sample.response_token_ids = sample.response_token_ids.copy()
         sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
-        pending = PendingSample(sample, prompt, state=json.loads(row["state"]))
+        pending = PendingSample(sample, prompt, state=_read_json(row, "state", Any, name))
         pending.has_begun, pending.awaits_answer = row["has_begun"], row["awaits_answer"]
         pending.rests_at = row["rests_at"]
-        texts = json.loads(row["texts"])
-        pending.texts = None if texts is None else tuple(texts)
+        pending.texts = _read_json(row, "texts", tuple[str, ...] | None, name)
         samples.append(pending)
     return PendingGroup(group_id, samples, first["carries"])
+
+
+def _read_json(row: dict[str, Any], column: str, kind: Any, name: str) -> Any:
+    try:
+        return decode(kind, parse_json(row[column]))
+    except ValueError as error:
+        reason = describe_invalid(error) if isinstance(error, ValidationError) else error
+        raise DumpError(
+            f"{name}: sample {row['index']} of group {row['group_id']}: {column}: {reason}; "
+            f"{_REMEDY}"
+        ) from error

@@ -27,6 +27,7 @@ from bapo_megatron.rollout.buffer import RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved, write_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.benchmarks import harness
+from tests.rollout.saved_files import AT_START
 
 _VOCAB_SIZE = 151_936
 _GROUP_SIZE = 16
@@ -99,7 +100,7 @@ async def measure(num_tokens: int, path: Path) -> Row:
             memory.append(psutil.Process().memory_info().rss)
 
     began_s, cpu_s = time.monotonic(), [time.process_time()]
-    saved = SavedRollout({}, buffer.snapshot())
+    saved = SavedRollout(AT_START, buffer.snapshot())
     taken_s = time.monotonic()
     cpu_s.append(time.process_time())
     ticking = asyncio.create_task(tick())

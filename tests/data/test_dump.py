@@ -3,7 +3,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -257,9 +259,9 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path):
         read_texts(path)
 
 
-def with_format(number: int) -> bytes:
+def with_metadata(**changes: Any) -> bytes:
     table = pq.read_table(pa.BufferReader(encode_batch(make_batch())))
-    about = json.loads(table.schema.metadata[KEY]) | {"format": number}
+    about = json.loads(table.schema.metadata[KEY]) | changes
     stream = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about)}), stream)
     return stream.getvalue().to_pybytes()
@@ -268,7 +270,26 @@ def with_format(number: int) -> bytes:
 @pytest.mark.parametrize("number", [3, 5])
 def test_a_dump_of_another_format_is_refused(number):
     with pytest.raises(DumpError, match=f"dump format {number}, this version reads format 4"):
-        decode(with_format(number))
+        decode(with_metadata(format=number))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": 10**30}, "'step' must be less than or equal to 2147483647, got 10000"),
+        ({"step": "1"}, "'step' must be an integer, got '1'"),
+        ({"version": 2**31}, "'version' must be less than or equal to 2147483647"),
+        ({"version": math.nan}, "'version' must be an integer, got NaN"),
+        ({"stats": {"generation_s": math.nan}}, r"'stats\.generation_s' must be a finite number"),
+        ({"stats": {"engine_load": {"a": math.inf}}}, r"'stats\.engine_load\.a' must be a finite"),
+        ({"stats": {"generated_tokens": 10**400}}, r"'stats\.generated_tokens' must be less than"),
+        ({"stats": {"dropped_groups": {"a": -1}}}, r"'stats\.dropped_groups\.a' must be greater"),
+        ({"stats": {"lost": 1}}, r"'stats\.lost' is no field of it"),
+    ],
+)
+def test_metadata_that_no_run_writes_are_named_by_field(changes, message):
+    with pytest.raises(DumpError, match=f"metadata '{KEY.decode()}': {message}.*; write the dump"):
+        decode(with_metadata(**changes))
 
 
 def test_samples_of_a_group_share_one_prompt():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from fractions import Fraction
 from itertools import accumulate
@@ -72,7 +71,7 @@ def test_a_resumed_stream_equals_the_uninterrupted_one(position):
     uninterrupted = take(PromptStream(make_prompts(7), seed=3, shuffle=True), 40)
     stream = PromptStream(make_prompts(7), seed=3, shuffle=True)
     take(stream, position)
-    state = json.loads(json.dumps(stream.state()))
+    state = stream.state()
 
     resumed = PromptStream(make_prompts(7), seed=3, shuffle=True)
     resumed.restore(state)
@@ -91,7 +90,7 @@ def test_a_mixture_resumed_after_any_draws_equals_the_uninterrupted_one(
     state, drawn = make_mixture(sets, seed, shuffle).state(), []
     for stretch in [*stretches, 25]:
         mixture = make_mixture(sets, seed, shuffle)
-        mixture.restore(json.loads(json.dumps(state)))
+        mixture.restore(state)
         drawn += take(mixture, stretch)
         state = mixture.state()
 

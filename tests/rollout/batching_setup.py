@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
-from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.environment.load import SingleTurn
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, SampleText
+from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import FakePool, Request
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Setup:
         self.batches = BatchCollector(
             interaction or single_turn(),
             self.rewards,
-            PromptStream(PROMPTS, seed=0, shuffle=False),
+            make_stream(PROMPTS),
             RolloutConfig.model_validate(config),
             ReplayConfig.model_validate(replay or {}),
             BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=2),

@@ -17,7 +17,7 @@ from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import WRITTEN, FakePool
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import settle
-from tests.rollout.saved_files import file_of, read_file
+from tests.rollout.saved_files import AT_START, file_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,7 +149,7 @@ class Setup:
         await settle()
 
     def saved(self) -> bytes:
-        return file_of(SavedRollout({}, self.buffer.snapshot()))
+        return file_of(SavedRollout(AT_START, self.buffer.snapshot()))
 
 
 def script(*steps: Step) -> Callable[[Any, Turn], Step]:

@@ -7,15 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bapo_megatron.rollout.saved import read_saved, write_saved
+from bapo_megatron.config.rollout import SINGLE_TURN
+from bapo_megatron.data.stream import MixturePosition
+from bapo_megatron.rollout.saved import RolloutState, Totals, read_saved, write_saved
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.saved import SavedRollout
 
 
+AT_START = RolloutState(
+    prompts=MixturePosition(()),
+    generation_s=0.0,
+    counted=Totals(),
+    sampled_version=None,
+    fixed_lag=None,
+    partial_tokens=None,
+    environment=SINGLE_TURN,
+)
+"""The state of a collector that has drawn nothing, for buffers without one."""
+
+
 def without_clock(saved: SavedRollout) -> bytes:
     """All of the file that repeats."""
-    return file_of(replace(saved, about=saved.about | {"generation_s": 0.0}))
+    return file_of(replace(saved, about=replace(saved.about, generation_s=0.0)))
 
 
 def file_of(saved: SavedRollout) -> bytes:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,7 +19,7 @@ from bapo_megatron.rollout import saved as saved_module
 from bapo_megatron.rollout.buffer import DropReason, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
-from tests.rollout.saved_files import file_of, read_file
+from tests.rollout.saved_files import AT_START, file_of, read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +84,7 @@ def test_the_end_of_a_response_may_be_told_twice() -> None:
 def _restored(buffer: RolloutBuffer, num_earlier_batches: int = 0) -> RolloutBuffer:
     """The same after a restart."""
     restored = RolloutBuffer(num_earlier_batches)
-    restored.restore(read_file(file_of(SavedRollout({}, buffer.snapshot()))).buffer)
+    restored.restore(read_file(file_of(SavedRollout(AT_START, buffer.snapshot()))).buffer)
     return restored
 
 
@@ -97,7 +100,7 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     list(buffer)[1].samples[0].has_begun = True
     restored = _restored(buffer)
     assert len(restored) == 3
-    file = pq.ParquetFile(io.BytesIO(file_of(SavedRollout({}, buffer.snapshot()))))
+    file = pq.ParquetFile(io.BytesIO(file_of(SavedRollout(AT_START, buffer.snapshot()))))
     assert file.num_row_groups == (5 if chunk_tokens == 1 else 1)  # four samples have tokens
     for saved_group, group in zip(buffer, restored, strict=True):
         assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
@@ -162,8 +165,8 @@ def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
     buffer = _filled()
     first, second, third = buffer
     second.samples[0].state = {"seed": 1}
-    before = file_of(SavedRollout({}, buffer.snapshot()))
-    saved = SavedRollout({}, buffer.snapshot())
+    before = file_of(SavedRollout(AT_START, buffer.snapshot()))
+    saved = SavedRollout(AT_START, buffer.snapshot())
     second.samples[0].state["seed"] = 2
     second.samples[0].append(_completion(25, 1, 3), 8)
     second.samples[1].texts, second.carries = ("fine",), 4
@@ -172,18 +175,52 @@ def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
     buffer.drop(third, DropReason.STALE)
     buffer.start_group(PROMPTS[0], 2)
     assert file_of(saved) == before
-    assert file_of(SavedRollout({}, buffer.snapshot())) != before
+    assert file_of(SavedRollout(AT_START, buffer.snapshot())) != before
 
 
 def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rollout.parquet"
-    content = file_of(SavedRollout({}, _filled()))
+    content = file_of(SavedRollout(AT_START, _filled()))
     path.write_bytes(content[:-20])
     with pytest.raises(DumpError, match=r"rollout\.parquet: not a readable parq.*; resume from"):
         read_saved(path)
     path.write_bytes(content)
+    assert len(read_saved(path).buffer) == 3
     monkeypatch.setattr(saved_module, "_FILE", replace(saved_module._FILE, format=8))
     with pytest.raises(DumpError, match="rollout buffer format 7, this version reads format 8"):
+        read_saved(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"generation_s": math.nan}, "'generation_s' must be a finite number, got NaN"),
+        ({"next_group_id": 10**30}, r"'next_group_id' must be less than or equal to 9007"),
+        ({"next_group_id": 4}, "next_group_id must be 3, the number of groups that are trained"),
+        ({"num_earlier": 10**9}, "'num_earlier' must be less than or equal to 1000000"),
+        ({"prompts": {"sets": [{}]}}, r"'prompts\.sets\[0\]\.epoch' is missing"),
+        ({"counted": {"lost": 1}}, r"'counted\.lost' is no field of it"),
+        ({"other": 1}, "'other' is no field of it"),
+        ({"texts": "1"}, "sample 0 of group 0: texts: must be a list, got 1"),
+        ({"prompt_row": "{"}, r"sample 0 of group 0: prompt_row: not valid JSON \(Expecting"),
+        ({"batch": 0}, "group 0: batch must be below num_earlier, 0, got 0"),
+    ],
+)
+def test_what_no_run_writes_is_named_by_its_field(
+    damage: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, key = tmp_path / "rollout.parquet", b"bapo_megatron.rollout"
+    table = pq.read_table(io.BytesIO(file_of(SavedRollout(AT_START, _filled()))))
+    about = json.loads(table.schema.metadata[key])
+    for name, value in damage.items():
+        if name in table.column_names:
+            column, kind = table.column_names.index(name), table.schema.field(name).type
+            values = pa.array([value, *table[name].to_pylist()[1:]], kind)
+            table = table.set_column(column, pa.field(name, kind), values)
+        else:
+            about[name] = value
+    pq.write_table(table.replace_schema_metadata({key: json.dumps(about)}), path)
+    with pytest.raises(DumpError, match=f"rollout.parquet: .*{message}.*; resume from another"):
         read_saved(path)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.selection import BatchPlan
+from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import (
@@ -57,7 +57,7 @@ class Setup:
         self.batches = BatchCollector(
             single_turn(),
             self.rewards,
-            PromptStream(PROMPTS, seed=0, shuffle=False),
+            make_stream(PROMPTS),
             RolloutConfig.model_validate({**config, **rollout}),
             ReplayConfig(),
             BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=1),

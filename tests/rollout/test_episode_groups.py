@@ -185,7 +185,7 @@ def test_failures_of_environments_are_counted_for_the_batch_after_which_they_cam
         await settle()
         await setup.give([2], 1, ends=True)  # beside the training
         state = setup.batches.state()
-        assert state.about["counted"]["environment_errors"] == {"error": 2}
+        assert state.about.counted.environment_errors == {"error": 2}
         resumed = _batches_with_environment()
         resumed.batches.restore(read_file(file_of(state)))
         assert file_of(resumed.batches.state()) == file_of(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
-from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.buffer import PendingGroup
@@ -21,6 +21,7 @@ from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt, Sample, SampleText
 from bapo_megatron.weight_sync.messages import Load
 from bapo_megatron.weight_sync.receive import WeightReceiver
+from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver, part_of
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 from tests.rollout.batching_setup import single_turn
@@ -84,7 +85,7 @@ class Setup:
 
     def new_collector(self, delay_s: float = 0.0) -> BatchCollector:
         grader = Grader(Decoder(), Rewards(delay_s))
-        stream = PromptStream(PROMPTS, seed=0, shuffle=False)
+        stream = make_stream(PROMPTS)
         plan = BatchPlan(seed=0, total_steps=100, updates_per_batch=1)
         collector = BatchCollector(
             single_turn(),
@@ -243,10 +244,10 @@ def test_the_time_of_a_batch_goes_on_where_its_tokens_do() -> None:
         with FakeSglang(stop_at=40, stalls=STALLS) as fake:
             async with _setup(fake) as setup:
                 state = setup.collector.state()
-                state.about["generation_s"] = 100.0
+                state = replace(state, about=replace(state.about, generation_s=100.0))
                 setup.collector.restore(state)
                 assert 100 < (await setup.collect(1)).stats.generation_s < 130
-                assert setup.collector.state().about["generation_s"] == 0
+                assert setup.collector.state().about.generation_s == 0
                 assert (await setup.collect(2)).stats.generation_s < 30
 
     asyncio.run(run())

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig
-from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.batching import BatchCollector
@@ -18,6 +17,7 @@ from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.weight_sync.messages import Load
 from bapo_megatron.weight_sync.receive import WeightReceiver
+from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.rollout.batching_setup import PROMPTS, Rewards, single_turn
@@ -39,7 +39,7 @@ class Run:
         self.backend = load_kind("sglang").open(config, "cpu", awaits_weights=False)
         self.config, self.path = config.rollout, path
         plan = BatchPlan(seed=0, total_steps=2, updates_per_batch=1)
-        prompts = PromptStream(PROMPTS, seed=0, shuffle=False)
+        prompts = make_stream(PROMPTS)
         self.batches = BatchCollector(
             *(single_turn(), Rewards(equal=()), prompts, self.config, ReplayConfig(), plan),
             lambda line: None,

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
-from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.pool import EnginePool
@@ -21,6 +20,7 @@ from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import FinishReason, Prompt
 from bapo_megatron.weight_sync.messages import Load
 from bapo_megatron.weight_sync.receive import WeightReceiver
+from tests.data.prompt_sets import make_stream
 from tests.engine.helpers import reference_logprobs
 from tests.engine.sglang.servers import load_weights, with_client
 from tests.fakes.fake_pool import deliver
@@ -94,7 +94,7 @@ async def _collect(
 ) -> list[RolloutBatch]:
     pool = EnginePool(engines, config, version=None)
     plan = BatchPlan(seed=0, total_steps=STEPS, updates_per_batch=1)
-    stream = PromptStream(PROMPTS, seed=0, shuffle=False)
+    stream = make_stream(PROMPTS)
     batches = BatchCollector(
         single_turn(), grader, stream, config, ReplayConfig(), plan, lambda line: None
     )

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
-from bapo_megatron.data.stream import PromptStream
 from bapo_megatron.environment.base import EnvironmentFailedError, Step
 from bapo_megatron.reward.base import Score
 from bapo_megatron.rollout.batching import BatchCollector
@@ -25,6 +24,7 @@ from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.selection import BatchPlan
 from bapo_megatron.types import Prompt
+from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
@@ -146,7 +146,7 @@ class Case:
             if self.has_environment
             else single_turn(),
             Grader(Renderer(), SlowRewards(delay), sees_groups=self.sees_groups),
-            PromptStream(PROMPTS, seed=0, shuffle=True),
+            make_stream(PROMPTS, shuffle=True),
             RolloutConfig.model_validate({**config, **self.rollout}),
             ReplayConfig.model_validate(self.replay),
             BatchPlan(seed=0, total_steps=TOTAL_STEPS, updates_per_batch=UPDATES),
