@@ -55,10 +55,14 @@ def regrade(
             raise ResultsError(
                 f"--out: would replace {path}, which is graded again; give another directory"
             )
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ResultsError("--from: must be different files, got one of them twice; leave it out")
-    if out_dir is not None and len({path.name for path in paths}) < len(paths):
-        raise ResultsError("--out: two of the files have the same name; grade them one by one")
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ResultsError(f"--from: must be different files, got {path} twice; leave one out")
+        if out_dir is not None and path.name in [other.name for other in paths[:number]]:
+            raise ResultsError(
+                f"--out: files must have different names, got two {path.name}; grade them one by "
+                "one"
+            )
     return run_graded(_regrade(paths, config, out_dir))
 
 

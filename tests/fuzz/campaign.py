@@ -2,7 +2,8 @@
 
     python -m tests.fuzz.campaign --cases 2400 --seed 0
 
-Prints a line for each fault, then totals as JSON; the exit status is 1 if there was any.
+The known cases come first. Prints a line for each fault, then totals as JSON; the exit status is 1
+if there was any.
 """
 
 from __future__ import annotations
@@ -77,7 +78,13 @@ def make(root: Path) -> None:
 def _run_all(root: Path, given: argparse.Namespace) -> Iterator[Ended]:
     from tests.fuzz.forks import run_case
     from tests.fuzz.kinds import KINDS
+    from tests.fuzz.known import KNOWN
 
+    known = {} if given.first or given.kinds else KNOWN
+    for number, (name, make_known) in enumerate(known.items()):
+        yield run_case(
+            name, functools.partial(make_known, root / "intact"), root / f"known_{number}"
+        )
     names = given.kinds or list(KINDS)
     weights = [KINDS[name][1] for name in names]
     for number in range(given.first, given.first + given.cases):

@@ -161,6 +161,8 @@ def _judge(
     if len(complaints) != 1 or not _COMPLAINT.fullmatch(last):
         return "place", f"no one line at the end: {said[-1500:]!r}"
     missing = [place for place in places if place not in complaints[0]]
+    if "allow_pickle" in complaints[0]:
+        return "place", f"advises to run code: {complaints[0]}"
     if missing or len(complaints[0]) > MAX_LINE_CHARS or ";" not in complaints[0]:
         what = f"without {missing}" if missing else "without remedy, or too long"
         return "place", f"{what}: {complaints[0][:1500]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -110,11 +109,32 @@ def to_json(value: Any) -> str:
     return json.dumps(value)
 
 
-def replace_tree(source: Path, target: Path) -> Path:
-    """Copy a file or directory, so that it may be damaged."""
-    if source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
-    return target
+def pick(rng: Random, choices: Any) -> Any:
+    """Return one of the choices."""
+    return rng.choice(list(choices))
+
+
+def poisoned(value: Any, rng: Random, place: tuple[Any, ...]) -> tuple[Any, bool]:
+    """Put another value at a place, or remove it; return whether it is of another type now."""
+    if place and rng.random() < 0.15 and isinstance(value_at(value, place[:-1]), dict):
+        del value_at(value, place[:-1])[place[-1]]
+        return value, False
+    old, new = value_at(value, place), pick(rng, POISONS)
+    if place and isinstance(new, int | float) and rng.random() < 0.2:
+        new = -new if new == new else new
+    return put(value, place, new), is_other_type(old, new)
+
+
+def damaged(path: Path, rng: Random) -> bool:
+    """Damage a file in one of the ways; see ``damage_bytes``."""
+    return damage_bytes(path, pick(rng, bytes_damages()), rng)
+
+
+def json_damaged(path: Path, rng: Random, strict: Any = ()) -> tuple[str, bool]:
+    """Poison a JSON file; return the field's name, and whether the file is certainly wrong now."""
+    tree = json.loads(path.read_text())
+    place = pick(rng, [each for each in places_in(tree) if each])
+    tree, is_wrong = poisoned(tree, rng, place)
+    path.write_text(to_json(tree))
+    names = [key for key in place if isinstance(key, str)]
+    return (names[-1] if names else ""), is_wrong and bool(names) and names[0] in strict
