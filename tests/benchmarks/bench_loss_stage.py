@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace, groups: ProcessGroups) -> list[Section]
                 "Ours searches the bounds of its one micro-batch. The search takes "
                 f"{medians['search alone'] / medians['ours']:.2%} of the loss stage.",
                 f"Collectives of a micro-batch, counted on 2 tensor-parallel ranks: {plain}. The "
-                f"search adds, per update: {search}.",
+                f"search adds, per update of data-parallel ranks: {search}.",
                 launches(not_compiled, device),
             ],
         ),

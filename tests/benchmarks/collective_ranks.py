@@ -1,4 +1,4 @@
-"""Counts the collectives of a search and of one micro-batch on tensor-parallel ranks."""
+"""Counts the collectives of a search and of one micro-batch, each on two ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_sca
 
 def count_collectives() -> tuple[str, str, str]:
     """The search, then forward and backward from logits, and from hidden states in 4 chunks."""
+    micro_batch = make_micro_batch(
+        behaviour_logprob_T=torch.zeros(TOKENS), target_T=torch.arange(TOKENS)
+    )
+    with joined() as groups, counted() as search:
+        losses = make_losses(groups, COLUMNS)
+        decision = collect(losses, torch.zeros(TOKENS), [micro_batch]).decision
     with joined(tensor=num_ranks()) as groups:
         generator = torch.Generator().manual_seed(0)
-        micro_batch = make_micro_batch(
-            behaviour_logprob_T=torch.zeros(TOKENS), target_T=torch.arange(TOKENS)
-        )
         vocab_size = COLUMNS * groups.tensor_size
         plain_losses = make_losses(groups, vocab_size)
-
-        with counted() as search:
-            decision = collect(plain_losses, torch.zeros(TOKENS), [micro_batch]).decision
 
         with counted() as plain:
             logits_TV = torch.randn(TOKENS, COLUMNS, generator=generator, requires_grad=True)

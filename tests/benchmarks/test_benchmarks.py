@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
             [
                 r"The search takes [\d.]+% of the loss stage",
                 r"a micro-batch, counted on 2 tensor-parallel ranks: 1 all_gather_into_tensor\.",
-                r"The search adds, per update: 1 all_reduce\.",
+                r"The search adds, per update of data-parallel ranks: 1 all_reduce\.",
                 # Table, contributions, search: the bounds of a table that exists.
                 r"Operators dispatched.*; search alone: 3;",
                 r"of 4 chunks, counted on 2 .*: 4 all_gather_into_tensor, 1 all_reduce\.",
