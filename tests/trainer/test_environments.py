@@ -20,7 +20,7 @@ from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.types import FinishReason
 from tests.launch import run
 from tests.trainer.chaos import steps
-from tests.trainer.test_local_engine import _assert_equal_runs
+from tests.trainer.same_runs import assert_same_training
 
 if TYPE_CHECKING:
     import subprocess
@@ -289,7 +289,7 @@ def test_a_resumed_run_continues_its_episodes_bit_for_bit(
     # Forget what came later, as if the run had been killed.
     (run_dir / "checkpoints" / "latest").write_text(f"step_{numbers[0]}\n")
     _train(config, run_dir, "resume=true")
-    _assert_equal_runs(run_dir, finished)
+    assert_same_training(run_dir, finished)
 
 
 @pytest.fixture(scope="module")
