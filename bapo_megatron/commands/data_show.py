@@ -212,8 +212,11 @@ def inspect_dump(path: Path, num_samples: int) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     batch = read_batch(path)
-    has_texts = texts_path(path).exists()
-    texts = {(t.group_id, t.index): t for t in read_texts(path)} if has_texts else {}
+    try:
+        texts = {(t.group_id, t.index): t for t in read_texts(path)}
+        has_texts = True
+    except FileNotFoundError:
+        texts, has_texts = {}, False
     first = batch.samples[:num_samples]
     return {
         "path": str(path),

@@ -118,6 +118,7 @@ def explain(error: ValidationError, root: type[BaseModel], place: Place) -> str:
         return f"{place}: missing key '{key}'{about}; add it"
     if details["type"] == "value_error":
         rule = str(details["ctx"]["error"])
+        rule = rule if ";" in rule else f"{rule}; correct it"
         # A rule of a section begins with the key in it that the rule is about.
         name, _, rest = rule.partition(" ")
         inner = dotted((*location, name))

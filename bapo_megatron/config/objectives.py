@@ -106,7 +106,8 @@ class BapoConfig(Section):
     def _fill_from_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        preset = BAPO_PRESETS.get(given.get("preset", "paper"), BAPO_PRESETS["paper"])
+        name = given.get("preset")  # checked later, so it may be of any type
+        preset = BAPO_PRESETS[name if name in list(BAPO_PRESETS) else "paper"]
         filled = {**preset, **given}
         for name in ("lower", "upper"):
             if isinstance(given.get(name), dict):

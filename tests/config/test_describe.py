@@ -160,15 +160,18 @@ from tests.config.files import error_of, write
         ),
         (
             "rollout: {engine: vllm}",
-            "'rollout.engine' must be sglang, local or package.module:Class, got 'vllm'",
+            "'rollout.engine' must be sglang, local or package.module:Class, got 'vllm'; "
+            "correct it",
         ),
         (
             "algorithm: {bapo: {lower: {start: 0.1}}}",
-            "'algorithm.bapo' needs 0.5 <= lower.start <= lower.max <= 1, got 0.1 and 0.9",
+            "'algorithm.bapo' needs 0.5 <= lower.start <= lower.max <= 1, got 0.1 and 0.9; "
+            "correct it",
         ),
         (
             "algorithm: {bapo: {upper: {max: 256}}}",
-            "'algorithm.bapo' needs 1 <= upper.start <= upper.max < 256, got 1.2 and 256.0",
+            "'algorithm.bapo' needs 1 <= upper.start <= upper.max < 256, got 1.2 and 256.0; "
+            "correct it",
         ),
         (
             "algorithm: {bapo: 5}",
@@ -211,7 +214,7 @@ from tests.config.files import error_of, write
         ),
         (
             "algorithm: {bapo: {measure: ratio, target: 256}}",
-            "'algorithm.bapo.target' must be below 256 with measure: ratio, got 256.0",
+            "'algorithm.bapo.target' must be below 256 with measure: ratio, got 256.0; correct it",
         ),
         (
             "algorithm: {dual_clip: 1.00000001}",

@@ -202,8 +202,9 @@ def test_a_section_is_parsed_from_options():
     assert (config.contribution, config.measure) == ("gradient", "ratio")
     for given, message in (
         ({"preset": "x"}, "'preset' must be 'paper' or 'recipe', got 'x'; its default is paper"),
+        ({"preset": []}, "'preset' must be 'paper' or 'recipe', got []; its default is paper"),
         ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'?"),
-        ({"target": 1.5}, "'target' must be below 1 with measure: share, got 1.5"),
+        ({"target": 1.5}, "'target' must be below 1 with measure: share, got 1.5; correct it"),
     ):
         with pytest.raises(ConfigError) as caught:
             parse_section(BapoConfig, given, "options")

@@ -140,7 +140,9 @@ def _bad_value(column: str, old: Any, kind: Any, rng: Random) -> Any:
         return harm.pick(rng, NUMBERS)
     new = list(old)
     if new and rng.random() < 0.6:
-        new[rng.randrange(len(new))] = harm.pick(rng, NUMBERS)
+        number = harm.pick(rng, NUMBERS)
+        is_float = number is not None and pa.types.is_floating(kind.value_type)
+        new[rng.randrange(len(new))] = float(number) if is_float else number
         return new
     return harm.pick(rng, (None, [], new[:-1], [*new, 1], new[::-1]))
 
