@@ -36,14 +36,17 @@ def command(
     """Compare two evaluations of the same problems by a paired bootstrap."""
     if os.path.realpath(first) == os.path.realpath(second):
         raise ResultsError(f"{first}: must differ from B, got the same twice; give two evaluations")
-    found = compare_results(
-        _results_of(first),
-        _results_of(second),
-        k_values=EvalConfig().k_values,
-        num_resamples=resamples,
-        seed=seed,
-        common_only=common,
-    )
+    results = _results_of(first), _results_of(second)
+    try:
+        found = compare_results(
+            *results,
+            k_values=EvalConfig().k_values,
+            num_resamples=resamples,
+            seed=seed,
+            common_only=common,
+        )
+    except ResultsError as error:
+        raise ResultsError(f"{first} (A), {second} (B): {error}") from error
     if as_json:
         typer.echo(json.dumps([asdict(comparison) for comparison in found], indent=2))
         return

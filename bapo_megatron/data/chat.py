@@ -120,7 +120,7 @@ class ChatRenderer:
 
         Raises:
             ValueError: The question has a system message and ``system_prompt`` is set as well, or
-                the template refuses the conversation.
+                the template refuses the conversation or renders nothing.
         """
         if isinstance(question, str):
             question = [{"role": "user", "content": question}]
@@ -130,7 +130,10 @@ class ChatRenderer:
             if messages[0]["role"] == "system":
                 raise ValueError("has a system message of its own; set data.system_prompt to ''")
             messages.insert(0, {"role": "system", "content": self._data.system_prompt})
-        return self._render(messages)
+        text = self._render(messages)
+        if not text:
+            raise ValueError("is left out by the chat template, which renders nothing")
+        return text
 
     def token_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokenise rendered conversations.

@@ -177,6 +177,14 @@ def test_what_a_template_cannot_compute_is_an_error_of_the_conversation(tokenize
         renderer.text("1+1?")
 
 
+def test_a_template_that_renders_nothing_is_an_error_of_the_conversation(tokenizer_dir, tmp_path):
+    (tmp_path / "x.jinja").write_text("{{ lipsum.__globals__ }}")  # nothing in a sandbox
+    renderer = ChatRenderer(load_tokenizer(tokenizer_dir, tmp_path / "x.jinja"), DataConfig())
+
+    with pytest.raises(ValueError, match="is left out by the chat template, which renders nothing"):
+        renderer.text("1+1?")
+
+
 def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
     with pytest.raises(ValueError, match="no usable tokenizer") as caught:
         load_tokenizer(tmp_path)

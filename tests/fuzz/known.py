@@ -171,7 +171,11 @@ MODELS: dict[str, Any] = {
         f"template: {text[:24]}": partial(template_of, text=text)
         for text in (
             *("{{", "{{ 1 // 0 }}", "{{ messages | nothing }}", "{% include 'x' %}"),
-            *("{{ raise_exception('no') }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+            *(
+                "{{ raise_exception('no') }}",
+                "{{ lipsum.__globals__ }}",
+                "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+            ),
             *("{{ 'x' * 10 ** 10 }}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"),
         )
     },
