@@ -128,7 +128,7 @@ def markdown(report: dict[str, Any], found: dict[str, list[Trained]]) -> str:
         "without a gradient (mean over signs, updates and steps). Tokens are some 40 updates old, "
         "at most 3 where an arm is *fresh*: objectives that limit nothing, or little, fall behind "
         "or collapse on old tokens. One model and a few seeds show that each objective trains, not "
-        "which of the others is better.",
+        "which of the others is better; times are of a machine with other work.",
         "",
         "| arm | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | reward | "
         "without gradient | time |",
