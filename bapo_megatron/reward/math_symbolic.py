@@ -135,7 +135,9 @@ def _is_same(given: Any, wanted: Any) -> bool:
         return are_matched(given.args, wanted.args, _is_same)
     if not all(isinstance(part, sympy.Basic | sympy.MatrixBase) for part in (given, wanted)):
         return False
-    if is_undefined(given) or differ(given, wanted):
+    if is_undefined(given) or _is_infinite(given) != _is_infinite(wanted):
+        return False
+    if differ(given, wanted):
         return False
     return bool(verify([wanted], [given], timeout_seconds=None)) and _is_close(given, wanted)
 
@@ -375,6 +377,13 @@ def _is_close(left: Any, right: Any) -> bool:
         return True
     one, other = abs(complex(left.doit().evalf())), abs(complex(right.doit().evalf()))
     return math.isclose(one, other, rel_tol=_RELATIVE_TOLERANCE)
+
+
+def _is_infinite(expression: Any) -> bool:
+    r"""Whether a sum or product, which is not evaluated, holds an infinity: ``3\infty-2``."""
+    if isinstance(expression, sympy.Add | sympy.Mul):
+        return any(map(_is_infinite, expression.args))
+    return expression in (sympy.oo, -sympy.oo)
 
 
 def _is_number(expression: Any) -> bool:

@@ -19,6 +19,7 @@ from bapo_megatron.types import FinishReason, Group, Prompt, RolloutBatch, Versi
 from tests.benchmarks import kill_campaign
 from tests.benchmarks.kill_account import Shape, audit, different_files
 from tests.data.samples import make_sample
+from tests.rollout.saved_files import AT_START
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ def _write_run(
     checkpoints = run_dir / "checkpoints"
     (checkpoints / f"step_{len(batches)}").mkdir(parents=True)
     path = checkpoints / f"step_{len(batches)}" / "rollout.parquet"
-    write_saved(path, SavedRollout({}, buffer))
+    write_saved(path, SavedRollout(AT_START, buffer))
     (checkpoints / "latest").write_text(f"step_{len(batches)}")
     return run_dir
 
