@@ -24,7 +24,7 @@ from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.dump import read_batch, read_texts, texts_path
+from bapo_megatron.data.dump import read_batch, texts_by_sample, texts_path
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_set, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
@@ -212,11 +212,7 @@ def inspect_dump(path: Path, num_samples: int) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     batch = read_batch(path)
-    try:
-        texts = {(t.group_id, t.index): t for t in read_texts(path)}
-        has_texts = True
-    except FileNotFoundError:
-        texts, has_texts = {}, False
+    texts = texts_by_sample(path)
     first = batch.samples[:num_samples]
     return {
         "path": str(path),
@@ -224,8 +220,10 @@ def inspect_dump(path: Path, num_samples: int) -> dict[str, Any]:
         "version": batch.version,
         "num_groups": len(batch.groups),
         "num_samples": len(batch.samples),
-        "has_texts": has_texts,
-        "samples": [_shown_sample(s, texts.get((s.group_id, s.index)), path) for s in first],
+        "has_texts": texts is not None,
+        "samples": [
+            _shown_sample(s, (texts or {}).get((s.group_id, s.index)), path) for s in first
+        ],
     }
 
 

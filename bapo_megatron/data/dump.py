@@ -175,6 +175,19 @@ def read_texts(path: Path) -> tuple[SampleText, ...]:
     return tuple(SampleText(**{**row, "turns": tuple(row["turns"])}) for row in rows)
 
 
+def texts_by_sample(path: Path) -> dict[tuple[int, int], SampleText] | None:
+    """Read the texts beside a dump, by group and index; None where there are none.
+
+    Raises:
+        DumpError: They are damaged, or no texts.
+        OSError: They cannot be read.
+    """
+    try:
+        return {(text.group_id, text.index): text for text in read_texts(path)}
+    except FileNotFoundError:
+        return None
+
+
 def _open(encoded: EncodedBatch) -> tuple[Any, Iterator[dict[str, Any]]]:
     """What the metadata say about all samples, and their rows, which are yet to be read."""
     about, rows = _DUMP.read(pa.BufferReader(encoded.content), encoded.name)

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from bapo_megatron.config.rollout import StalenessConfig
-from bapo_megatron.data.dump import read_batch, read_texts, texts_path
+from bapo_megatron.data.dump import read_batch, texts_by_sample
 from bapo_megatron.data.staleness import token_versions, trainable_mask
 from bapo_megatron.report.figures import rounded
 from bapo_megatron.report.runs import Run
@@ -99,7 +99,6 @@ def spread(num_items: int, max_items: int) -> list[int]:
 
 def _read_step(run: Run, path: Path) -> _Step:
     batch = read_batch(path)
-    texts = read_texts(path) if texts_path(path).exists() else ()
     given = {
         key.removeprefix("rollout.staleness."): value
         for key, value in run.settings.items()
@@ -114,7 +113,7 @@ def _read_step(run: Run, path: Path) -> _Step:
         ) from error
     return _Step(
         batch,
-        {(text.group_id, text.index): text for text in texts},
+        texts_by_sample(path) or {},
         _advantages(run, batch),
         TokenDumps(run, batch.step),
         staleness,

@@ -44,11 +44,12 @@ class Stopping:
         """
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
-        if keeps_time and self._config.stop_after is not None:
+        if not keeps_time:
+            return
+        if self._config.stop_after is not None:
             self._stop_at_s = time.time() + self._config.stop_after
-        if keeps_time:
-            self._job_end_s = _job_end_of_environment()
-        if keeps_time and "SLURM_JOB_ID" in os.environ:
+        self._job_end_s = _job_end_of_environment()
+        if "SLURM_JOB_ID" in os.environ:
             threading.Thread(target=self._follow_job, name="job-end", daemon=True).start()
 
     def error(self) -> StoppedError | None:
@@ -95,9 +96,11 @@ def _job_end_of_environment() -> float:
     """Return what Slurm said when the job began, in seconds since 1970; ∞ where it said nothing."""
     name = "SLURM_JOB_END_TIME"
     given = os.environ.get(name)
+    if given is None:
+        return math.inf
     try:
-        end_s = math.inf if given is None else float(given)
-        datetime.fromtimestamp(0.0 if given is None else end_s)
+        end_s = float(given)
+        datetime.fromtimestamp(end_s)  # a time, too, and no other number
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
             f"{name}: must be the end of the job in seconds since 1970, got '{given}'; unset it"
