@@ -57,17 +57,21 @@ def _node(number: int) -> Iterator[Node]:
             *("link", "add", cable, "type", "veth"),
             *("peer", "name", INTERFACE, "netns", node.name),
         )
-        _ip("link", "set", cable, "master", _BRIDGE, "up")
-        for command in (
-            ("address", "add", f"{node.address}/24", "dev", INTERFACE),
-            ("link", "set", INTERFACE, "up"),
-            ("link", "set", "lo", "up"),
-        ):
-            _ip("-netns", node.name, *command)
-        yield node
+        try:
+            _ip("link", "set", cable, "master", _BRIDGE, "up")
+            for command in (
+                ("address", "add", f"{node.address}/24", "dev", INTERFACE),
+                ("link", "set", INTERFACE, "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                _ip("-netns", node.name, *command)
+            yield node
+        finally:
+            # A namespace goes later than the command that deletes it, and its end of the cable too.
+            _ip("link", "delete", cable)
     finally:
         _ip("netns", "delete", node.name)
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    subprocess.run(["ip", *arguments], check=True, stdout=subprocess.DEVNULL)
